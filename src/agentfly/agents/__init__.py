@@ -1,0 +1,1 @@
+"""Layer I: what a user writes."""

@@ -1,0 +1,1 @@
+"""Layer III: what a tool or reward may ask for by a parameter."""

@@ -1,0 +1,155 @@
+"""Every failure type of AgentFly, named after the boundary it crossed.
+
+Two facts are fixed for each type, because everything downstream depends on them:
+
+* ``boundary``: where the failure happened (the user's own code, the machine, a resource, the policy, a tool, ...);
+* ``by_policy``: whether the policy could have caused it by what it sampled. Such a failure is scored as the task
+  says. A failure that the policy could not have caused is infrastructure: it is kept out of reward, baseline and
+  loss, and counted.
+
+Messages say what was asked, what was found and what to do about it, because they are all a user gets to see.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Boundary(StrEnum):
+    """Where a failure happened."""
+
+    USAGE = "usage"  # what the user wrote: an agent, a tool, a reward, a configuration
+    MACHINE = "machine"  # what the machine lacks: a program, a kernel feature, disk, network, a model
+    RESOURCE = "resource"  # a resource that could not be had, broke, or died
+    POLICY = "policy"  # the sampler: a generation that failed
+    TOOL = "tool"  # a tool call
+    REWARD = "reward"  # a score that could not be computed
+    TOKENS = "tokens"  # a broken invariant of the token bookkeeping: a bug, never data
+
+
+class AgentFlyError(Exception):
+    """Base of every failure that AgentFly raises on purpose.
+
+    The command line prints the message of one without a traceback, so the message must be enough to act on.
+    """
+
+    boundary: ClassVar[Boundary] = Boundary.USAGE
+    by_policy: ClassVar[bool] = False
+
+
+# --- what the user wrote -------------------------------------------------------------------------------------------
+
+
+class UsageError(AgentFlyError):
+    """The user's own code or settings ask for something that cannot be done as written."""
+
+
+class ConfigError(UsageError):
+    """A configuration that is unknown, of the wrong type, or contradicts itself."""
+
+
+class ToolDefinitionError(UsageError):
+    """A function that cannot become a tool, for instance because it has no docstring."""
+
+
+class RewardDefinitionError(UsageError):
+    """A function that cannot become a reward, or returned something that is not a score."""
+
+
+class ChatFormatError(UsageError):
+    """A model whose chat format cannot be used as asked, for instance because it has no chat template."""
+
+
+# --- what the machine lacks ----------------------------------------------------------------------------------------
+
+
+class PrerequisiteError(AgentFlyError):
+    """Something that must be present on the machine is not: a program, a kernel feature, a package, a model."""
+
+    boundary = Boundary.MACHINE
+
+
+# --- resources -----------------------------------------------------------------------------------------------------
+
+
+class ResourceError(AgentFlyError):
+    """A resource that could not be had or used. Always infrastructure."""
+
+    boundary = Boundary.RESOURCE
+
+
+class ResourceStartError(ResourceError):
+    """An instance did not start."""
+
+
+class ResourceResetError(ResourceError):
+    """An instance could not be brought back to a clean state; it is replaced."""
+
+
+class ResourceDied(ResourceError):
+    """A live instance went away while it was leased."""
+
+
+class AcquireTimeout(ResourceError):
+    """A request waited longer than its limit. The message lists the holders with their ages, and the queue."""
+
+
+class DeadlockBroken(ResourceError):
+    """The wait of the youngest holder in a cycle of waits was failed, so that the others can go on."""
+
+
+class EngineClosed(ResourceError):
+    """The resource engine was closed while a request was waiting, or before it was made."""
+
+
+# --- the policy ----------------------------------------------------------------------------------------------------
+
+
+class PolicyError(AgentFlyError):
+    """A generation that failed for a reason outside the model's choice of tokens."""
+
+    boundary = Boundary.POLICY
+
+
+class PromptTooLong(PolicyError):
+    """The prompt leaves no room for one sampled token in the policy's context."""
+
+    by_policy = True
+
+
+# --- tools and rewards ---------------------------------------------------------------------------------------------
+
+
+class ToolError(AgentFlyError):
+    """What a tool raises to tell the model that its call did not work. The message becomes the observation."""
+
+    boundary = Boundary.TOOL
+    by_policy = True
+
+
+class UnknownTool(ToolError):
+    """The model called a tool that its agent does not have."""
+
+
+class InvalidArguments(ToolError):
+    """The arguments of a call do not fit the tool's schema."""
+
+
+class ToolTimeout(ToolError):
+    """A tool call took longer than the tool allows."""
+
+
+class RewardError(AgentFlyError):
+    """A reward that could not be computed. The trajectory is then unscored, never scored zero."""
+
+    boundary = Boundary.REWARD
+
+
+# --- token bookkeeping ---------------------------------------------------------------------------------------------
+
+
+class TokenInvariantError(AgentFlyError):
+    """A token invariant does not hold. The rollout is refused, so that it can never be trained on."""
+
+    boundary = Boundary.TOKENS

@@ -1,0 +1,229 @@
+"""The typed events that everything observable is made of.
+
+An `EventStream` hands each event to its subscribers at once, in the thread that emits it. Progress display, metrics,
+event files and timelines are subscribers; none of them is in the hot path, and a subscriber that raises is logged
+and dropped from the stream rather than failing the work it watches.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened. ``time`` is in seconds since the epoch."""
+
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a JSON-able mapping with its type's name under ``event``."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventStream:
+    """Where events are emitted to, and from where subscribers get them."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Subscriber, ...] = ()
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to every subscriber."""
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception:
+                logger.exception("A subscriber of events failed and gets no more of them: %r", subscriber)
+                self._drop(subscriber)
+
+    @contextmanager
+    def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
+        """Have ``subscriber`` called with every event while the block runs."""
+        self._subscribers = (*self._subscribers, subscriber)
+        try:
+            yield
+        finally:
+            self._drop(subscriber)
+
+    def _drop(self, subscriber: Subscriber) -> None:
+        self._subscribers = tuple(kept for kept in self._subscribers if kept is not subscriber)
+
+
+# --- resources -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceEvent(Event):
+    """Something that happened to an instance or a request. ``pool`` is the spec's short name."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStarting(ResourceEvent):
+    instance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStarted(ResourceEvent):
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStartFailed(ResourceEvent):
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceReset(ResourceEvent):
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceDiedEvent(ResourceEvent):
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStopped(ResourceEvent):
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequested(ResourceEvent):
+    owner: str
+    scope: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted(ResourceEvent):
+    owner: str
+    scope: str
+    instance: str
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(ResourceEvent):
+    owner: str
+    scope: str
+    error: str
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(ResourceEvent):
+    owner: str
+    scope: str
+    instance: str
+    held_seconds: float
+
+
+# --- rollouts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEvent(Event):
+    """Something that happened in a rollout."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStarted(RolloutEvent):
+    group_id: str
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFinished(RolloutEvent):
+    turn: int
+    prompt_tokens: int
+    sampled_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFinished(RolloutEvent):
+    turn: int
+    tool: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFinished(RolloutEvent):
+    reward: float | None
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFinished(RolloutEvent):
+    group_id: str
+    finish: str
+    reward: float | None
+    turns: int
+    sampled_tokens: int
+    seconds: float
+    error: str | None = None
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStarted(Event):
+    run_dir: str
+    steps: int
+    start_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished(Event):
+    """One training step: rollouts, update and their metrics by name."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished(Event):
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFinished(Event):
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    """A long action that is not part of a rollout tells how far it is, for instance while a model loads."""
+
+    what: str
+    done: float | None = None
+    total: float | None = None

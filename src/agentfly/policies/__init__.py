@@ -1,0 +1,1 @@
+"""Where tokens come from. Each implementation is imported when it is asked for."""

@@ -1,0 +1,127 @@
+"""Policy: what samples tokens from token ids. The rollout layer knows policies by this protocol only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+from agentfly.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: share of probability mass to sample from; 1 samples from all of it.
+        top_k: number of most likely tokens to sample from; 0 samples from all of them.
+        max_tokens: limit on sampled tokens of one generation.
+        stop_ids: token ids that end a generation; the one that was sampled is returned as the last id.
+        seed: makes one generation repeatable where the policy can; None draws from the policy's own generator.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one call of a policy sampled.
+
+    Attributes:
+        ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
+        logprobs: per id, its log-prob under the distribution it was sampled from (temperature and cuts applied);
+            None where the policy cannot tell, which makes the trajectory untrainable.
+        finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
+        version: version of the policy's weights that sampled the tokens.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None
+    finish: Literal["stop", "length"]
+    version: int
+
+
+class Tokenizer(Protocol):
+    """What the rollout layer needs of a tokenizer."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of ordinary text: nothing in it becomes a control token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, control tokens included; invalid bytes become U+FFFD."""
+        ...
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        """The control tokens (those that only a chat format or the model may write), text to id."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer has one."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        """A conversation as text, by the model's own chat template.
+
+        Raises:
+            ChatFormatError: the model has no chat template, or the template refuses the conversation.
+        """
+        ...
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Token ids in, sampled ids and log-probs out.
+
+    A policy is an object with an owner: it is entered with ``async with`` before it is used, and releases what it
+    holds when it is left.
+    """
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the policy's model."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and sampled together, that a generation can hold."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """How many times the weights have been updated."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
+        """Sample a continuation of ``prompt_ids``.
+
+        Calls of one rollout share the ``rollout_id``, so that keys and values of its earlier turns can be kept.
+        Cancelling the call stops the sampling.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for one token.
+            PolicyError: the generation failed.
+        """
+        ...
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout has ended: whatever is kept for it may go."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

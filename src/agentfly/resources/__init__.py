@@ -1,0 +1,1 @@
+"""Layer IV: typed resources, scheduled by one engine."""

@@ -1,0 +1,95 @@
+"""Task: one row of a data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import ConfigError
+from agentfly.messages import Message
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of a data set: a prompt and any other fields.
+
+    Args:
+        prompt: what the agent is asked: a text, which becomes one user message, or a list of messages.
+        fields: everything else of the row. A reward gets a field by naming a parameter after it.
+        id: a name that is stable between runs; made from the content when it is not given.
+    """
+
+    prompt: str | Sequence[Message]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            content = json.dumps([self.prompt, dict(self.fields)], sort_keys=True, default=repr)
+            object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as a list of messages."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return [*self.prompt]
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Task:
+        """Make a task from a mapping that has ``prompt`` (or ``question``), perhaps ``id``, and any other fields."""
+        fields = dict(row)
+        for name in ("prompt", "question"):
+            if name in fields:
+                prompt = fields.pop(name)
+                break
+        else:
+            raise ConfigError(
+                f"A task needs a field 'prompt' (a text or a list of messages); this row has only {sorted(fields)}. "
+                "Rename the field that holds what the agent is asked."
+            )
+        return cls(prompt=prompt, id=str(fields.pop("id", "")), fields=fields)
+
+    def to_row(self) -> dict[str, Any]:
+        """The inverse of `from_row`."""
+        return {"id": self.id, "prompt": self.prompt, **self.fields}
+
+
+def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> list[Task]:
+    """Tasks from whatever a user has: tasks, mappings, prompts, or the path of a JSON-lines file.
+
+    Raises:
+        ConfigError: a row has no prompt, or the file cannot be read as JSON lines.
+    """
+    if isinstance(tasks, (str, Path)):
+        return _read_task_file(Path(tasks))
+    made = [_as_task(task) for task in tasks]
+    if not made:
+        raise ConfigError("There is no task to run: the collection of tasks is empty.")
+    return made
+
+
+def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
+    if isinstance(task, Task):
+        return task
+    return Task(prompt=task) if isinstance(task, str) else Task.from_row(task)
+
+
+def _read_task_file(path: Path) -> list[Task]:
+    if not path.is_file():
+        raise ConfigError(f"There is no file of tasks at {path}. Give the path of a JSON-lines file, one task a line.")
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                tasks.append(Task.from_row(json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number} is not a JSON object: {error}.") from error
+    return as_tasks(tasks)

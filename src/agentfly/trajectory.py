@@ -1,0 +1,225 @@
+"""Trajectory: the record of a rollout, and its JSON-lines form."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import AgentFlyError, Boundary
+from agentfly.messages import Message, ToolCall
+from agentfly.task import Task
+from agentfly.tokens import TokenSequence
+
+
+class FinishReason(StrEnum):
+    """Why a rollout ended."""
+
+    ANSWERED = "answered"  # the model ended a turn without a tool call
+    DONE = "done"  # a tool said that the task is done
+    MAX_TURNS = "max_turns"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    LENGTH = "length"  # a limit on tokens, per turn or in all
+    WALL_TIME = "wall_time"
+    INVALID_CALLS = "invalid_calls"  # too many calls in a row that could not be executed
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # see `Trajectory.failure`
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong in a rollout or its reward, typed by the boundary it crossed.
+
+    Attributes:
+        boundary: where it happened.
+        kind: name of the exception's type.
+        message: the exception's message.
+        by_policy: whether the policy could have caused it. If not, it is infrastructure: no reward, no loss.
+        traceback: the formatted traceback.
+    """
+
+    boundary: Boundary
+    kind: str
+    message: str
+    by_policy: bool
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE) -> Failure:
+        """Describe an exception; ``boundary`` is used for exceptions that are not AgentFly's own."""
+        known = isinstance(error, AgentFlyError)
+        return cls(
+            boundary=error.boundary if known else boundary,  # type: ignore[attr-defined]
+            kind=type(error).__name__,
+            message=str(error) or type(error).__name__,
+            by_policy=error.by_policy if known else False,  # type: ignore[attr-defined]
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRecord:
+    """One tool call of a turn and what came of it.
+
+    Attributes:
+        call: the call as the model made it.
+        observation: the text that the model was given.
+        reward: what the tool said the call was worth, if anything.
+        done: whether the tool said that the task is done.
+        failure: set when the call did not work; the observation then tells the model.
+        seconds: how long the call took, waiting for resources included.
+    """
+
+    call: ToolCall
+    observation: str
+    reward: float | None = None
+    done: bool = False
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation and the tool results that answer it.
+
+    Attributes:
+        index: number of the turn, from 0.
+        sequence: index into `Trajectory.sequences` of the sequence that holds the turn's tokens.
+        start, stop: the turn's sampled tokens in that sequence.
+        text: the sampled tokens as text, without the end-of-turn token.
+        stopped: whether the model ended the turn itself; False when a limit on tokens cut it.
+        results: the tool calls and their results, in the order of the calls.
+        generation_seconds: how long the generation took, waiting for the policy included.
+    """
+
+    index: int
+    sequence: int
+    start: int
+    stop: int
+    text: str
+    stopped: bool
+    results: tuple[ToolRecord, ...] = ()
+    generation_seconds: float = 0.0
+
+
+@dataclass
+class Trajectory:
+    """The record of one rollout: one attempt of an agent at a task.
+
+    Attributes:
+        rollout_id: unique name of the rollout.
+        group_id: shared by all attempts at one task in one batch; the unit of a group baseline.
+        attempt: number of the attempt in its group, from 0.
+        task: the task.
+        messages: the conversation as text, for people, tools and rewards. Training reads `sequences` only.
+        turns: the turns, in order.
+        sequences: the token sequences, in order; under the chain strategy there is one.
+        finish: why the rollout ended; None while it runs.
+        failure: set when the rollout failed.
+        reward: the score; None while unscored, and for ever where scoring failed.
+        reward_failure: why the trajectory is unscored, if scoring was tried.
+        metrics: further numbers from the reward, by name.
+        seconds: wall time of the rollout, by what it was spent on: ``total``, ``generation``, ``tools``, ``waiting``
+            (for resources, inside tools or rewards), ``reward``.
+    """
+
+    rollout_id: str
+    group_id: str
+    task: Task
+    attempt: int = 0
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+    reward: float | None = None
+    reward_failure: Failure | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response(self) -> str:
+        """The text of the last turn: what an agent that answers in words has answered."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def infrastructure_failed(self) -> bool:
+        """Whether something that the policy could not have caused spoiled the rollout or its score."""
+        return any(failure is not None and not failure.by_policy for failure in (self.failure, self.reward_failure))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the trajectory may enter a loss or a baseline: scored, sound, and with sampled tokens."""
+        return (
+            self.reward is not None
+            and not self.infrastructure_failed
+            and any(sequence.sampled_count for sequence in self.sequences)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able value that `from_json` turns back into an equal trajectory."""
+        return {
+            "rollout_id": self.rollout_id,
+            "group_id": self.group_id,
+            "attempt": self.attempt,
+            "task": {"id": self.task.id, "prompt": self.task.prompt, "fields": dict(self.task.fields)},
+            "messages": self.messages,
+            "turns": [asdict(turn) for turn in self.turns],
+            "sequences": [sequence.to_json() for sequence in self.sequences],
+            "finish": self.finish,
+            "failure": asdict(self.failure) if self.failure else None,
+            "reward": self.reward,
+            "reward_failure": asdict(self.reward_failure) if self.reward_failure else None,
+            "metrics": self.metrics,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Trajectory:
+        """The inverse of `to_json`."""
+        return cls(
+            rollout_id=value["rollout_id"],
+            group_id=value["group_id"],
+            attempt=value["attempt"],
+            task=Task(**value["task"]),
+            messages=value["messages"],
+            turns=[_turn_from_json(turn) for turn in value["turns"]],
+            sequences=[TokenSequence.from_json(sequence) for sequence in value["sequences"]],
+            finish=FinishReason(value["finish"]) if value["finish"] else None,
+            failure=_failure_from_json(value["failure"]),
+            reward=value["reward"],
+            reward_failure=_failure_from_json(value["reward_failure"]),
+            metrics=value["metrics"],
+            seconds=value["seconds"],
+        )
+
+
+def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:
+    """Write trajectories as JSON lines, one a line."""
+    with Path(path).open("a" if append else "w", encoding="utf-8") as file:
+        for trajectory in trajectories:
+            file.write(json.dumps(trajectory.to_json(), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
+    """Read what `save_trajectories` wrote. A last line that was cut by a crash is left out."""
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield Trajectory.from_json(json.loads(line))
+
+
+def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:
+    return Failure(**{**value, "boundary": Boundary(value["boundary"])}) if value else None
+
+
+def _turn_from_json(value: dict[str, Any]) -> Turn:
+    results = tuple(
+        ToolRecord(**{**result, "call": ToolCall(**result["call"]), "failure": _failure_from_json(result["failure"])})
+        for result in value["results"]
+    )
+    return Turn(**{**value, "results": results})

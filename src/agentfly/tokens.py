@@ -74,7 +74,7 @@ class TokenSequence:
         self._append_rendered(ids, Origin.PROMPT)
 
     def append_observation(self, ids: Sequence[int]) -> None:
-        """Add rendered tokens that answer a generation: end of turn if it was not sampled, tool results, next header."""
+        """Add rendered tokens that answer a generation: an unsampled end of turn, tool results, the next header."""
         self._append_rendered(ids, Origin.OBSERVATION)
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
@@ -118,7 +118,9 @@ class TokenSequence:
         """Raise TokenInvariantError unless ids, origins, log-probs and versions have one length."""
         lengths = {len(self.ids), len(self.origins), len(self.logprobs), len(self.versions)}
         if len(lengths) != 1:
-            raise TokenInvariantError(f"Ids, origins, log-probs and versions have different lengths: {sorted(lengths)}.")
+            raise TokenInvariantError(
+                f"Ids, origins, log-probs and versions have different lengths: {sorted(lengths)}."
+            )
 
     @property
     def loss_mask(self) -> list[int]:
@@ -154,7 +156,9 @@ class TokenSequence:
             "versions": [
                 [version, sum(1 for _ in run)]
                 for version, run in itertools.groupby(
-                    version for version, origin in zip(self.versions, self.origins, strict=True) if origin == Origin.SAMPLED
+                    version
+                    for version, origin in zip(self.versions, self.origins, strict=True)
+                    if origin == Origin.SAMPLED
                 )
             ],
             "truncated": self.truncated,
@@ -170,7 +174,9 @@ class TokenSequence:
         sequence = cls()
         ids = iter(value["ids"])
         logprobs = iter(value["logprobs"])
-        versions = itertools.chain.from_iterable(itertools.repeat(version, count) for version, count in value["versions"])
+        versions = itertools.chain.from_iterable(
+            itertools.repeat(version, count) for version, count in value["versions"]
+        )
         try:
             for name, count in value["spans"]:
                 origin = Origin[name.upper()]
@@ -182,7 +188,9 @@ class TokenSequence:
                     sequence.logprobs.append(math.nan if logprob is None else logprob)
                     sequence.versions.append(next(versions) if sampled else NO_VERSION)
         except (StopIteration, KeyError) as error:
-            raise TokenInvariantError("A stored token sequence is damaged: its parts have different lengths.") from error
+            raise TokenInvariantError(
+                "A stored token sequence is damaged: its parts have different lengths."
+            ) from error
         if next(ids, None) is not None or next(logprobs, None) is not None or next(versions, None) is not None:
             raise TokenInvariantError("A stored token sequence is damaged: its parts have different lengths.")
         sequence.truncated = value["truncated"]

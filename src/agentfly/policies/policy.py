@@ -71,7 +71,11 @@ class Tokenizer(Protocol):
         ...
 
     def render(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
     ) -> str:
         """A conversation as text, by the model's own chat template.
 

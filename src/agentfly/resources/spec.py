@@ -57,10 +57,13 @@ class ResourceSpec(Generic[R_co]):
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
-            raise ConfigError(f"{type(self).__name__}(capacity={self.capacity}): a pool needs a capacity of at least 1.")
+            raise ConfigError(
+                f"{type(self).__name__}(capacity={self.capacity}): a pool needs a capacity of at least 1."
+            )
         if not 0 <= self.warm <= self.capacity:
             raise ConfigError(
-                f"{type(self).__name__}(warm={self.warm}): the warm count must lie between 0 and the capacity of {self.capacity}."
+                f"{type(self).__name__}(warm={self.warm}): the warm count must lie between 0 and "
+                f"the capacity of {self.capacity}."
             )
         parse_bytes(self.memory)
 
@@ -75,7 +78,18 @@ class ResourceSpec(Generic[R_co]):
         return parse_bytes(self.memory)
 
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -92,4 +106,6 @@ def parse_bytes(size: int | str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError):
-        raise ConfigError(f"{size!r} is not a size in bytes. Write a number and a unit, for instance '512MiB' or '2GB'.") from None
+        raise ConfigError(
+            f"{size!r} is not a size in bytes. Write a number and a unit, for instance '512MiB' or '2GB'."
+        ) from None

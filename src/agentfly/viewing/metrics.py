@@ -1,0 +1,114 @@
+"""Writers that keep a run's metrics and events: JSON lines and TensorBoard. They are subscribers of events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
+from agentfly.viewing.run_directory import Kind, RunDirectory, append_json_line, end_last_line
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def recorded(run: RunDirectory, events: EventStream) -> Iterator[None]:
+    """Keep the metrics and all events of a run in its directory while the block runs."""
+    run.ensure()
+    with ExitStack() as stack:
+        events_writer = stack.enter_context(EventWriter(run))
+        tensorboard = stack.enter_context(TensorBoardWriter(run))
+        for subscriber in (MetricsWriter(run), events_writer, tensorboard):
+            stack.enter_context(events.subscribed(subscriber))
+        yield
+
+
+class MetricsWriter:
+    """Writes the metrics of each step and evaluation to the run's ``metrics.jsonl``, a line at a time.
+
+    Each line has ``kind`` (``train`` or ``eval``), ``step``, ``time`` in seconds since the epoch, and ``metrics``.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.metrics_file
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, (StepFinished, EvaluationFinished)):
+            row = {"kind": _kind(event), "step": event.step, "time": event.time, "metrics": _finite(event.metrics)}
+            append_json_line(self._path, row)
+
+
+class EventWriter:
+    """Writes every event to the run's ``events.jsonl``, buffered, and in full at the end of each step."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.events_file
+
+    def __enter__(self) -> Self:
+        end_last_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8", buffering=2**16)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __call__(self, event: Event) -> None:
+        value = event.to_json()
+        if isinstance(event, (StepFinished, EvaluationFinished)):
+            value["metrics"] = _finite(event.metrics)
+        self._file.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+        if isinstance(event, (StepFinished, EvaluationFinished)):
+            self._file.flush()
+
+
+class TensorBoardWriter:
+    """Writes the metrics of each step and evaluation for TensorBoard; says so once where that is not installed.
+
+    TensorBoard groups its charts by the part of a name before the slash, so each name is kept under ``train/`` or
+    ``eval/``.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.tensorboard
+        self._writer: Any = None
+
+    def __enter__(self) -> Self:
+        try:
+            from tensorboard.summary import Writer
+        except ImportError:
+            logger.warning(
+                "TensorBoard is not installed, so this run has no charts for it; the metrics are in metrics.jsonl "
+                "all the same. To have them: pip install tensorboard."
+            )
+        else:
+            self._writer = Writer(str(self._path))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def __call__(self, event: Event) -> None:
+        if self._writer is None or not isinstance(event, (StepFinished, EvaluationFinished)):
+            return
+        for name, value in _finite(event.metrics).items():
+            self._writer.add_scalar(f"{_kind(event)}/{name}", value, step=event.step, wall_time=event.time)
+        self._writer.flush()
+
+
+def _kind(event: StepFinished | EvaluationFinished) -> Kind:
+    return "train" if isinstance(event, StepFinished) else "eval"
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that JSON and a chart can show: a number that is not finite says that nothing was measured."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

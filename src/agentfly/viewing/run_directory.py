@@ -1,0 +1,174 @@
+"""RunDirectory: where a run keeps its files. Everything that looks at a run afterwards reads this directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from agentfly.errors import ConfigError, PrerequisiteError
+
+Kind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """The metrics of one step.
+
+    Attributes:
+        kind: ``train`` for a training step, ``eval`` for an evaluation after that many training steps.
+        step: number of the step; an evaluation before training has step 0.
+        time: seconds since the epoch.
+        values: the metrics by name. A number that was not finite is left out.
+    """
+
+    kind: Kind
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class RunDirectory:
+    """The files of one run, by name.
+
+    Args:
+        path: the directory. It is made when `create` is called, or by `ensure`; never by looking at it.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, base: Path | str = "runs", name: str | None = None) -> Self:
+        """Make the directory of a new run under ``base``, named after the time if no name is given.
+
+        Raises:
+            ConfigError: a run of that name has files already.
+            PrerequisiteError: the directory cannot be written.
+        """
+        if name is not None:
+            run = cls(Path(base) / name)
+            if run.path.is_dir() and any(run.path.iterdir()):
+                raise ConfigError(
+                    f"{run.path} already holds the files of a run. Choose another name, go on with that run "
+                    f"(agentfly train --resume {run.path}), or remove the directory."
+                )
+            return run.ensure()
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        number = 1
+        while True:
+            run = cls(Path(base) / (stamp if number == 1 else f"{stamp}_{number}"))
+            try:
+                return run.ensure(new=True)
+            except FileExistsError:
+                number += 1
+
+    def ensure(self, *, new: bool = False) -> Self:
+        """Make the directory where it is missing.
+
+        Raises:
+            FileExistsError: ``new`` was asked for and the directory exists.
+            PrerequisiteError: the directory cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=not new)
+            self.trajectories.mkdir(exist_ok=True)
+        except FileExistsError:
+            if new and self.path.is_dir():
+                raise
+            raise ConfigError(f"{self.path} cannot hold a run: a file of that name is in the way.") from None
+        except PermissionError as error:
+            raise PrerequisiteError(
+                f"The run's directory {self.path} cannot be made: {error.strerror}. "
+                "Choose a directory that you may write (run_dir=...)."
+            ) from error
+        return self
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration, as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The metrics of every step and evaluation, as JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """Every event of the run, as JSON lines."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        """The directory of the saved trajectories."""
+        return self.path / "trajectories"
+
+    def trajectories_file(self, step: int, kind: Kind = "train") -> Path:
+        """The trajectories of one training step, or of the evaluation after that many steps, as JSON lines."""
+        return self.trajectories / f"{kind}-{step:06d}.jsonl"
+
+    def trajectory_files(self, kind: Kind = "train") -> list[tuple[int, Path]]:
+        """The saved files of trajectories with their steps, in the order of the steps."""
+        found = []
+        for path in self.trajectories.glob(f"{kind}-*.jsonl"):
+            step = path.stem.removeprefix(f"{kind}-")
+            if step.isdigit():
+                found.append((int(step), path))
+        return sorted(found)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints, one directory each."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The directory that ``tensorboard --logdir`` reads."""
+        return self.path / "tensorboard"
+
+    def metrics(self, kind: Kind = "train") -> list[MetricsRow]:
+        """The metrics of every step, in the order of the steps.
+
+        A step that was run again after a resume counts once, with its last metrics. A line that was cut by a crash
+        is left out.
+        """
+        rows: dict[int, MetricsRow] = {}
+        for line in read_json_lines(self.metrics_file):
+            if line["kind"] == kind:
+                row = MetricsRow(kind, int(line["step"]), float(line["time"]), dict(line["metrics"]))
+                rows[row.step] = row
+        return [rows[step] for step in sorted(rows)]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The values of a JSON-lines file; none if it is missing. A line that was cut by a crash is left out."""
+    if not path.is_file():
+        return []
+    values = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            continue  # cut by a crash, and gone on behind by a resumed run
+    return values
+
+
+def append_json_line(path: Path, value: dict[str, Any]) -> None:
+    """Add one line to a JSON-lines file, behind whatever a crash left of the line before it."""
+    end_last_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def end_last_line(path: Path) -> None:
+    """Give a file whose last line was cut by a crash the line end it lacks, so that the next line stands alone."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

@@ -1,0 +1,160 @@
+"""ConsoleProgress: what a run is doing, live on a terminal, line by line anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentfly.events import CheckpointSaved, EvaluationFinished, Event, Progress, StepFinished, TrainingStarted
+from agentfly.viewing.chart import sparkline
+from agentfly.viewing.run_state import REWARD, SUCCESS, TURNS, RunState
+
+
+class ConsoleProgress:
+    """A subscriber that shows a run: live where the console is a terminal, else a line for each step.
+
+    Args:
+        console: where to show it; standard error by default, so that standard output stays for results.
+        live: whether to draw live; None asks the console whether it is a terminal.
+    """
+
+    def __init__(self, console: Console | None = None, *, live: bool | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live_wanted = self._console.is_terminal if live is None else live
+        self._state = RunState()
+        self._lock = Lock()
+        self._live: Live | None = None
+        self._told = ""
+
+    def __enter__(self) -> Self:
+        if self._live_wanted:
+            self._live = Live(
+                get_renderable=self._locked(self._drawing), console=self._console, refresh_per_second=4, transient=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._state.update(event)
+        if self._live is None:
+            line = self._line(event)
+            if line:
+                self._console.print(Text(line), soft_wrap=True)
+
+    def _locked(self, draw: Callable[[], RenderableType]) -> Callable[[], RenderableType]:
+        """Drawing happens in a thread of its own, while events come in."""
+
+        def drawn() -> RenderableType:
+            with self._lock:
+                return draw()
+
+        return drawn
+
+    # --- line by line -------------------------------------------------------------------------------------------------
+
+    def _line(self, event: Event) -> str:
+        state = self._state
+        match event:
+            case TrainingStarted():
+                begun = f" from step {event.start_step}" if event.start_step else ""
+                return f"training {event.steps} steps{begun}; files in {event.run_dir}"
+            case StepFinished():
+                left = state.seconds_left()
+                parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
+                parts.append(f"{state.tokens_per_second(event.time):.0f} tokens/s")
+                return "  ".join(parts) + (f"  {_clock(left)} left" if left else "")
+            case EvaluationFinished():
+                return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])
+            case CheckpointSaved():
+                return f"checkpoint {event.path}"
+            case Progress() if event.what != self._told:
+                self._told = event.what
+                return event.what
+        return ""
+
+    # --- live ---------------------------------------------------------------------------------------------------------
+
+    def _drawing(self) -> RenderableType:
+        state = self._state
+        parts: list[RenderableType] = []
+        if state.steps:
+            parts.append(self._bar())
+            parts.append(self._figures_table())
+        elif state.running or state.finished:
+            parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
+        if state.doing is not None:
+            parts.append(Text(_doing(state.doing), style="dim"))
+        return Group(*parts)
+
+    def _bar(self) -> RenderableType:
+        state = self._state
+        left = state.seconds_left()
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            Text(f"step {state.step}/{state.steps}", style="bold"),
+            ProgressBar(total=state.steps, completed=state.step, width=30),
+            Text(f"{_clock(left)} left" if left is not None else "first step ..."),
+        )
+        return row
+
+    def _figures_table(self) -> RenderableType:
+        state = self._state
+        table = Table.grid(padding=(0, 2))
+        if state.rewards:
+            table.add_row("reward", Text(f"{state.rewards[-1]:.2f}", style="bold green"), sparkline(state.rewards, 48))
+        if SUCCESS in state.metrics:
+            table.add_row("success", f"{state.metrics[SUCCESS]:.0%}", "")
+        if state.evaluations:
+            shown = [f"{metrics[SUCCESS]:.0%}" for _, metrics in state.evaluations if SUCCESS in metrics]
+            first = f"from {shown[0]} before training" if len(shown) > 1 else ""
+            table.add_row("held-out", *shown[-1:], first)
+        turns = f"{state.metrics[TURNS]:.1f} turns each, " if TURNS in state.metrics else ""
+        table.add_row("rollouts", str(state.finished), turns + self._now())
+        return table
+
+    def _now(self) -> str:
+        state = self._state
+        failed = f", {state.failed} failed" if state.failed else ""
+        return (
+            f"{state.running} running, {state.waiting} waiting for a resource{failed}, "
+            f"{state.tokens_per_second():.0f} tokens/s"
+        )
+
+
+def _figures(metrics: dict[str, float]) -> list[str]:
+    shown = []
+    if REWARD in metrics:
+        shown.append(f"reward {metrics[REWARD]:.3f}")
+    if SUCCESS in metrics:
+        shown.append(f"success {metrics[SUCCESS]:.0%}")
+    if TURNS in metrics:
+        shown.append(f"turns {metrics[TURNS]:.1f}")
+    return shown
+
+
+def _doing(progress: Progress) -> str:
+    if progress.done is None or not progress.total:
+        return f"{progress.what} ..."
+    return f"{progress.what}: {progress.done / progress.total:.0%}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

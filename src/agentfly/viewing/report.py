@@ -1,0 +1,123 @@
+"""The closing report of a run: what was learned, seen from the run's own files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agentfly.trajectory import Trajectory, load_trajectories
+from agentfly.viewing.chart import chart
+from agentfly.viewing.run_directory import Kind, RunDirectory
+from agentfly.viewing.run_state import REWARD, SUCCESS
+from agentfly.viewing.trajectory_text import trajectory_panel
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a training run came to.
+
+    Attributes:
+        steps: number of finished steps.
+        rewards: mean reward of each step, in order.
+        reward_start, reward_end: mean over the first and the last tenth of the steps; None before the first step.
+        success_before, success_after: share of held-out tasks solved at the first and at the last evaluation.
+    """
+
+    steps: int
+    rewards: tuple[float, ...]
+    reward_start: float | None
+    reward_end: float | None
+    success_before: float | None
+    success_after: float | None
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> RunSummary:
+        """Summarise a run from its metrics."""
+        rewards = tuple(row.values[REWARD] for row in run.metrics() if REWARD in row.values)
+        successes = [row.values[SUCCESS] for row in run.metrics("eval") if SUCCESS in row.values]
+        tenth = math.ceil(len(rewards) / 10)
+        return cls(
+            steps=len(rewards),
+            rewards=rewards,
+            reward_start=sum(rewards[:tenth]) / tenth if tenth else None,
+            reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
+            success_before=successes[0] if successes else None,
+            success_after=successes[-1] if len(successes) > 1 else None,
+        )
+
+
+def training_report(run: RunDirectory) -> RenderableType:
+    """Reward and held-out success at the start and the end, the curve, a trajectory from each, and the files."""
+    summary = RunSummary.of(run)
+    parts: list[RenderableType] = [_figures(summary)]
+    if summary.rewards:
+        parts += [Text("\nmean reward of each step"), Text(chart(summary.rewards), style="green", no_wrap=True)]
+    before, after = before_and_after(run)
+    if before is not None:
+        parts.append(trajectory_panel(before, title="before training"))
+    if after is not None:
+        parts.append(trajectory_panel(after, title="after training"))
+    parts.append(_files(run))
+    return Group(*parts)
+
+
+def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory | None]:
+    """One trajectory from before training and one from after it, of the same task where one task shows the change.
+
+    Held-out tasks are looked at first, then the tasks trained on. The task taken is the one whose reward rose most.
+    """
+    kinds: tuple[Kind, ...] = ("eval", "train")
+    for kind in kinds:
+        files = run.trajectory_files(kind)
+        if len(files) < 2:
+            continue
+        first, last = (
+            [trajectory for trajectory in load_trajectories(path) if trajectory.reward is not None]
+            for path in (files[0][1], files[-1][1])
+        )
+        if first and last:
+            return _most_changed(first, last)
+    return None, None
+
+
+def _most_changed(first: list[Trajectory], last: list[Trajectory]) -> tuple[Trajectory, Trajectory]:
+    pairs = [(old, new) for new in last for old in first if old.task.id == new.task.id]
+    if pairs:
+        return max(pairs, key=lambda pair: (pair[1].reward or 0.0) - (pair[0].reward or 0.0))
+    return min(first, key=lambda old: old.reward or 0.0), max(last, key=lambda new: new.reward or 0.0)
+
+
+def _figures(summary: RunSummary) -> RenderableType:
+    table = Table(title=f"{summary.steps} training steps", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("start", justify="right")
+    table.add_column("end", justify="right")
+    table.add_row("mean reward", _number(summary.reward_start), _number(summary.reward_end))
+    table.add_row("held-out tasks solved", _share(summary.success_before), _share(summary.success_after))
+    return table
+
+
+def _files(run: RunDirectory) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for what, path in (
+        ("configuration", run.config_file),
+        ("metrics", run.metrics_file),
+        ("trajectories", run.trajectories),
+        ("checkpoints", run.checkpoints),
+        ("charts", run.tensorboard),
+    ):
+        if path.exists():
+            table.add_row(Text(what, style="dim"), Text(str(path)))
+    return Group(Text("\nthe run's files", style="bold"), table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

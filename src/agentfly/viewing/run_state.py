@@ -1,0 +1,106 @@
+"""RunState: what a run is doing at this moment, made from its events. Displays read it; it draws nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from agentfly.events import (
+    EvaluationFinished,
+    Event,
+    GenerationFinished,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequested,
+    Progress,
+    RolloutFinished,
+    RolloutStarted,
+    StepFinished,
+    TrainingFinished,
+    TrainingStarted,
+)
+
+REWARD = "reward/mean"
+SUCCESS = "success"
+TURNS = "turns/mean"
+_WINDOW_S = 20.0
+
+
+@dataclass
+class RunState:
+    """What a run is doing, updated by its events.
+
+    Attributes:
+        steps: number of the last training step; 0 where the run does not train.
+        step: the last finished step.
+        rewards: mean reward of each finished step.
+        evaluations: metrics of each evaluation, with its step.
+        metrics: metrics of the last finished step.
+        running, finished, failed: number of rollouts.
+        waiting: number of requests that wait for a resource.
+        doing: what goes on besides rollouts, for instance the loading of a model.
+    """
+
+    steps: int = 0
+    step: int = 0
+    rewards: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    running: int = 0
+    finished: int = 0
+    failed: int = 0
+    waiting: int = 0
+    tokens: int = 0
+    doing: Progress | None = None
+    run_dir: str = ""
+    _tokens: deque[tuple[float, int]] = field(default_factory=deque)
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=21))
+
+    def update(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case TrainingStarted():
+                self.steps, self.step, self.run_dir = event.steps, event.start_step, event.run_dir
+                self._step_times.append(event.time)
+            case RolloutStarted():
+                self.running += 1
+                self.doing = None
+            case RolloutFinished():
+                self.running -= 1
+                self.finished += 1
+                self.failed += event.error is not None
+            case GenerationFinished():
+                self.tokens += event.sampled_tokens
+                self._tokens.append((event.time, event.sampled_tokens))
+            case LeaseRequested():
+                self.waiting += 1
+            case LeaseGranted() | LeaseRefused():
+                self.waiting -= 1
+            case StepFinished():
+                self.step, self.metrics = event.step, event.metrics
+                self._step_times.append(event.time)
+                if REWARD in event.metrics:
+                    self.rewards.append(event.metrics[REWARD])
+            case EvaluationFinished():
+                self.evaluations.append((event.step, event.metrics))
+            case Progress():
+                self.doing = event
+            case TrainingFinished():
+                self.doing = None
+
+    def tokens_per_second(self, now: float | None = None) -> float:
+        """Sampled tokens a second over the last twenty seconds, training time included."""
+        now = time.time() if now is None else now
+        while self._tokens and self._tokens[0][0] < now - _WINDOW_S:
+            self._tokens.popleft()
+        if not self._tokens:
+            return 0.0
+        return sum(count for _, count in self._tokens) / max(1.0, now - self._tokens[0][0])
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step is done at the pace of the last twenty; None before the first."""
+        if len(self._step_times) < 2:
+            return None
+        pace = (self._step_times[-1] - self._step_times[0]) / (len(self._step_times) - 1)
+        return max(0.0, (self.steps - self.step) * pace)

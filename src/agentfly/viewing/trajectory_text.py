@@ -1,0 +1,120 @@
+"""A trajectory as text for people: what was asked, turn by turn what the model did and saw, and what it earned."""
+
+from __future__ import annotations
+
+import json
+
+from rich.panel import Panel
+from rich.text import Text
+
+from agentfly.messages import Message
+from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
+
+_LABEL = "bold cyan"
+_QUIET = "dim"
+
+
+def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
+    """One trajectory as styled text; ``.plain`` is the same without style.
+
+    Args:
+        trajectory: the trajectory.
+        max_lines: a message, a turn's text or an observation that has more lines shows its first and last ones.
+    """
+    text = Text()
+    for message in _prompt(trajectory):
+        text.append(f"{message['role']}\n", _LABEL)
+        _append_block(text, message["content"], max_lines=max_lines, style=_QUIET)
+    for turn in trajectory.turns:
+        _append_turn(text, turn, max_lines)
+    _append_end(text, trajectory)
+    text.rstrip()
+    return text
+
+
+def trajectory_panel(trajectory: Trajectory, *, title: str | None = None, max_lines: int = 12) -> Panel:
+    """One trajectory in a frame; the title says which rollout it is unless another is given."""
+    return Panel(
+        trajectory_text(trajectory, max_lines=max_lines),
+        title=Text(title or f"rollout {trajectory.rollout_id}"),
+        title_align="left",
+        border_style="green" if (trajectory.reward or 0.0) > 0 else "yellow",
+    )
+
+
+def printable(text: str) -> str:
+    """The text with control characters made visible: what a model or a tool wrote cannot drive a terminal."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else _visible(character) for character in text
+    )
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def _prompt(trajectory: Trajectory) -> list[Message]:
+    """What stood before the first turn: the rendered messages where they were kept, else those of the task."""
+    messages = trajectory.messages or trajectory.task.messages
+    answers = len(trajectory.turns)
+    heads = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if answers and len(heads) >= answers:
+        return messages[: heads[len(heads) - answers]]
+    return messages
+
+
+def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
+    text.append(f"turn {turn.index + 1}", _LABEL)
+    cut = "" if turn.stopped else ", cut by a limit"
+    text.append(f"  {turn.stop - turn.start} tokens in {turn.generation_seconds:.2f} s{cut}\n", _QUIET)
+    _append_block(text, turn.text, max_lines=max_lines)
+    for result in turn.results:
+        _append_result(text, result, max_lines)
+
+
+def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
+    call = result.call
+    if call.arguments is None:
+        shown = f"{call.name} (not executed: {call.error})"
+    else:
+        arguments = ", ".join(
+            f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()
+        )
+        shown = f"{call.name}({arguments})"
+    text.append("  → ", "bold")
+    text.append(printable(shown), "red" if result.failure else "bold")
+    reward = "" if result.reward is None else f", reward {result.reward:g}"
+    done = ", done" if result.done else ""
+    text.append(f"  {result.seconds:.2f} s{reward}{done}\n", _QUIET)
+    _append_block(text, result.observation, max_lines=max_lines, indent=4, style="red" if result.failure else "green")
+
+
+def _append_end(text: Text, trajectory: Trajectory) -> None:
+    reward = "unscored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
+    finish = trajectory.finish or "not finished"
+    text.append(f"{reward}", "bold")
+    text.append(f"  {finish} after {len(trajectory.turns)} turns", _QUIET)
+    total = trajectory.seconds.get("total")
+    text.append(f", {total:.2f} s\n" if total is not None else "\n", _QUIET)
+    for name, value in trajectory.metrics.items():
+        text.append(f"  {name} = {value:g}\n", _QUIET)
+    for what, failure in (("failed", trajectory.failure), ("not scored", trajectory.reward_failure)):
+        if failure is not None:
+            _append_failure(text, what, failure)
+
+
+def _append_failure(text: Text, what: str, failure: Failure) -> None:
+    text.append(f"{what}: {failure.kind} ({failure.boundary})\n", "bold red")
+    _append_block(text, failure.message, max_lines=8, style="red")
+
+
+def _append_block(text: Text, content: str, *, max_lines: int, indent: int = 2, style: str = "") -> None:
+    lines = printable(content).splitlines() or ["(empty)"]
+    if len(lines) > max_lines:
+        head = (max_lines + 1) // 2
+        tail = max_lines - head
+        left_out = f"… {len(lines) - max_lines} lines …"
+        lines = [*lines[:head], left_out, *(lines[-tail:] if tail else [])]
+    for line in lines:
+        text.append(" " * indent + line + "\n", style)

@@ -49,14 +49,15 @@ class Failure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE) -> Failure:
-        """Describe an exception; ``boundary`` is used for exceptions that are not AgentFly's own."""
-        known = isinstance(error, AgentFlyError)
+    def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE, *, by_policy: bool = False) -> Failure:
+        """Describe an exception; ``boundary`` and ``by_policy`` are for exceptions that are not AgentFly's own."""
+        if isinstance(error, AgentFlyError):
+            boundary, by_policy = error.boundary, error.by_policy
         return cls(
-            boundary=error.boundary if known else boundary,  # type: ignore[attr-defined]
+            boundary=boundary,
             kind=type(error).__name__,
             message=str(error) or type(error).__name__,
-            by_policy=error.by_policy if known else False,  # type: ignore[attr-defined]
+            by_policy=by_policy,
             traceback="".join(traceback.format_exception(error)),
         )
 

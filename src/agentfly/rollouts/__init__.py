@@ -1,0 +1,1 @@
+"""Layer II: the agent loop, and the concurrent runner."""

@@ -1,0 +1,166 @@
+"""Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from agentfly.errors import AgentFlyError, ResourceStartError, UsageError
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.lease import Lease
+from agentfly.resources.resource import Resource
+from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.task import Task
+from agentfly.trajectory import Trajectory
+
+R = TypeVar("R", bound=Resource)
+T = TypeVar("T")
+
+Prepare = Callable[[R, "Context"], Awaitable[object] | object]
+
+
+class Context:
+    """One rollout's view of the world, handed to every tool and reward that asks for it by a parameter.
+
+    It requests resources from the engine on behalf of its rollout and gives every one of them back when the rollout
+    ends, however it ends. A tool holds no line of allocation or clean-up.
+
+    Attributes:
+        rollout_id: the rollout's unique name; the owner of its leases.
+        group_id: shared by all attempts at one task.
+        attempt: number of the attempt in its group, from 0.
+        task: the task; a field of it is ``context.task["name"]``.
+        trajectory: the rollout's record so far. Read it; never write to it.
+        state: a place for what tools of one rollout want to share. Nothing of AgentFly reads it.
+    """
+
+    def __init__(self, trajectory: Trajectory, engine: ResourceEngine, *, priority: int = 0) -> None:
+        self.rollout_id = trajectory.rollout_id
+        self.group_id = trajectory.group_id
+        self.attempt = trajectory.attempt
+        self.task: Task = trajectory.task
+        self.trajectory = trajectory
+        self.state: dict[str, Any] = {}
+        self._engine = engine
+        self._priority = priority
+        self._loop = asyncio.get_running_loop()
+        self._waits: list[float] = []
+        self._prepared: set[str] = set()
+        self._preparing = asyncio.Lock()
+        self._call_leases: list[Lease[Any]] | None = None
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the rollout has waited for resources so far, all its calls together."""
+        return sum(self._waits)
+
+    async def acquire(
+        self,
+        spec: ResourceSpec[R],
+        scope: Scope | str = Scope.ROLLOUT,
+        *,
+        timeout: float | None = None,
+        prepare: Prepare[R] | None = None,
+    ) -> R:
+        """A live instance of ``spec``: the same one for every call of this rollout, kept until the rollout ends.
+
+        A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile.
+
+        Args:
+            spec: what is needed.
+            scope: ``rollout`` for an instance that nobody else has until the rollout ends; ``call`` for one of its own
+                for this tool call; ``global`` for one that is shared with other rollouts.
+            timeout: seconds to wait at most; None waits as long as it takes.
+            prepare: called once with the fresh instance and this context before anybody of this rollout gets it, to
+                lay out what the task needs: ``prepare(box, context)``, sync or async.
+
+        Raises:
+            AcquireTimeout: nothing came free in time. The message names the holders.
+            ResourceError: the instance could not be started or prepared, or the engine was closed.
+        """
+        scope = Scope(scope)
+        if scope is Scope.CALL and self._call_leases is None:
+            raise UsageError(
+                "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
+                "Write `async with context.lease(spec) as resource:` instead."
+            )
+        lease = await self._request(spec, scope, timeout)
+        if scope is Scope.CALL and self._call_leases is not None:
+            self._call_leases.append(lease)
+        if prepare is not None:
+            await self._prepare_once(lease, prepare)
+        return lease.resource
+
+    @asynccontextmanager
+    async def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> AsyncIterator[R]:
+        """An instance of ``spec`` for the length of a block, however often the rollout asks.
+
+        Raises: as `acquire`.
+        """
+        lease = await self._request(spec, Scope.CALL, timeout)
+        try:
+            yield lease.resource
+        finally:
+            await self._engine.release(lease)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the rollout's event loop and wait for it, from a sync tool, which runs on a thread.
+
+        ``box = context.wait(context.acquire(SANDBOX))``
+        """
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            work.close()
+            raise UsageError("context.wait() is for sync tools. In an async tool, write `await` instead.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[Context]:
+        """This context for one call of a tool or reward: leases of scope ``call`` end with the block."""
+        call_context = copy.copy(self)
+        call_context._call_leases = []
+        try:
+            yield call_context
+        finally:
+            for lease in call_context._call_leases:
+                await self._engine.release(lease)
+
+    async def close(self) -> None:
+        """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
+        await self._engine.release_owner(self.rollout_id)
+
+    async def _request(self, spec: ResourceSpec[R], scope: Scope, timeout: float | None) -> Lease[R]:
+        asked = time.perf_counter()
+        try:
+            return await self._engine.acquire(
+                spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority
+            )
+        finally:
+            self._waits.append(time.perf_counter() - asked)
+
+    async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
+        async with self._preparing:
+            if lease.instance in self._prepared:
+                return
+            try:
+                result = prepare(lease.resource, self)
+                if inspect.isawaitable(result):
+                    await result
+            except AgentFlyError:
+                await self._engine.release(lease)
+                raise
+            except Exception as error:
+                await self._engine.release(lease)
+                raise ResourceStartError(
+                    f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "
+                    f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as prepare."
+                ) from error
+            self._prepared.add(lease.instance)

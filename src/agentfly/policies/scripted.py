@@ -1,0 +1,108 @@
+"""ScriptedPolicy: given answers, for tests, oracles, benches and demonstrations without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from agentfly.errors import ChatFormatError, PolicyError, PromptTooLong
+from agentfly.messages import Message
+from agentfly.policies.policy import Generation, SamplingParams
+
+Script = Callable[[str, int], str | Awaitable[str]]
+
+
+class ByteTokenizer:
+    """A tokenizer whose ids are the bytes of UTF-8, with the control tokens of ChatML after them."""
+
+    control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257}
+    eos_id = 257
+
+    def encode_text(self, text: str) -> list[int]:
+        """The bytes of the text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes, with control tokens written out."""
+        names = {control_id: token.encode() for token, control_id in self.control_tokens.items()}
+        return b"".join(names.get(i) or bytes((i,)) for i in ids).decode("utf-8", errors="replace")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation in ChatML."""
+        if tools:
+            raise ChatFormatError("This chat format has no place for tool schemas; write them in the system prompt.")
+        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+class ScriptedPolicy:
+    """A policy whose generations are written beforehand.
+
+    Args:
+        script: the texts of a rollout's turns in order, the same for every rollout; or a function of the prompt as
+            text and the turn's number (from 0), sync or async, that returns the text of the turn. The prompt is the
+            whole conversation so far, as the model would see it.
+        seconds: how long a generation takes, or a function of rollout id and turn that says it.
+        context_length: the most tokens that a generation can hold, prompt included. A token is a byte.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str] | Script,
+        *,
+        seconds: float | Callable[[str, int], float] = 0.0,
+        context_length: int = 1_000_000,
+    ) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.context_length = context_length
+        self.version = 0
+        self._script = script
+        self._seconds = seconds
+        self._turns: dict[str, int] = {}
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
+        """The script's text for this rollout's next turn, ended by the end-of-turn id; log-probs are 0."""
+        room = min(sampling.max_tokens, self.context_length - len(prompt_ids))
+        if room < 1:
+            raise PromptTooLong(f"The prompt of {len(prompt_ids)} tokens fills the context of {self.context_length}.")
+        turn = self._turns.get(rollout_id, 0)
+        self._turns[rollout_id] = turn + 1
+        seconds = self._seconds(rollout_id, turn) if callable(self._seconds) else self._seconds
+        if seconds:
+            await asyncio.sleep(seconds)
+        text = await self._text(prompt_ids, turn)
+        ids = [*self.tokenizer.encode_text(text), self.tokenizer.eos_id]
+        cut = ids[:room]
+        return Generation(cut, [0.0] * len(cut), "stop" if len(cut) == len(ids) else "length", self.version)
+
+    def forget(self, rollout_id: str) -> None:
+        """Forget which turn the rollout had come to."""
+        self._turns.pop(rollout_id, None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turns.clear()
+
+    async def _text(self, prompt_ids: Sequence[int], turn: int) -> str:
+        if callable(self._script):
+            text = self._script(self.tokenizer.decode(prompt_ids), turn)
+            return await text if inspect.isawaitable(text) else text
+        if turn >= len(self._script):
+            raise PolicyError(
+                f"The script has {len(self._script)} turns, and turn {turn + 1} was asked for. "
+                "Add a last text without a tool call, so that the rollout ends."
+            )
+        return self._script[turn]

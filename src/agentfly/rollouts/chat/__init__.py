@@ -1,0 +1,1 @@
+"""How conversations become token ids."""

@@ -1,0 +1,66 @@
+"""Rendered conversations as ids, in which no text can become a control token.
+
+A chat template mixes control tokens, which it writes itself, with text from tasks, tools and users. To tell the two
+apart, every occurrence of a control token in that text is broken by a mark before the template sees it. The rendered
+text is then split at the control tokens that are left, which are the template's own; the marks are taken out of the
+pieces between them, and the pieces are encoded as ordinary text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from agentfly.errors import ChatFormatError
+from agentfly.messages import Message
+from agentfly.policies.policy import Tokenizer
+
+MARK = "\ue0f1"
+"""A private-use character. It breaks control tokens apart; text that holds one already is refused."""
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, found in text, and broken in text that must not hold any."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.control_tokens
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(re.escape(token) for token in longest_first)) if self._ids else None
+
+    def disarm(self, messages: Sequence[Message]) -> list[Message]:
+        """The same messages with every control token in their text broken by a mark. The argument stays unchanged."""
+        return [cast(Message, {**message, "content": self._disarm_text(message["content"])}) for message in messages]
+
+    def encode(self, rendered: str) -> list[int]:
+        """Ids of rendered text: control tokens as such, everything between them as ordinary text."""
+        ids: list[int] = []
+        for piece, control_id in self._pieces(rendered):
+            if control_id is not None:
+                ids.append(control_id)
+            elif text := piece.replace(MARK, ""):
+                ids.extend(self._tokenizer.encode_text(text))
+        return ids
+
+    def first_in(self, rendered: str) -> int | None:
+        """The id of the first control token in rendered text."""
+        return next((control_id for _, control_id in self._pieces(rendered) if control_id is not None), None)
+
+    def _disarm_text(self, text: str) -> str:
+        if MARK in text:
+            raise ChatFormatError(
+                f"A message holds the private-use character U+{ord(MARK):04X}, which rendering needs for itself. "
+                "Take it out of the text."
+            )
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+
+    def _pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:
+        start = 0
+        for found in self._pattern.finditer(rendered) if self._pattern else ():
+            yield rendered[start : found.start()], None
+            yield found[0], self._ids[found[0]]
+            start = found.end()
+        yield rendered[start:], None

@@ -1,0 +1,230 @@
+"""Rollout: one attempt of an agent at a task, from the first prompt to the score."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import Reward
+from agentfly.contexts.context import Context
+from agentfly.errors import Boundary
+from agentfly.events import EventStream, GenerationFinished, RewardFinished, RolloutFinished, RolloutStarted
+from agentfly.messages import Message, ToolCall
+from agentfly.policies.policy import Generation, Policy, SamplingParams
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.chat.chat_format import ChatFormat
+from agentfly.rollouts.strategy import Strategy
+from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
+from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all rollouts of a runner share."""
+
+    agent: Agent
+    policy: Policy
+    chat: ChatFormat
+    engine: ResourceEngine
+    reward: Reward | None
+    events: EventStream
+
+
+class Rollout:
+    """One attempt of an agent at a task.
+
+    Everything that goes wrong inside ends this rollout only, and is typed in its trajectory; resources go back however
+    it ends. Only cancellation is raised.
+
+    Args:
+        surroundings: what all rollouts share.
+        strategy: keeps the token sequences.
+        trajectory: the record to fill, with its ids and task.
+        sampling: how to sample; ``max_tokens`` is the limit of one turn.
+        priority: of this rollout's requests for resources; higher goes first.
+    """
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        strategy: Strategy,
+        trajectory: Trajectory,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+    ) -> None:
+        self._around = surroundings
+        self._agent = surroundings.agent
+        self._strategy = strategy
+        self._sampling = sampling
+        self._context = Context(trajectory, surroundings.engine, priority=priority)
+        self._tool_calls = 0
+        self._invalid_calls_in_a_row = 0
+        self.trajectory = trajectory
+
+    async def run(self) -> Trajectory:
+        """Play the turns, score the result, and give everything back."""
+        trajectory, events = self.trajectory, self._around.events
+        started = time.perf_counter()
+        trajectory.seconds = {"generation": 0.0, "tools": 0.0, "reward": 0.0}
+        events.emit(
+            RolloutStarted(
+                rollout_id=trajectory.rollout_id, group_id=trajectory.group_id, task_id=trajectory.task.id
+            )
+        )
+        try:
+            await self._play()
+            await self._score()
+        except asyncio.CancelledError:
+            trajectory.finish = FinishReason.CANCELLED
+            raise
+        finally:
+            self._around.policy.forget(trajectory.rollout_id)
+            await asyncio.shield(self._context.close())
+            trajectory.seconds["waiting"] = self._context.waited_seconds
+            trajectory.seconds["total"] = time.perf_counter() - started
+            events.emit(_finished_event(trajectory))
+        return trajectory
+
+    async def _play(self) -> None:
+        trajectory = self.trajectory
+        try:
+            trajectory.finish = await self._play_within_wall_time()
+            self._strategy.finish()
+        except Exception as error:
+            trajectory.finish = FinishReason.FAILED
+            trajectory.failure = Failure.of(error)
+        finally:
+            trajectory.sequences = self._strategy.sequences
+
+    async def _play_within_wall_time(self) -> FinishReason:
+        limit = asyncio.timeout(self._agent.max_wall_seconds)
+        try:
+            async with limit:
+                return await self._turns()
+        except TimeoutError:
+            if limit.expired():
+                return FinishReason.WALL_TIME
+            raise
+
+    async def _turns(self) -> FinishReason:
+        trajectory, strategy = self.trajectory, self._strategy
+        trajectory.messages = self._opening()
+        strategy.begin(trajectory.messages)
+        while True:
+            if strategy.room < 1:
+                return FinishReason.LENGTH
+            generation, seconds = await self._generate()
+            sequence, start, stop = strategy.sampled(generation)
+            text = self._around.chat.text(generation.ids)
+            stopped = generation.finish == "stop"
+            turn = Turn(len(trajectory.turns), sequence, start, stop, text, stopped, (), seconds)
+            trajectory.turns.append(turn)
+            trajectory.messages.append({"role": "assistant", "content": text})
+            if not stopped:
+                return FinishReason.LENGTH  # a call that was cut is never executed, even if it happens to parse
+            calls = self._agent.calls_in(text, first_call=self._tool_calls)
+            if not calls:
+                return FinishReason.ANSWERED
+            results = await self._execute(calls, turn.index)
+            trajectory.turns[-1] = replace(turn, results=tuple(results))
+            answers = [self._agent.result_message(result.call, result.observation) for result in results]
+            trajectory.messages.extend(answers)
+            strategy.observed(answers)
+            if reason := self._reason_to_end(results):
+                return reason
+
+    def _opening(self) -> list[Message]:
+        messages = self.trajectory.task.messages
+        system = self._agent.system_message()
+        return [{"role": "system", "content": system}, *messages] if system else messages
+
+    async def _generate(self) -> tuple[Generation, float]:
+        prompt = self._strategy.prompt()
+        sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, self._strategy.room))
+        started = time.perf_counter()
+        generation = await self._around.policy.generate(prompt, sampling, rollout_id=self.trajectory.rollout_id)
+        seconds = time.perf_counter() - started
+        self.trajectory.seconds["generation"] += seconds
+        self._around.events.emit(
+            GenerationFinished(
+                rollout_id=self.trajectory.rollout_id,
+                turn=len(self.trajectory.turns),
+                prompt_tokens=len(prompt),
+                sampled_tokens=len(generation.ids),
+                seconds=seconds,
+            )
+        )
+        return generation, seconds
+
+    async def _execute(self, calls: Sequence[ToolCall], turn: int) -> list[ToolRecord]:
+        limit = self._agent.max_tool_calls
+        allowed = len(calls) if limit is None else min(len(calls), limit - self._tool_calls)
+        started = time.perf_counter()
+        results = await execute_calls(calls[:allowed], self._agent, self._context, self._around.events, turn=turn)
+        self.trajectory.seconds["tools"] += time.perf_counter() - started
+        self._tool_calls += len(calls)
+        for result in results:
+            invalid = result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
+            self._invalid_calls_in_a_row = self._invalid_calls_in_a_row + 1 if invalid else 0
+        refused = f"Error: not executed, because only {limit} tool calls are allowed."
+        return results + [ToolRecord(call, refused) for call in calls[allowed:]]
+
+    def _reason_to_end(self, results: Sequence[ToolRecord]) -> FinishReason | None:
+        agent = self._agent
+        if any(result.done for result in results):
+            return FinishReason.DONE
+        if self._invalid_calls_in_a_row >= agent.max_consecutive_invalid_calls:
+            return FinishReason.INVALID_CALLS
+        if agent.max_tool_calls is not None and self._tool_calls >= agent.max_tool_calls:
+            return FinishReason.MAX_TOOL_CALLS
+        if len(self.trajectory.turns) >= agent.max_turns:
+            return FinishReason.MAX_TURNS
+        return None
+
+    async def _score(self) -> None:
+        trajectory, reward = self.trajectory, self._around.reward
+        if trajectory.infrastructure_failed:
+            return
+        if reward is None:
+            trajectory.reward = _sum_of_tool_rewards(trajectory)
+            return
+        started = time.perf_counter()
+        error: str | None = None
+        try:
+            async with self._context.call() as call_context:
+                result = await reward.score(trajectory, call_context)
+            trajectory.reward = result.reward
+            trajectory.metrics = dict(result.metrics)
+        except Exception as failure:
+            trajectory.reward_failure = Failure.of(failure, Boundary.REWARD)
+            error = trajectory.reward_failure.message
+        seconds = time.perf_counter() - started
+        trajectory.seconds["reward"] = seconds
+        self._around.events.emit(
+            RewardFinished(
+                rollout_id=trajectory.rollout_id, reward=trajectory.reward, seconds=seconds, error=error
+            )
+        )
+
+
+def _sum_of_tool_rewards(trajectory: Trajectory) -> float | None:
+    rewards = [result.reward for turn in trajectory.turns for result in turn.results if result.reward is not None]
+    return sum(rewards) if rewards else None
+
+
+def _finished_event(trajectory: Trajectory) -> RolloutFinished:
+    failure = trajectory.failure or trajectory.reward_failure
+    return RolloutFinished(
+        rollout_id=trajectory.rollout_id,
+        group_id=trajectory.group_id,
+        finish=trajectory.finish or FinishReason.FAILED,
+        reward=trajectory.reward,
+        turns=len(trajectory.turns),
+        sampled_tokens=sum(sequence.sampled_count for sequence in trajectory.sequences),
+        seconds=trajectory.seconds["total"],
+        error=f"{failure.kind}: {failure.message}" if failure else None,
+    )

@@ -1,0 +1,204 @@
+"""Runner: many rollouts at once, each waiting only for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import Reward
+from agentfly.errors import AgentFlyError, ConfigError, UsageError
+from agentfly.events import EventStream
+from agentfly.policies.load import load_policy
+from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.rollout import Rollout, Surroundings
+from agentfly.rollouts.strategy import Strategy
+from agentfly.task import Task
+from agentfly.trajectory import Trajectory
+
+MIN_ROLLOUTS_TO_JUDGE = 8
+"""A share of failures says nothing before this many rollouts have ended."""
+
+
+class TooManyFailures(AgentFlyError):
+    """So many rollouts failed for reasons the policy could not cause that going on would be a waste."""
+
+
+class Runner:
+    """Runs rollouts of one agent concurrently, in one process.
+
+    ``async with Runner(agent) as runner: trajectories = await runner.collect(tasks, attempts=8)``
+
+    A policy or engine that is given belongs to the caller, who enters and leaves it; one that is not given is made,
+    and released when the runner is left.
+
+    Args:
+        agent: the agent.
+        policy: where tokens come from; made from ``agent.model`` if not given.
+        engine: schedules the resources; made if not given.
+        reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
+        events: where events go.
+        max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order.
+        max_failure_share: the run stops once more than this share of rollouts failed for infrastructure's reasons.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        policy: Policy | None = None,
+        engine: ResourceEngine | None = None,
+        reward: Reward | None = None,
+        events: EventStream | None = None,
+        max_concurrent_rollouts: int = 256,
+        max_failure_share: float = 0.5,
+    ) -> None:
+        if max_concurrent_rollouts < 1:
+            raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
+        self._agent = agent
+        self._policy = policy
+        self._engine = engine
+        self._reward = reward
+        self._events = events or EventStream()
+        self._max_concurrent = max_concurrent_rollouts
+        self._max_failure_share = max_failure_share
+        self._owned = AsyncExitStack()
+        self._around: Surroundings | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            policy = self._policy or await self._owned.enter_async_context(load_policy(self._agent.model))
+            engine = self._engine or await self._owned.enter_async_context(ResourceEngine(events=self._events))
+            chat = TemplateChatFormat(policy.tokenizer)
+        except BaseException:
+            await self._owned.aclose()
+            raise
+        self._around = Surroundings(self._agent, policy, chat, engine, self._reward, self._events)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._around = None
+        await self._owned.aclose()
+
+    async def collect(self, tasks: Sequence[Task], **settings: Any) -> list[Trajectory]:
+        """All trajectories, in the order of the tasks and attempts. Settings: as of `stream`."""
+        trajectories = [trajectory async for trajectory in self.stream(tasks, **settings)]
+        return sorted(trajectories, key=lambda t: (_task_index(t), t.attempt))
+
+    async def stream(
+        self,
+        tasks: Sequence[Task],
+        *,
+        attempts: int = 1,
+        sampling: Callable[[SamplingParams], SamplingParams] | None = None,
+        label: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Trajectory]:
+        """Trajectories as they finish. Leaving the iteration cancels what still runs and gives its resources back.
+
+        Args:
+            tasks: the tasks.
+            attempts: rollouts a task; they form a group.
+            sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
+            label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens
+                from a seeded policy. Made at random if not given.
+            priority: of the rollouts' requests for resources; higher goes first.
+
+        Raises:
+            TooManyFailures: the share of rollouts that infrastructure spoiled passed ``max_failure_share``.
+        """
+        if attempts < 1:
+            raise ConfigError(f"attempts={attempts}: a task needs at least one attempt.")
+        around = self._require_entered()
+        label = label or uuid.uuid4().hex[:8]
+        finished: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
+        turnstile = asyncio.Semaphore(self._max_concurrent)
+        params = self._sampling(around, sampling)
+
+        async def play(task: Task, group_id: str, attempt: int) -> Trajectory:
+            async with turnstile:
+                trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
+                return await Rollout(around, self._strategy(around), trajectory, params, priority=priority).run()
+
+        running = set()
+        try:
+            for index, task in enumerate(tasks):
+                for attempt in range(attempts):
+                    rollout = asyncio.create_task(play(task, f"{label}-{index}", attempt))
+                    rollout.add_done_callback(finished.put_nowait)
+                    running.add(rollout)
+            health = _Health(self._max_failure_share)
+            while running:
+                rollout = await finished.get()
+                running.discard(rollout)
+                trajectory = rollout.result()
+                health.count(trajectory)
+                yield trajectory
+            health.require_any_sound()
+        finally:
+            for rollout in running:
+                rollout.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _sampling(
+        self, around: Surroundings, change: Callable[[SamplingParams], SamplingParams] | None
+    ) -> SamplingParams:
+        agent = self._agent
+        params = SamplingParams(
+            temperature=agent.temperature, top_p=agent.top_p, top_k=agent.top_k, max_tokens=agent.max_tokens_per_turn
+        )
+        return replace(change(params) if change else params, stop_ids=around.chat.stop_ids)
+
+    def _strategy(self, around: Surroundings) -> Strategy:
+        limit = self._agent.max_total_tokens
+        context = around.policy.context_length
+        return Chain(around.chat, context if limit is None else min(limit, context))
+
+    def _require_entered(self) -> Surroundings:
+        if self._around is None:
+            raise UsageError("The runner is not open. Use it as `async with Runner(agent) as runner: …`.")
+        return self._around
+
+
+class _Health:
+    """Counts what infrastructure spoiled, and stops a run that produces nothing else."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._ended = 0
+        self._reasons: Counter[str] = Counter()
+
+    def count(self, trajectory: Trajectory) -> None:
+        self._ended += 1
+        if trajectory.infrastructure_failed:
+            failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
+            self._reasons[f"{failure.kind}: {failure.message}"] += 1
+        if self._ended >= MIN_ROLLOUTS_TO_JUDGE and self._reasons.total() > self._limit * self._ended:
+            raise self._error()
+
+    def require_any_sound(self) -> None:
+        """Called when all rollouts have ended: a run in which not one was sound has no result to return."""
+        if self._ended and self._reasons.total() == self._ended:
+            raise self._error()
+
+    def _error(self) -> TooManyFailures:
+        reason, count = self._reasons.most_common(1)[0]
+        return TooManyFailures(
+            f"{self._reasons.total()} of {self._ended} rollouts failed for reasons that the policy could not cause; "
+            f"stopping. The most frequent reason ({count} times) was {reason}"
+        )
+
+
+def _task_index(trajectory: Trajectory) -> int:
+    return int(trajectory.group_id.rpartition("-")[2])

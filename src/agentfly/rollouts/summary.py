@@ -1,0 +1,69 @@
+"""A batch of trajectories as numbers, under the names that the field uses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from agentfly.trajectory import FinishReason, Trajectory
+
+
+def succeeded(trajectory: Trajectory) -> bool | None:
+    """Whether a trajectory solved its task: its ``success`` metric, or a reward of at least 1. None if unscored."""
+    if trajectory.reward is None:
+        return None
+    return trajectory.metrics.get("success", trajectory.reward) >= 1.0
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means and counts over trajectories; every value is finite.
+
+    Means of reward and success are over the scored trajectories that infrastructure did not spoil; the spoiled ones
+    are counted by cause under ``failures/…``.
+    """
+    sound = [t for t in trajectories if not t.infrastructure_failed]
+    scored = [t for t in sound if t.reward is not None]
+    results = [result for t in sound for turn in t.turns for result in turn.results]
+    rewards = [t.reward for t in scored if t.reward is not None]
+    metrics = {
+        "rollouts": float(len(trajectories)),
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
+        "success/mean": _mean(float(bool(succeeded(t))) for t in scored),
+        "response_length/mean": _mean(float(_sampled(t)) for t in sound),
+        "turns/mean": _mean(float(len(t.turns)) for t in sound),
+        "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
+        "tool_errors/share": _mean(float(result.failure is not None) for result in results),
+        "truncated/share": _mean(float(t.finish is FinishReason.LENGTH) for t in sound),
+        "unscored": float(sum(t.reward is None for t in trajectories)),
+        "failures/infrastructure": float(len(trajectories) - len(sound)),
+    }
+    for name in sorted({name for t in scored for name in t.metrics} - {"success"}):
+        metrics[f"reward/{name}"] = _mean(t.metrics[name] for t in scored if name in t.metrics)
+    for cause, count in sorted(_causes(trajectories).items()):
+        metrics[f"failures/{cause}"] = float(count)
+    for part in ("generation", "tools", "waiting", "reward", "total"):
+        metrics[f"rollout_seconds/{part}"] = _mean(t.seconds.get(part, 0.0) for t in trajectories)
+    return metrics
+
+
+def _causes(trajectories: Sequence[Trajectory]) -> Counter[str]:
+    failures = [failure for t in trajectories for failure in (t.failure, t.reward_failure) if failure is not None]
+    return Counter(f"{failure.boundary}/{failure.kind}" for failure in failures)
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    return sum(sequence.sampled_count for sequence in trajectory.sequences)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = [value for value in values if math.isfinite(value)]
+    return math.fsum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

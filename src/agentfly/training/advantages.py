@@ -1,0 +1,92 @@
+"""Advantages: how much better than expected each sampled token turned out.
+
+An advantage estimator is a pure function from the rows of one batch to one array a row, with one value for each
+sampled token of the row. It is registered in `ESTIMATORS` by name, and chosen by the configuration's ``algorithm``.
+
+The estimators here judge an outcome: all sampled tokens of a trajectory share one advantage, made from its reward
+and those of the other attempts at the same task. They count trajectories, never rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentfly.training.registry import Registry
+from agentfly.training.rows import Row
+
+Floats = NDArray[np.float64]
+Estimator = Callable[[Sequence[Row]], list[Floats]]
+"""From rows to advantages: for each row, an array of length ``len(row.targets)``."""
+
+OutcomeEstimator = Callable[[Floats], Floats]
+"""From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
+
+ESTIMATORS: Registry[Estimator] = Registry("algorithm")
+
+_ROUNDING = 1e-9
+"""Rewards that differ by less than this share of the largest are equal: their difference is rounding, and dividing by
+its standard deviation would make it as large as a real one."""
+
+
+def by_group(outcome: OutcomeEstimator) -> Estimator:
+    """The estimator that applies ``outcome`` to the rewards of each group, a trajectory counting once."""
+
+    def estimate(rows: Sequence[Row]) -> list[Floats]:
+        groups: dict[str, dict[str, float]] = {}
+        for row in rows:
+            groups.setdefault(row.group_id, {})[row.rollout_id] = row.reward
+        advantages: dict[tuple[str, str], float] = {}
+        for group_id, rewards in groups.items():
+            values = outcome(np.array(list(rewards.values()), dtype=np.float64))
+            advantages.update(
+                ((group_id, rollout_id), float(value)) for rollout_id, value in zip(rewards, values, strict=True)
+            )
+        return [np.full(len(row.targets), advantages[row.group_id, row.rollout_id]) for row in rows]
+
+    return estimate
+
+
+def grpo(rewards: Floats) -> Floats:
+    """Reward less the group's mean, over the group's sample standard deviation; 0 where all rewards are equal.
+
+    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
+    """
+    centred = grpo_without_std(rewards)
+    return centred / rewards.std(ddof=1) if centred.any() else centred
+
+
+def grpo_without_std(rewards: Floats) -> Floats:
+    """Reward less the group's mean; 0 where all rewards are equal, as in a group of one.
+
+    Without the standard deviation, tasks that are almost always or almost never solved weigh no more than others.
+    Source: Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783, section 3.2.
+    """
+    if np.ptp(rewards) <= _ROUNDING * np.abs(rewards).max():
+        return np.zeros_like(rewards)
+    return rewards - rewards.mean()
+
+
+def rloo(rewards: Floats) -> Floats:
+    """Reward less the mean of the *other* attempts of the group; 0 in a group of one, which has no others.
+
+    Source: Back to Basics, https://arxiv.org/abs/2402.14740, equation 7.
+    """
+    count = len(rewards)
+    return grpo_without_std(rewards) * (count / (count - 1)) if count > 1 else np.zeros_like(rewards)
+
+
+def reinforce(rewards: Floats) -> Floats:
+    """The reward itself, with no baseline: the plain policy gradient.
+
+    Source: Williams, Simple statistical gradient-following algorithms, 1992.
+    """
+    return rewards.copy()
+
+
+ESTIMATORS.register("grpo", by_group(grpo))
+ESTIMATORS.register("grpo_without_std", by_group(grpo_without_std))
+ESTIMATORS.register("rloo", by_group(rloo))
+ESTIMATORS.register("reinforce", by_group(reinforce))

@@ -1,0 +1,44 @@
+"""Registry: things that a configuration chooses by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Generic, TypeVar
+
+from agentfly.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Things of one kind by name.
+
+    Args:
+        kind: what they are, for messages: ``algorithm``, ``loss``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._known: dict[str, T] = {}
+
+    def register(self, name: str, thing: T) -> None:
+        """Make a thing known by a name.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        if name in self._known:
+            raise ConfigError(f"There is already a {self._kind} named {name!r}; register yours under another name.")
+        self._known[name] = thing
+
+    def __getitem__(self, name: str) -> T:
+        """The thing of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self._known:
+            near = difflib.get_close_matches(name, self._known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"There is no {self._kind} {name!r}; there are {', '.join(sorted(self._known))}.{hint}")
+        return self._known[name]

@@ -1,0 +1,139 @@
+"""Row: what the learner sees of a trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from agentfly.tokens import TokenSequence
+from agentfly.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One token sequence of a trajectory that is trained on, with the reward it led to.
+
+    A trajectory whose conversation was continued without a break gives one row. Statistics of a group are taken over
+    its trajectories, told apart by ``rollout_id``, so that a trajectory of several rows counts once.
+
+    Attributes:
+        ids: token ids, length T.
+        loss_mask: 1 exactly on the tokens that the policy sampled, length T.
+        logprobs: behaviour log-probs: those under which the tokens were sampled; NaN where the mask is 0; length T.
+        versions: version of the policy's weights that sampled each token; length T.
+        group_id: the group of attempts at one task, whose rewards make the baseline.
+        rollout_id: the trajectory.
+        turn: index of the first turn whose tokens are in the row.
+        reward: the trajectory's reward.
+        truncated: whether tokens were cut off the end.
+    """
+
+    ids: Sequence[int]
+    loss_mask: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    group_id: str
+    rollout_id: str
+    turn: int
+    reward: float
+    truncated: bool
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"Ids, mask, log-probs and versions of a row have different lengths: {sorted(lengths)}.")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """Positions of the sampled tokens, in order."""
+        return [position for position, sampled in enumerate(self.loss_mask) if sampled]
+
+    @property
+    def target_logprobs(self) -> list[float]:
+        """Behaviour log-probs of the sampled tokens, in order."""
+        return [self.logprobs[position] for position in self.targets]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version of the weights that sampled a token of the row."""
+        return min(self.versions[position] for position in self.targets)
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """The rows of a batch of trajectories, and what was left out of it.
+
+    Attributes:
+        rows: the rows, those of one group side by side.
+        left_out: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_sampled_tokens``,
+            ``no_logprobs``.
+    """
+
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, int]
+
+
+def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
+    """The rows of those trajectories that may be trained on: one for each token sequence with a sampled token.
+
+    A trajectory that infrastructure spoiled, that has no finite reward, or whose sampled tokens or log-probs are
+    missing is in no row, and so in no baseline and no loss. It is counted instead.
+    """
+    groups: dict[str, list[Row]] = {}
+    left_out: Counter[str] = Counter()
+    for trajectory in trajectories:
+        cause = untrainable_cause(trajectory)
+        if cause is not None:
+            left_out[cause] += 1
+        else:
+            groups.setdefault(trajectory.group_id, []).extend(_rows_of(trajectory))
+    return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), left_out=dict(left_out))
+
+
+def untrainable_cause(trajectory: Trajectory) -> str | None:
+    """Why a trajectory may not be trained on, or None if it may."""
+    if trajectory.infrastructure_failed:
+        return "infrastructure"
+    if trajectory.reward is None or not math.isfinite(trajectory.reward):
+        return "unscored"
+    if not trajectory.trainable:
+        return "no_sampled_tokens"
+    if not all(_logprobs_known(sequence) for sequence in trajectory.sequences):
+        return "no_logprobs"
+    return None
+
+
+def _logprobs_known(sequence: TokenSequence) -> bool:
+    return all(
+        math.isfinite(logprob)
+        for logprob, sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)
+        if sampled
+    )
+
+
+def _rows_of(trajectory: Trajectory) -> list[Row]:
+    assert trajectory.reward is not None
+    first_turn: dict[int, int] = {}
+    for turn in trajectory.turns:
+        first_turn.setdefault(turn.sequence, turn.index)
+    return [
+        Row(
+            ids=sequence.ids,
+            loss_mask=sequence.loss_mask,
+            logprobs=sequence.logprobs,
+            versions=sequence.versions,
+            group_id=trajectory.group_id,
+            rollout_id=trajectory.rollout_id,
+            turn=first_turn.get(number, 0),
+            reward=trajectory.reward,
+            truncated=sequence.truncated,
+        )
+        for number, sequence in enumerate(trajectory.sequences)
+        if sequence.sampled_count
+    ]

@@ -9,17 +9,56 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentfly.agents.agent import Agent as Agent
+    from agentfly.agents.reward import RewardResult as RewardResult
+    from agentfly.agents.reward import reward as reward
+    from agentfly.agents.tool import FromTask as FromTask
+    from agentfly.agents.tool import ToolResult as ToolResult
+    from agentfly.agents.tool import tool as tool
+    from agentfly.contexts.context import Context as Context
+    from agentfly.errors import AgentFlyError as AgentFlyError
+    from agentfly.errors import ToolError as ToolError
+    from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
+    from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
+    from agentfly.resources.engine import ResourceEngine as ResourceEngine
+    from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
+    from agentfly.rollouts.run import RunResult as RunResult
+    from agentfly.rollouts.run import evaluate as evaluate
+    from agentfly.rollouts.run import run as run
+    from agentfly.rollouts.runner import Runner as Runner
     from agentfly.task import Task as Task
+    from agentfly.training.config import TrainConfig as TrainConfig
+    from agentfly.training.trainer import train as train
     from agentfly.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Agent": "agentfly.agents.agent",
+    "AgentFlyError": "agentfly.errors",
+    "ContainerSpec": "agentfly.resources.containers.spec",
+    "Context": "agentfly.contexts.context",
+    "EnvironmentSpec": "agentfly.resources.environments.spec",
+    "FromTask": "agentfly.agents.tool",
+    "ResourceEngine": "agentfly.resources.engine",
+    "RewardResult": "agentfly.agents.reward",
+    "RunResult": "agentfly.rollouts.run",
+    "Runner": "agentfly.rollouts.runner",
+    "ScriptedPolicy": "agentfly.policies.scripted",
     "Task": "agentfly.task",
+    "ToolError": "agentfly.errors",
+    "ToolResult": "agentfly.agents.tool",
+    "TrainConfig": "agentfly.training.config",
     "Trajectory": "agentfly.trajectory",
+    "evaluate": "agentfly.rollouts.run",
+    "reward": "agentfly.agents.reward",
+    "run": "agentfly.rollouts.run",
+    "tool": "agentfly.agents.tool",
+    "train": "agentfly.training.trainer",
 }
 
-__all__ = ["Task", "Trajectory", "__version__"]
+__all__ = ["__version__"]
+__all__ += list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -89,7 +89,10 @@ def _read_task_file(path: Path) -> list[Task]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
             try:
-                tasks.append(Task.from_row(json.loads(line)))
+                row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number} is not a JSON object: {error}.") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
+            tasks.append(Task.from_row(row))
     return as_tasks(tasks)

@@ -161,6 +161,7 @@ class Context:
                 await self._engine.release(lease)
                 raise ResourceStartError(
                     f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "
-                    f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as prepare."
+                    f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as "
+                    "prepare."
                 ) from error
             self._prepared.add(lease.instance)

@@ -52,8 +52,8 @@ class Chain:
         grown_from = len(self._sent) + len(self._returned)
         if ids[: len(self._sent)] != self._sent or ids[len(self._sent) : grown_from] != self._returned:
             raise TokenInvariantError(
-                "The ids of this turn do not start with the ids sent and sampled one turn earlier. This is a bug in the "
-                "strategy; the rollout is refused."
+                "The ids of this turn do not start with the ids sent and sampled one turn earlier. "
+                "This is a bug in the strategy; the rollout is refused."
             )
         self._sent = ids
         self._returned = array("i")

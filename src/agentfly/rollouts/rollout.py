@@ -71,9 +71,7 @@ class Rollout:
         started = time.perf_counter()
         trajectory.seconds = {"generation": 0.0, "tools": 0.0, "reward": 0.0}
         events.emit(
-            RolloutStarted(
-                rollout_id=trajectory.rollout_id, group_id=trajectory.group_id, task_id=trajectory.task.id
-            )
+            RolloutStarted(rollout_id=trajectory.rollout_id, group_id=trajectory.group_id, task_id=trajectory.task.id)
         )
         try:
             await self._play()
@@ -205,9 +203,7 @@ class Rollout:
         seconds = time.perf_counter() - started
         trajectory.seconds["reward"] = seconds
         self._around.events.emit(
-            RewardFinished(
-                rollout_id=trajectory.rollout_id, reward=trajectory.reward, seconds=seconds, error=error
-            )
+            RewardFinished(rollout_id=trajectory.rollout_id, reward=trajectory.reward, seconds=seconds, error=error)
         )
 
 

@@ -76,7 +76,9 @@ class Runner:
 
     async def __aenter__(self) -> Self:
         try:
-            policy = self._policy or await self._owned.enter_async_context(load_policy(self._agent.model))
+            policy = self._policy or await self._owned.enter_async_context(
+                await asyncio.to_thread(load_policy, self._agent.model)
+            )
             engine = self._engine or await self._owned.enter_async_context(ResourceEngine(events=self._events))
             chat = TemplateChatFormat(policy.tokenizer)
         except BaseException:

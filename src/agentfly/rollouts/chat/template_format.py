@@ -62,7 +62,7 @@ class TemplateChatFormat:
     def _render_after_reply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         conversation: list[Message] = [*self._base, {"role": "assistant", "content": _REPLY}, *messages]
         rendered = self._tokenizer.render(conversation, add_generation_prompt=add_generation_prompt)
-        before, found, after = rendered.rpartition(_REPLY)
+        _, found, after = rendered.rpartition(_REPLY)
         if not found:
             raise ChatFormatError(
                 "The model's chat template leaves out an assistant's reply once other messages follow it, so a "

@@ -1,0 +1,53 @@
+"""Task: a prompt and any other fields."""
+
+import json
+
+import pytest
+
+from agentfly.errors import ConfigError
+from agentfly.task import Task, as_tasks
+
+
+def test_a_row_becomes_a_task_and_back():
+    row = {"prompt": "2 + 2?", "answer": 4, "id": "sum"}
+    task = Task.from_row(row)
+    assert (task.prompt, task["answer"], task.id) == ("2 + 2?", 4, "sum")
+    assert task.to_row() == row
+
+
+def test_a_task_without_an_id_gets_the_same_one_every_time():
+    assert Task("2 + 2?", {"answer": 4}).id == Task("2 + 2?", {"answer": 4}).id
+    assert Task("2 + 2?", {"answer": 4}).id != Task("2 + 2?", {"answer": 5}).id
+
+
+def test_a_text_prompt_is_one_user_message():
+    assert Task("hello").messages == [{"role": "user", "content": "hello"}]
+
+
+def test_a_row_without_a_prompt_is_refused_naming_its_fields():
+    with pytest.raises(ConfigError, match="answer"):
+        Task.from_row({"answer": 4})
+
+
+def test_no_tasks_at_all_is_refused():
+    with pytest.raises(ConfigError, match="no task"):
+        as_tasks([])
+
+
+def test_tasks_come_from_a_file(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": str(i), "answer": i}) for i in range(3)) + "\n")
+    assert [task["answer"] for task in as_tasks(file)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("line", ["{not json", "[1, 2]", '"text"'])
+def test_a_line_that_is_no_object_is_named(tmp_path, line):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        as_tasks(file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.jsonl"):
+        as_tasks(tmp_path / "nothing.jsonl")

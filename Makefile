@@ -3,8 +3,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 MODEL  ?=
 SEED   ?= 1
+
+# Which PyTorch to install. Where pip's index has a build for processors only, it is a tenth of the size of the one
+# with CUDA: make demo TORCH=torch==2.13.0+cpu
+TORCH  ?= torch==2.13.0
 
 .PHONY: demo test check format clean
 
@@ -25,22 +30,22 @@ format: $(VENV)/dev.stamp  ## bring the code into its format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-# A CPU build of torch is a tenth of the size of a CUDA build; where pip knows one, the first line takes it.
-TORCH ?= torch==2.13.0
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentFly needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments here. On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentFly needs Python 3.11 or newer; make PYTHON=python3.12 says which one to use.")'
-	@$(PYTHON) -m venv $(VENV)
-
-$(VENV)/train.stamp: pyproject.toml | $(VENV)/bin/python
-	@echo "Installing AgentFly and PyTorch into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train]'
+$(VENV)/train.stamp: pyproject.toml | $(BIN)/python
+	@echo "Installing AgentFly and PyTorch into $(VENV) (some minutes, the first time) ..."
+	@$(PIP) install $(TORCH)
+	@$(PIP) install --editable '.[train]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/train.stamp
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo "Installing what the tests need into $(VENV) ..."
+	@$(PIP) install --editable '.[dev]'
 	@touch $@
 
 clean:  ## remove what was built and installed here
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -22,7 +22,7 @@ from agentfly.events import (
 )
 
 REWARD = "reward/mean"
-SUCCESS = "success"
+SUCCESS = "success/mean"
 TURNS = "turns/mean"
 _WINDOW_S = 20.0
 

@@ -17,7 +17,8 @@ class TemplateChatFormat:
     """Renders the first prompt and the continuations with the template of the policy's tokenizer.
 
     A continuation is what the template writes after an assistant's reply: the synthetic conversation
-    ``[user, assistant: REPLY, *messages]`` is rendered, and everything after REPLY is encoded.
+    ``[user, assistant: REPLY, *messages]`` is rendered, and everything after REPLY is encoded. What was sampled stays
+    as it is, also where the template would drop a reply's thoughts later on.
 
     Raises:
         ChatFormatError: the template is not prefix-stable: it would write something else before a reply once there is

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from agentfly.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    EventStream,
+    GenerationFinished,
+    LeaseGranted,
+    LeaseRequested,
+    Progress,
+    RolloutFinished,
+    RolloutStarted,
+    StepFinished,
+    TrainingFinished,
+    TrainingStarted,
+)
+from agentfly.viewing.progress import ConsoleProgress
+from agentfly.viewing.run_state import RunState
+
+
+def a_run() -> list:
+    def step(number: int) -> StepFinished:
+        metrics = {"reward/mean": number / 4, "success/mean": number / 8, "turns/mean": 2.5}
+        return StepFinished(time=100.0 + 10 * number, step=number, metrics=metrics)
+
+    return [
+        Progress(time=99.0, what="loading the model [tiny]"),
+        TrainingStarted(time=100.0, run_dir="runs/x", steps=4, start_step=0),
+        EvaluationFinished(time=101.0, step=0, metrics={"success/mean": 0.25}),
+        RolloutStarted(time=101.0, rollout_id="a", group_id="g", task_id="t"),
+        RolloutStarted(time=101.0, rollout_id="b", group_id="g", task_id="t"),
+        LeaseRequested(time=101.0, pool="container", owner="a", scope="rollout"),
+        LeaseRequested(time=101.0, pool="container", owner="b", scope="rollout"),
+        LeaseGranted(time=102.0, pool="container", owner="a", scope="rollout", instance="i", waited_seconds=1.0),
+        GenerationFinished(time=105.0, rollout_id="a", turn=0, prompt_tokens=9, sampled_tokens=100, seconds=1.0),
+        RolloutFinished(
+            time=106.0, rollout_id="a", group_id="g", finish="done", reward=1.0, turns=1, sampled_tokens=100, seconds=5
+        ),
+        step(1),
+        step(2),
+        CheckpointSaved(time=121.0, step=2, path="runs/x/checkpoints/2"),
+    ]
+
+
+def shown(*, live: bool, events: list) -> str:
+    console = Console(file=io.StringIO(), force_terminal=live, width=100, color_system=None)
+    stream = EventStream()
+    with ConsoleProgress(console, live=live) as progress, stream.subscribed(progress):
+        for event in events:
+            stream.emit(event)
+    return console.file.getvalue()
+
+
+def test_the_state_counts_what_runs_waits_and_is_left():
+    state = RunState()
+    for event in a_run():
+        state.update(event)
+    assert (state.running, state.finished, state.waiting, state.failed) == (1, 1, 1, 0)
+    assert state.rewards == [0.25, 0.5]
+    assert state.seconds_left() == 20.0
+    assert state.tokens_per_second(110.0) == 20.0
+    assert state.tokens_per_second(200.0) == 0.0
+
+
+def test_away_from_a_terminal_there_is_a_line_for_each_step_and_no_control_character():
+    lines = shown(live=False, events=a_run()).splitlines()
+    assert lines[0] == "loading the model [tiny]"
+    assert lines[1] == "training 4 steps; files in runs/x"
+    assert lines[2] == "held-out tasks after step 0  success 25%"
+    assert lines[3].startswith("step 1/4  reward 0.250  success 12%  turns 2.5")
+    assert lines[4].endswith("0:20 left")
+    assert lines[5] == "checkpoint runs/x/checkpoints/2"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
+    drawn = shown(live=True, events=[*a_run(), TrainingFinished(step=4, seconds=40.0)])
+    last = drawn[drawn.rindex("step 2/4") :]
+    assert "0.50" in last
+    assert "▁█" in last
+    assert "1 running, 1 waiting for a resource" in last
+    assert "0:20 left" in last
+
+
+def test_a_long_action_is_told_once_away_from_a_terminal():
+    events = [Progress(what="converting", done=part, total=3) for part in range(3)]
+    assert shown(live=False, events=events) == "converting\n"

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.task import Task
+from agentfly.trajectory import FinishReason, Trajectory, Turn, save_trajectories
+from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.report import RunSummary, before_and_after, training_report
+from agentfly.viewing.run_directory import RunDirectory
+
+
+def trajectory(task: str, reward: float | None, text: str) -> Trajectory:
+    turn = Turn(index=0, sequence=0, start=0, stop=3, text=text, stopped=True)
+    return Trajectory(
+        f"{task}-{text}", "g", Task(task, id=task), turns=[turn], finish=FinishReason.ANSWERED, reward=reward
+    )
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path)
+    write = MetricsWriter(run)
+    write(EvaluationFinished(step=0, metrics={"success/mean": 0.25}))
+    for step in range(1, 21):
+        write(StepFinished(step=step, metrics={"reward/mean": step / 20}))
+    write(EvaluationFinished(step=20, metrics={"success/mean": 0.75}))
+    save_trajectories(
+        [trajectory("a", 0.0, "a early"), trajectory("b", 0.4, "b early"), trajectory("c", None, "c early")],
+        run.trajectories_file(0, "eval"),
+    )
+    save_trajectories(
+        [trajectory("a", 0.2, "a late"), trajectory("b", 1.0, "b late"), trajectory("c", 1.0, "c late")],
+        run.trajectories_file(20, "eval"),
+    )
+    return run
+
+
+def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
+    summary = RunSummary.of(run)
+    assert summary.steps == 20
+    assert summary.reward_start == pytest.approx((0.05 + 0.10) / 2)
+    assert summary.reward_end == pytest.approx((0.95 + 1.00) / 2)
+    assert (summary.success_before, summary.success_after) == (0.25, 0.75)
+
+
+def test_the_two_trajectories_are_of_the_task_that_gained_most(run):
+    before, after = before_and_after(run)
+    assert (before.turns[0].text, after.turns[0].text) == ("b early", "b late")
+
+
+def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(run):
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    console.print(training_report(run))
+    shown = console.file.getvalue()
+    for expected in ("20 training steps", "0.08", "0.97", "25%", "75%", "b early", "b late", str(run.metrics_file)):
+        assert expected in shown
+    assert "█" in shown
+
+
+def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(training_report(RunDirectory.create(tmp_path)))
+    assert "0 training steps" in console.file.getvalue()

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.run_directory import RunDirectory
+
+
+def test_runs_begun_in_the_same_second_get_directories_of_their_own(tmp_path):
+    paths = {RunDirectory.create(tmp_path).path for _ in range(5)}
+    assert len(paths) == 5
+    assert all(path.is_dir() for path in paths)
+
+
+def test_a_name_that_holds_a_run_is_refused_and_the_message_says_how_to_go_on_with_it(tmp_path):
+    run = RunDirectory.create(tmp_path, "mine")
+    run.metrics_file.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"--resume .*mine"):
+        RunDirectory.create(tmp_path, "mine")
+
+
+def test_a_file_in_the_way_of_a_run_is_a_message(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ConfigError, match="in the way"):
+        RunDirectory(tmp_path / "mine").ensure()
+
+
+def test_a_directory_that_may_not_be_written_is_a_message(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)  # root, who runs the tests in places, may write anywhere
+    with pytest.raises(PrerequisiteError, match="run_dir"):
+        RunDirectory.create(tmp_path)
+
+
+def test_metrics_are_read_back_in_the_order_of_the_steps_by_kind(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    write = MetricsWriter(run)
+    write(EvaluationFinished(step=0, metrics={"success/mean": 0.25}))
+    for step in (1, 2, 3):
+        write(StepFinished(step=step, metrics={"reward/mean": step / 10}))
+    assert [(row.step, row.values) for row in run.metrics()] == [
+        (1, {"reward/mean": 0.1}),
+        (2, {"reward/mean": 0.2}),
+        (3, {"reward/mean": 0.3}),
+    ]
+    assert [row.values for row in run.metrics("eval")] == [{"success/mean": 0.25}]
+
+
+def test_a_line_cut_by_a_crash_costs_that_line_only_and_a_resumed_step_counts_once(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    write = MetricsWriter(run)
+    write(StepFinished(step=1, metrics={"reward/mean": 0.1}))
+    write(StepFinished(step=2, metrics={"reward/mean": 0.2}))
+    whole = run.metrics_file.read_bytes()
+    run.metrics_file.write_bytes(whole[:-9])
+    assert [row.step for row in run.metrics()] == [1]
+
+    write(StepFinished(step=2, metrics={"reward/mean": 0.5}))
+    write(StepFinished(step=3, metrics={"reward/mean": 0.6}))
+    assert [row.values["reward/mean"] for row in run.metrics()] == [0.1, 0.5, 0.6]
+
+
+def test_a_number_that_is_not_finite_is_left_out_and_the_rest_of_the_step_kept(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    MetricsWriter(run)(StepFinished(step=1, metrics={"kl": float("nan"), "reward/mean": 1.0}))
+    assert [row.values for row in run.metrics()] == [{"reward/mean": 1.0}]
+
+
+def test_files_of_trajectories_are_listed_by_step(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    for step in (100, 9, 20):
+        run.trajectories_file(step, "eval").write_text("")
+    run.trajectories_file(1, "train").write_text("")
+    assert [step for step, _ in run.trajectory_files("eval")] == [9, 20, 100]

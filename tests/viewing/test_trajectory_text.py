@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from agentfly.errors import Boundary, ResourceDied, UnknownTool
+from agentfly.messages import ToolCall
+from agentfly.task import Task
+from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.viewing.trajectory_text import trajectory_panel, trajectory_text
+
+
+def a_trajectory(**changes) -> Trajectory:
+    turns = [
+        Turn(
+            index=0,
+            sequence=0,
+            start=10,
+            stop=22,
+            text="check[tea]",
+            stopped=True,
+            results=(ToolRecord(ToolCall("1", "check", {"item": "tea"}), "tea: low\nnext: order", seconds=0.01),),
+            generation_seconds=0.5,
+        ),
+        Turn(index=1, sequence=0, start=30, stop=35, text="order it", stopped=False),
+    ]
+    values = {
+        "rollout_id": "r1",
+        "group_id": "g",
+        "task": Task("What about tea?"),
+        "messages": [
+            {"role": "system", "content": "You keep a shop."},
+            {"role": "user", "content": "What about eggs?"},
+            {"role": "assistant", "content": "an example from the prompt"},
+            {"role": "user", "content": "What about tea?"},
+            {"role": "assistant", "content": "check[tea]"},
+            {"role": "tool", "content": "tea: low\nnext: order"},
+            {"role": "assistant", "content": "order it"},
+        ],
+        "turns": turns,
+        "finish": FinishReason.LENGTH,
+        "reward": 0.4,
+        "seconds": {"total": 1.25},
+    }
+    return Trajectory(**{**values, **changes})
+
+
+def test_a_trajectory_reads_from_the_prompt_over_each_turn_to_the_reward():
+    assert trajectory_text(a_trajectory()).plain.splitlines() == [
+        "system",
+        "  You keep a shop.",
+        "user",
+        "  What about eggs?",
+        "assistant",
+        "  an example from the prompt",
+        "user",
+        "  What about tea?",
+        "turn 1  12 tokens in 0.50 s",
+        "  check[tea]",
+        '  → check(item="tea")  0.01 s',
+        "    tea: low",
+        "    next: order",
+        "turn 2  5 tokens in 0.00 s, cut by a limit",
+        "  order it",
+        "reward 0.4  length after 2 turns, 1.25 s",
+    ]
+
+
+def test_calls_that_failed_and_failed_rollouts_say_why():
+    call = ToolRecord(ToolCall("1", "chek", None, error="not JSON"), "no tool", failure=Failure.of(UnknownTool("x")))
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", stopped=True, results=(call,))
+    text = trajectory_text(
+        a_trajectory(
+            turns=[turn],
+            reward=None,
+            finish=FinishReason.FAILED,
+            failure=Failure.of(ResourceDied("the sandbox went away")),
+            reward_failure=Failure.of(ValueError("bad score"), Boundary.REWARD),
+        )
+    ).plain
+    assert "chek (not executed: not JSON)" in text
+    assert "unscored" in text
+    assert "failed: ResourceDied (resource)\n  the sandbox went away" in text
+    assert "not scored: ValueError (reward)\n  bad score" in text
+
+
+def test_long_texts_show_their_ends_and_count_what_is_left_out():
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="\n".join(map(str, range(100))), stopped=True)
+    lines = trajectory_text(a_trajectory(turns=[turn], messages=[]), max_lines=4).plain.splitlines()
+    start = lines.index("  0")
+    assert lines[start : start + 5] == ["  0", "  1", "  … 96 lines …", "  98", "  99"]
+
+
+def test_what_a_model_writes_cannot_drive_the_terminal_nor_the_markup():
+    evil = "\x1b[31mred\x1b[0m \x07 \u202e [bold]not markup[/bold] \x9b"
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text=evil, stopped=True)
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    console.print(trajectory_panel(a_trajectory(turns=[turn])))
+    shown = console.file.getvalue()
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
+    assert "[bold]not markup[/bold]" in shown

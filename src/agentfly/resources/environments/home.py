@@ -1,0 +1,47 @@
+"""Home: where a simulator lives. One implementation for each value of ``EnvironmentSpec.runs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Home(Protocol):
+    """A place that makes a simulator, carries calls to it and ends it.
+
+    An `Environment` owns one. It gives every call its deadline and, where ``serial``, makes one call at a time. A
+    call is never cancelled halfway except by its deadline, after which only `stop` follows.
+    """
+
+    serial: bool
+    """Whether one call must have ended before the next begins."""
+
+    async def start(self) -> bool:
+        """Make the simulator; say whether it has a ``reset`` that can be called without arguments."""
+        ...
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of the simulator; what it returns or raises comes back.
+
+        Raises:
+            ResourceDied: the simulator's place is gone.
+        """
+        ...
+
+    async def stop(self, *, answers: bool) -> None:
+        """End the simulator; return when it is gone. Safe to call twice and after any failure.
+
+        Args:
+            answers: whether the simulator may be asked to close itself first.
+        """
+        ...
+
+    @property
+    def death(self) -> str | None:
+        """Why the place can no longer be used, or None while it can."""
+        ...
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """What outlives this process and how to find it."""
+        ...

@@ -1,0 +1,151 @@
+"""Parcels: Python values as bytes that travel to another process of this machine and back.
+
+What is importable by name travels by name; what is not (a notebook's class, a script's function) travels whole, by
+cloudpickle. A value that cannot travel is refused with the path of the part that is to blame.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from agentfly.errors import UsageError
+
+# cloudpickle keeps the modules that it pickles by value in one table for the whole process.
+_BY_VALUE = threading.Lock()
+
+
+def pack(parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
+    """The parts as bytes; `unpack` gives the tuple back.
+
+    Args:
+        parts: the values.
+        names: what each is called in an error.
+
+    Raises:
+        UsageError: a part cannot travel. The message names the attribute path of what is to blame.
+    """
+    try:
+        return _dumps(parts)
+    except Exception as error:
+        for part, name in zip(parts, names, strict=True):
+            if not _travels(part):
+                path, culprit = _blame(part, name)
+                raise UsageError(
+                    f"{path} is a {type(culprit).__module__}.{type(culprit).__qualname__} and cannot travel to another "
+                    f"process ({error}). Make it inside the process instead, in the factory or at its first use."
+                ) from error
+        raise
+
+
+def unpack(parcel: bytes) -> Any:
+    """The inverse of `pack`."""
+    return pickle.loads(parcel)
+
+
+def pack_quickly(value: Any) -> bytes:
+    """A value as bytes, without loading cloudpickle where plain pickling does. For the side that holds no ``__main__``.
+
+    Raises:
+        UsageError: the value cannot travel.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return pack((value,), ("the result",))
+
+
+def _dumps(value: Any) -> bytes:
+    import cloudpickle  # here, because a process that only opens parcels starts faster without it
+
+    with _BY_VALUE:
+        modules = [module for module in _modules_of(value) if not _importable(module.__name__)]
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            return bytes(cloudpickle.dumps(value))
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _modules_of(value: Any) -> set[ModuleType]:
+    """Modules of what lies at the surface of a parcel: the factory, arguments, their types."""
+    values = [*value] if isinstance(value, tuple) else [value]
+    values += [part for item in values if isinstance(item, (tuple, list)) for part in item]
+    values += [part for item in values if isinstance(item, Mapping) for part in item.values()]
+    names = {
+        getattr(item, "__module__", None) or ""
+        for value in values
+        for item in (value, getattr(value, "func", None), type(value))
+    }
+    return {sys.modules[name] for name in names if name in sys.modules and name != "__main__"}
+
+
+def _importable(name: str) -> bool:
+    """Whether a fresh process with this process's path would find the module ``name``."""
+    if name in sys.builtin_module_names:
+        return True
+    path: Any = None
+    prefix = ""
+    for part in name.split("."):
+        prefix = f"{prefix}.{part}" if prefix else part
+        finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((found for finder in finders if (found := finder.find_spec(prefix, path))), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def _travels(value: Any) -> bool:
+    try:
+        _dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _blame(value: Any, path: str) -> tuple[str, Any]:
+    """The deepest part of ``value`` that cannot travel, and its path."""
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for name, part in _parts(value):
+            if id(part) not in seen and not _travels(part):
+                path, value = path + name, part
+                break
+    return path, value
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, each part with the text that leads to it."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, FunctionType):
+        cells: tuple[CellType, ...] = value.__closure__ or ()
+        yield from (
+            (f", variable {name!r}", cell.cell_contents)
+            for name, cell in zip(value.__code__.co_freevars, cells, strict=True)
+        )
+        yield from (
+            (f", global {name!r}", value.__globals__[name])
+            for name in value.__code__.co_names
+            if name in value.__globals__
+        )
+        yield from ((f", default {place}", item) for place, item in enumerate(value.__defaults__ or ()))
+    elif isinstance(value, type):
+        yield from ((f".{name}", item) for name, item in vars(value).items() if not name.startswith("__weakref__"))
+    else:
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+        for name in ("func", "args", "keywords"):  # of a functools.partial
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)

@@ -1,0 +1,69 @@
+"""The user's object, as it is made, called and closed in the place where it lives."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentfly.errors import ConfigError, UsageError
+
+
+def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the factory; an async factory gives an awaitable.
+
+    Raises:
+        ConfigError: the factory is given by a name that leads to nothing.
+    """
+    return (_named(factory) if isinstance(factory, str) else factory)(*args, **kwargs)
+
+
+def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a public method of the user's object; an async method gives an awaitable.
+
+    Raises:
+        UsageError: the object has no such method.
+    """
+    function = None if method.startswith("_") else getattr(simulator, method, None)
+    if not callable(function):
+        public = sorted(name for name in dir(simulator) if not name.startswith("_"))
+        near = difflib.get_close_matches(method, public, n=1)
+        raise UsageError(
+            f"The environment {type(simulator).__name__} has no method {method!r}"
+            + (f"; did you mean {near[0]!r}?" if near else f". What it has: {', '.join(public) or 'nothing public'}.")
+        )
+    return function(*args, **kwargs)
+
+
+def resets_freely(simulator: Any) -> bool:
+    """Whether the object has a ``reset`` that can be called without arguments."""
+    import inspect  # here, because an object without `reset` starts faster without it
+
+    reset = getattr(simulator, "reset", None)
+    if not callable(reset):
+        return False
+    try:
+        inspect.signature(reset).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that does not tell its signature
+        return True
+    return True
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The factory {name!r} cannot be imported: {error}. Install the package, or put its folder on PYTHONPATH."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            raise ConfigError(f"The factory {name!r} has no {part!r}" + (f"; is it {near[0]!r}?" if near else "."))
+        found = getattr(found, part)
+    made: Callable[..., Any] = found
+    return made

@@ -1,0 +1,106 @@
+"""EnvironmentSpec: a simulator as a resource, described by the factory that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentfly.errors import ConfigError
+from agentfly.resources.environments.parcel import pack
+from agentfly.resources.spec import ResourceSpec
+
+if TYPE_CHECKING:
+    from agentfly.resources.environments.environment import Environment  # noqa: F401  (in the base's brackets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec(ResourceSpec["Environment"]):
+    """A simulator that tools act in: any Python object, made by a factory, living where ``runs`` says.
+
+    The object needs no base class. What it has by convention:
+
+    * ``reset``: if it can be called without arguments, it is called after construction and between two owners, so
+      that each owner meets a fresh simulator. Without such a method the object is made anew for each owner.
+    * ``close``: called before the object is dropped, if there is one.
+    * any other public method, sync or async, usually ``step``: ``await environment.step(action)`` calls it.
+
+    Args:
+        factory: what makes the object: a class, a function, or its name as ``"package.module:name"``. It is part of
+            the pool's key and compared by identity, so define it once, at the top of a module, and not in a tool.
+        args: positional arguments of the factory; hashable.
+        kwargs: keyword arguments of the factory, as a mapping or as pairs; hashable values.
+        runs: where the object lives. ``loop``: calls run in the event loop, right for code that answers within a
+            millisecond or is async. ``thread``: on a thread of its own, for blocking calls that wait (a socket, a
+            database). ``process``: in a process of its own, for code that computes, hangs, crashes, leaks or
+            keeps its state in modules.
+        call_timeout_s: seconds that one call may take before the instance counts as lost. A sync call in the loop
+            cannot be interrupted.
+
+    ``memory`` is enforced for ``process``, as a limit on the address space of each of its processes.
+
+    Raises:
+        ConfigError: an argument is not hashable, or the factory's name is malformed.
+        UsageError: ``runs="process"``, and the factory or an argument cannot travel to another process.
+    """
+
+    factory: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+    runs: Literal["loop", "thread", "process"] = "loop"
+    call_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.runs not in ("loop", "thread", "process"):
+            raise ConfigError(f"EnvironmentSpec(runs={self.runs!r}): write 'loop', 'thread' or 'process'.")
+        if self.call_timeout_s <= 0:
+            raise ConfigError(f"EnvironmentSpec(call_timeout_s={self.call_timeout_s}): a call needs some time.")
+        if isinstance(self.factory, str):
+            module, colon, name = self.factory.partition(":")
+            if not (module and colon and name):
+                raise ConfigError(
+                    f"EnvironmentSpec(factory={self.factory!r}): a factory given by name is written 'module:name'."
+                )
+        elif not callable(self.factory):
+            raise ConfigError(
+                f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
+                "Give what makes the environment, not an environment."
+            )
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "kwargs", tuple(sorted(dict(self.kwargs).items())))
+        self._require_hashable()
+        if self.runs == "process":
+            self.parcel()
+
+    @property
+    def label(self) -> str:
+        """``environment`` and the factory's name."""
+        factory = self.factory
+        name = factory.partition(":")[2] if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
+        return f"environment:{name}"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of the factory as a mapping."""
+        return dict(self.kwargs)
+
+    def parcel(self) -> bytes:
+        """The factory and its arguments as bytes that another process of this machine can open.
+
+        Raises:
+            UsageError: something in it cannot travel; the message names it.
+        """
+        return pack((self.factory, self.args, self.keywords), ("factory", "args", "kwargs"))
+
+    def _require_hashable(self) -> None:
+        named = [(f"args[{place}]", value) for place, value in enumerate(self.args)]
+        named += [(f"kwargs[{name!r}]", value) for name, value in self.keywords.items()]
+        for name, value in named:
+            try:
+                hash(value)
+            except TypeError:
+                raise ConfigError(
+                    f"EnvironmentSpec: {name} is a {type(value).__name__} and cannot be hashed, but the whole spec is "
+                    "the key of its pool. Give a tuple for a list, pairs for a dict, or a path for what lies in a file."
+                ) from None

@@ -1,0 +1,96 @@
+"""The inside of a simulator's process: it makes the simulator and answers calls, one frame each way.
+
+Frames are a length in 8 bytes, big-endian, and that many bytes of parcel. A request is ``(what, ...)``; an answer is
+``("value", value)``, ``("error", parcel of the exception or None, its type's name, message, traceback)`` or
+``("memory", message)``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import sys
+import traceback
+from typing import Any
+
+from agentfly.resources.environments import simulator
+from agentfly.resources.environments.parcel import pack, pack_quickly, unpack
+
+LENGTH = struct.Struct(">Q")
+
+
+def serve(calls: socket.socket, memory_bytes: int) -> None:
+    """Answer requests until the other side hangs up."""
+    os.dup2(2, 1)  # what the simulator prints goes where its errors go
+    if memory_bytes:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    subject = _Subject()
+    while (request := _receive(calls)) is not None:
+        try:
+            answer = pack_quickly(("value", subject.do(*unpack(request))))
+        except MemoryError as error:
+            answer = pickle.dumps(("memory", str(error)))
+        except Exception as error:
+            answer = _error_answer(error)
+        calls.sendall(LENGTH.pack(len(answer)) + answer)
+
+
+class _Subject:
+    """The simulator, and the loop that its async methods need."""
+
+    def __init__(self) -> None:
+        self._simulator: Any = None
+        self._runner: Any = None
+
+    def do(self, what: str, *details: Any) -> Any:
+        if what == "make":
+            path, parcel = details
+            sys.path[:] = path
+            self._simulator = self._resolve(simulator.make(*unpack(parcel)))
+            return simulator.resets_freely(self._simulator)
+        if what == "close":
+            return self._resolve(self._simulator.close()) if hasattr(self._simulator, "close") else None
+        method, args, kwargs = details  # of a "call"
+        return self._resolve(simulator.call(self._simulator, method, args, kwargs))
+
+    def _resolve(self, result: Any) -> Any:
+        if not hasattr(result, "__await__"):
+            return result
+        if self._runner is None:
+            import asyncio  # here, because a sync simulator starts faster without it
+
+            self._runner = asyncio.Runner()
+        return self._runner.run(result)
+
+
+def _receive(calls: socket.socket) -> bytes | None:
+    header = _exactly(calls, LENGTH.size)
+    return None if header is None else _exactly(calls, LENGTH.unpack(header)[0])
+
+
+def _exactly(calls: socket.socket, count: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < count:
+        chunk = calls.recv(min(count - len(received), 1 << 20))
+        if not chunk:
+            return None
+        received += chunk
+    return bytes(received)
+
+
+def _error_answer(error: Exception) -> bytes:
+    try:
+        # Many exception types pickle but do not unpickle; the trip is tried here, where its failure can be told.
+        parcel = pack((error,), ("the exception",))
+        unpack(parcel)
+    except Exception:
+        parcel = None
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_globals.get("__package__") == __package__:
+        own = own.tb_next  # the frames of this package say nothing to the author of the simulator
+    trace = "".join(traceback.format_exception(type(error), error, own)) if own else ""
+    return pickle.dumps(("error", parcel, type(error).__name__, str(error), trace))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentfly.rollouts.runner import Runner as Runner
     from agentfly.task import Task as Task
     from agentfly.training.config import TrainConfig as TrainConfig
-    from agentfly.training.trainer import train as train
+    from agentfly.training.train import train as train
     from agentfly.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ _HOMES = {
     "reward": "agentfly.agents.reward",
     "run": "agentfly.rollouts.run",
     "tool": "agentfly.agents.tool",
-    "train": "agentfly.training.trainer",
+    "train": "agentfly.training.train",
 }
 
 __all__ = ["__version__"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentfly.errors import ConfigError
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
-from agentfly.training.advantages import ESTIMATORS, by_group
+from agentfly.training.advantages import ALGORITHMS, Algorithm, by_group
 from agentfly.training.rows import Row, rows_from_trajectories
 from agentfly.trajectory import Trajectory
 
@@ -40,7 +40,7 @@ def group_of(rewards: Sequence[float], group: str = "g") -> list[Row]:
 
 
 def first_values(name: str, rows: Sequence[Row]) -> list[float]:
-    return [float(values[0]) for values in ESTIMATORS[name](rows)]
+    return [float(values[0]) for values in ALGORITHMS[name].estimate(rows)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_hol
         row("g", "a", 1.4, (0, 0, 0, 0, 0, 1, 1)),
         row("g", "b", 0.0, (0, 1)),
     ]
-    first, second, other = ESTIMATORS["grpo_without_std"](rows)
+    first, second, other = ALGORITHMS["grpo_without_std"].estimate(rows)
     assert first.tolist() == pytest.approx([0.7] * 4)
     assert second.tolist() == pytest.approx([0.7] * 2)
     assert other.tolist() == pytest.approx([-0.7])
@@ -111,7 +111,7 @@ def test_unscored_attempts_are_in_no_baseline() -> None:
 def test_a_group_without_any_score_gives_no_row() -> None:
     batch = rows_from_trajectories([trajectory(n, None) for n in range(3)])
     assert batch.rows == ()
-    assert ESTIMATORS["grpo"](batch.rows) == []
+    assert ALGORITHMS["grpo"].estimate(batch.rows) == []
 
 
 def test_an_attempt_without_sampled_tokens_does_not_move_the_baseline() -> None:
@@ -137,9 +137,9 @@ def test_group_advantages_sum_to_zero_and_do_not_know_the_zero_of_the_reward(
 
 def test_an_unknown_algorithm_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'grpo'"):
-        ESTIMATORS["grop"]
+        ALGORITHMS["grop"]
 
 
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ConfigError, match="already"):
-        ESTIMATORS.register("grpo", by_group(lambda rewards: rewards))
+        ALGORITHMS.register("grpo", Algorithm(by_group(lambda rewards: rewards)))

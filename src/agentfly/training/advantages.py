@@ -1,7 +1,7 @@
 """Advantages: how much better than expected each sampled token turned out.
 
 An advantage estimator is a pure function from the rows of one batch to one array a row, with one value for each
-sampled token of the row. It is registered in `ESTIMATORS` by name, and chosen by the configuration's ``algorithm``.
+sampled token of the row. `ALGORITHMS` holds them by name, and the configuration's ``algorithm`` chooses one.
 
 The estimators here judge an outcome: all sampled tokens of a trajectory share one advantage, made from its reward
 and those of the other attempts at the same task. They count trajectories, never rows.
@@ -10,6 +10,7 @@ and those of the other attempts at the same task. They count trajectories, never
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,21 @@ Estimator = Callable[[Sequence[Row]], list[Floats]]
 OutcomeEstimator = Callable[[Floats], Floats]
 """From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
 
-ESTIMATORS: Registry[Estimator] = Registry("algorithm")
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a batch is judged.
+
+    Attributes:
+        estimate: makes the advantages.
+        min_attempts: with fewer attempts at a task than this, every advantage is 0 and nothing can be learned.
+    """
+
+    estimate: Estimator
+    min_attempts: int = 1
+
+
+ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
 
 _ROUNDING = 1e-9
 """Rewards that differ by less than this share of the largest are equal: their difference is rounding, and dividing by
@@ -55,7 +70,9 @@ def grpo(rewards: Floats) -> Floats:
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = grpo_without_std(rewards)
-    return centred / rewards.std(ddof=1) if centred.any() else centred
+    if centred.any():
+        centred /= rewards.std(ddof=1)
+    return centred
 
 
 def grpo_without_std(rewards: Floats) -> Floats:
@@ -66,7 +83,7 @@ def grpo_without_std(rewards: Floats) -> Floats:
     """
     if np.ptp(rewards) <= _ROUNDING * np.abs(rewards).max():
         return np.zeros_like(rewards)
-    return rewards - rewards.mean()
+    return rewards - float(rewards.mean())
 
 
 def rloo(rewards: Floats) -> Floats:
@@ -86,7 +103,7 @@ def reinforce(rewards: Floats) -> Floats:
     return rewards.copy()
 
 
-ESTIMATORS.register("grpo", by_group(grpo))
-ESTIMATORS.register("grpo_without_std", by_group(grpo_without_std))
-ESTIMATORS.register("rloo", by_group(rloo))
-ESTIMATORS.register("reinforce", by_group(reinforce))
+ALGORITHMS.register("grpo", Algorithm(by_group(grpo), min_attempts=2))
+ALGORITHMS.register("grpo_without_std", Algorithm(by_group(grpo_without_std), min_attempts=2))
+ALGORITHMS.register("rloo", Algorithm(by_group(rloo), min_attempts=2))
+ALGORITHMS.register("reinforce", Algorithm(by_group(reinforce)))

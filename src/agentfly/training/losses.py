@@ -1,6 +1,6 @@
 """Losses: pure functions over tensors, one value a token, and how they are averaged.
 
-A policy loss is registered in `LOSSES` by name, and chosen by the configuration's ``loss``. All functions take a mask of the
+`LOSSES` holds the policy losses by name, and the configuration's ``loss`` chooses one. All functions take a mask of the
 tokens that count, and what stands elsewhere, NaN and infinities included, reaches neither value nor gradient: it is
 replaced before anything is computed from it, since a NaN that is multiplied by 0 stays NaN.
 """

@@ -1,0 +1,159 @@
+"""Checkpoints: a Hugging Face directory each, with what is needed to go on beside it; whole, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentfly.errors import ConfigError
+
+FORMAT = 1
+"""Version of the trainer's files in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a run has come, and what it is a run of.
+
+    Attributes:
+        step: number of finished steps.
+        cursor: number of tasks taken from the order of tasks.
+        model: name of the model that training began with.
+        tasks: fingerprint of the tasks.
+        config: the run's settings.
+    """
+
+    step: int
+    cursor: int
+    model: str
+    tasks: str
+    config: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, ``step-000010`` and so on.
+
+    A checkpoint is written under another name, forced to disk and then renamed, so that one that can be seen is
+    whole, whenever the process or the machine stopped.
+
+    Args:
+        directory: where they are.
+        keep: how many to keep; older ones are removed when a new one is whole.
+    """
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+
+    def saved(self) -> list[tuple[int, Path]]:
+        """The checkpoints with their steps, oldest first."""
+        found = []
+        for path in self._directory.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdigit():
+                found.append((int(number), path))
+        return sorted(found)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint."""
+        saved = self.saved()
+        return saved[-1][1] if saved else None
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.remove_unfinished()
+        final = self._directory / f"step-{step:06d}"
+        unfinished = self._directory / f".unfinished-{step:06d}"
+        unfinished.mkdir()
+        write(unfinished)
+        _force_to_disk(unfinished)
+        unfinished.rename(final)
+        _force_to_disk(self._directory, deep=False)
+        for _, old in self.saved()[: -self._keep]:
+            self._remove(old)
+        return final
+
+    def remove_unfinished(self) -> None:
+        """Remove what a process that was stopped while it saved or removed a checkpoint has left."""
+        for path in self._directory.glob(".unfinished-*"):
+            shutil.rmtree(path)
+
+    def _remove(self, path: Path) -> None:
+        """Take the name away first, so that a checkpoint that is half removed is not taken for a whole one."""
+        unfinished = path.with_name(f".unfinished-removed-{path.name}")
+        path.rename(unfinished)
+        shutil.rmtree(unfinished)
+
+
+def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
+    """Write what a run needs beside the model to go on, into the checkpoint at ``path``.
+
+    Args:
+        path: the checkpoint.
+        place: how far the run has come.
+        learner: state of the learner, tensors and plain values.
+    """
+    folder = path / "trainer"
+    folder.mkdir()
+    (folder / "place.json").write_text(json.dumps({"format": FORMAT, **asdict(place)}, indent=1), encoding="utf-8")
+    torch.save(learner, folder / "learner.pt")
+
+
+def read_place(path: Path) -> Place:
+    """How far the run of the checkpoint at ``path`` had come.
+
+    Raises:
+        ConfigError: the directory is no checkpoint of this version of AgentFly.
+    """
+    file = path / "trainer" / "place.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} holds a model but not the state of a run: {file} is missing. Resume another one.")
+    value = json.loads(file.read_text(encoding="utf-8"))
+    if value.pop("format") != FORMAT:
+        raise ConfigError(f"{path} was written by another version of AgentFly, and cannot be resumed by this one.")
+    return Place(**value)
+
+
+def read_learner(path: Path) -> dict[str, Any]:
+    """State of the learner in the checkpoint at ``path``."""
+    state: dict[str, Any] = torch.load(path / "trainer" / "learner.pt", map_location="cpu", weights_only=True)
+    return state
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Put the weights of the checkpoint at ``path`` into a model, in place.
+
+    Raises:
+        ConfigError: they are the weights of a model of another shape.
+    """
+    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(saved.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"The checkpoint {path} is of another model than this run's: {error}") from error
+
+
+def _force_to_disk(path: Path, *, deep: bool = True) -> None:
+    """Return when a directory (and, if ``deep``, all that is in it) would survive a power cut."""
+    for entry in path.iterdir() if deep else ():
+        if entry.is_dir():
+            _force_to_disk(entry)
+        else:
+            _sync(entry)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+"""TrainConfig: every setting of a training run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from agentfly.errors import ConfigError
+from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.losses import LOSSES
+
+
+class TrainConfig(BaseModel):
+    """Every setting of a training run.
+
+    Raises:
+        ConfigError: a setting is unknown, out of its range, or contradicts another.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    algorithm: str = "grpo"
+    """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`."""
+    loss: str = "ppo_clip"
+    """What is minimised: a name in `agentfly.training.losses.LOSSES`."""
+
+    steps: PositiveInt = 100
+    """Number of steps: each rolls out a batch and learns from it."""
+    tasks_per_step: PositiveInt = 8
+    """Number of tasks in a step."""
+    attempts: PositiveInt = 8
+    """Number of rollouts of each task in a step: the size of a group."""
+    temperature: PositiveFloat | None = None
+    """Divides the logits, in the training rollouts and when their tokens are scored; None takes the agent's."""
+
+    learning_rate: PositiveFloat = 1e-5
+    """Learning rate of AdamW, per update."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of steps over which the learning rate rises linearly to its full value."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW, per update and unit of learning rate."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient's Euclidean norm is scaled down to this."""
+    updates_per_step: PositiveInt = 1
+    """Number of updates made with each batch, each from the whole batch."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
+    clip_low: NonNegativeFloat = 0.2
+    """A sampled token's probability ratio is clipped below 1 minus this."""
+    clip_high: NonNegativeFloat = 0.28
+    """A sampled token's probability ratio is clipped above 1 plus this."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, in nats per token."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence from the policy before training, in nats per token. 0 keeps no copy of that policy."""
+
+    eval_every_steps: PositiveInt | None = None
+    """Held-out tasks are tried after every so many steps, besides before the first and after the last."""
+    eval_attempts: PositiveInt = 1
+    """Number of rollouts of each held-out task in an evaluation."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """Divides the logits in evaluations; 0 takes the most likely token."""
+
+    checkpoint_every_steps: PositiveInt = 10
+    """A checkpoint is saved after every so many steps, besides after the last."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of checkpoints kept; older ones are removed."""
+
+    seed: NonNegativeInt = 0
+    """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
+    max_concurrent_rollouts: PositiveInt = 256
+    """Number of rollouts that run at a time."""
+    max_failure_share: NonNegativeFloat = 0.5
+    """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the weights of a policy that the trainer loads."""
+    device: str = "auto"
+    """Where a policy that the trainer loads computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    threads: PositiveInt | None = None
+    """Number of processor threads of a policy that the trainer loads; chosen for the machine if not given."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, value: Any, validate: Callable[[Any], Self]) -> Self:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            complaints = [_complaint(detail, cls.model_fields) for detail in error.errors()]
+            raise ConfigError("\n".join(complaints)) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        algorithm = ALGORITHMS[self.algorithm]
+        LOSSES[self.loss]
+        if self.attempts < algorithm.min_attempts:
+            raise ConfigError(
+                f"attempts={self.attempts}: {self.algorithm} compares the attempts at one task with one another, so "
+                f"that a group of fewer than {algorithm.min_attempts} teaches nothing. Raise attempts, or choose "
+                "another algorithm."
+            )
+        if self.clip_low >= 1.0:
+            raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0, so that it must be below 1.")
+        if self.warmup_steps > self.steps:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} is more than steps={self.steps}: the learning rate would never "
+                "reach learning_rate. Lower warmup_steps."
+            )
+        if self.eval_attempts > 1 and self.eval_temperature == 0.0:
+            raise ConfigError(
+                f"eval_attempts={self.eval_attempts} with eval_temperature=0: at temperature 0 all attempts at a task "
+                "are the same. Set eval_attempts=1, or eval_temperature above 0."
+            )
+        return self
+
+
+def _complaint(detail: ErrorDetails, known: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(sorted(known))}."
+        return f"There is no training setting {name!r}. {hint}"
+    return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

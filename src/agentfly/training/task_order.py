@@ -1,0 +1,41 @@
+"""TaskOrder: which tasks come when, as a function of the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from agentfly.task import Task
+
+
+class TaskOrder:
+    """An endless row of tasks: epochs, each with every task once, in an order of its own.
+
+    A place in the row is a number, the cursor. Nothing has to be remembered but it: the same tasks, seed and cursor
+    give the same tasks again, so that a run that goes on from a checkpoint skips none and repeats none.
+
+    Args:
+        tasks: the tasks of an epoch.
+        seed: fixes the order.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether two orders are made of the same tasks."""
+        return hashlib.sha256("\n".join(task.id for task in self._tasks).encode()).hexdigest()[:16]
+
+    def take(self, cursor: int, count: int) -> list[Task]:
+        """The ``count`` tasks from ``cursor`` on."""
+        size = len(self._tasks)
+        epochs = {epoch: self._epoch(epoch) for epoch in range(cursor // size, (cursor + count - 1) // size + 1)}
+        return [epochs[place // size][place % size] for place in range(cursor, cursor + count)]
+
+    def _epoch(self, number: int) -> list[Task]:
+        tasks = list(self._tasks)
+        random.Random(f"{self._seed}/{number}").shuffle(tasks)
+        return tasks

@@ -1,0 +1,111 @@
+"""train: the one call that trains an agent, from code without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import Reward
+from agentfly.errors import ConfigError, UsageError
+from agentfly.events import EventStream
+from agentfly.policies.policy import Policy
+from agentfly.resources.engine import ResourceEngine
+from agentfly.training.config import TrainConfig
+from agentfly.training.trainer import Tasks, Trainer, TrainResult
+from agentfly.viewing.metrics import recorded
+from agentfly.viewing.progress import ConsoleProgress
+from agentfly.viewing.run_directory import RunDirectory
+
+
+def train(
+    agent: Agent,
+    tasks: Tasks,
+    reward: Reward | None = None,
+    *,
+    eval_tasks: Tasks | None = None,
+    run_dir: Path | str | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    events: EventStream | None = None,
+    policy: Policy | None = None,
+    engine: ResourceEngine | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train an agent's policy on tasks, and keep metrics, trajectories and checkpoints in a run directory.
+
+    Blocks until the run has ended. Ctrl-C and SIGTERM stop it in good order: everything is released, and the last
+    checkpoint stands, to go on from with ``resume=True``. Other arguments: as of `Trainer`.
+
+    Args:
+        run_dir: the run's directory; one named after the time, under ``runs``, if not given.
+        progress: whether to show the run's progress on the console.
+        settings: the fields of `TrainConfig`: ``algorithm``, ``steps``, ``learning_rate``, …
+
+    Raises:
+        ConfigError: a setting is unknown or contradicts another.
+        UsageError: called from inside an event loop; there, use ``await Trainer(…).run()``.
+    """
+    _require_no_loop()
+    config = TrainConfig(**settings)
+    if resume and run_dir is None:
+        raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+    run = RunDirectory.create() if run_dir is None else RunDirectory(run_dir)
+    events = events or EventStream()
+    trainer = Trainer(
+        agent,
+        tasks,
+        reward,
+        run_dir=run.path,
+        eval_tasks=eval_tasks,
+        config=config,
+        events=events,
+        policy=policy,
+        engine=engine,
+        resume=resume,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(recorded(run, events))
+        if progress:
+            stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
+        return _run_until_told_to_stop(trainer)
+
+
+def _require_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UsageError(
+        "train() waits for the end of the run and cannot be called inside an event loop, as in a notebook or an async "
+        "function. There, write `await Trainer(agent, tasks, reward, run_dir=…).run()`."
+    )
+
+
+def _run_until_told_to_stop(trainer: Trainer) -> TrainResult:
+    """Run, and take SIGTERM as Ctrl-C is taken: by cancelling the run, which then releases what it holds."""
+    terminated = threading.Event()
+
+    async def main() -> TrainResult:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            terminated.set()
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        return await trainer.run()
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if terminated.is_set():
+            sys.exit(128 + signal.SIGTERM)
+        raise

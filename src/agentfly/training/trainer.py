@@ -1,0 +1,335 @@
+"""Trainer: rolls an agent out, and updates the weights of its policy by what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import Reward
+from agentfly.errors import ConfigError
+from agentfly.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    EventStream,
+    StepFinished,
+    TrainingFinished,
+    TrainingStarted,
+)
+from agentfly.policies.load import load_policy
+from agentfly.policies.policy import Policy
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.runner import Runner
+from agentfly.rollouts.summary import summarize
+from agentfly.task import Task, as_tasks
+from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.checkpoints import Checkpoints, Place, load_weights, read_learner, read_place, write_place
+from agentfly.training.config import TrainConfig
+from agentfly.training.learner import Learner
+from agentfly.training.resume import forget_after, require_empty, require_same_run
+from agentfly.training.rows import rows_from_trajectories
+from agentfly.training.task_order import TaskOrder
+from agentfly.trajectory import Trajectory, save_trajectories
+from agentfly.viewing.run_directory import RunDirectory
+
+T = TypeVar("T")
+Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
+
+
+@runtime_checkable
+class TrainablePolicy(Policy, Protocol):
+    """A policy whose weights are here to be changed."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that it samples from."""
+        ...
+
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
+        """Nothing is sampled while the block runs."""
+        ...
+
+    def weights_updated(self) -> None:
+        """The weights have changed: forget what was computed with the old ones, and count one version more."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model, its tokenizer and its chat template as a Hugging Face directory."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a training run.
+
+    Attributes:
+        run_dir: the run's directory; `agentfly.viewing.run_directory.RunDirectory` reads it.
+        steps: number of finished steps, those before a resume included.
+        metrics: metrics of each step that this call made, by step.
+        evaluations: metrics of each evaluation that this call made, by the number of finished steps.
+        checkpoint: the last checkpoint, a Hugging Face directory.
+    """
+
+    run_dir: Path
+    steps: int
+    metrics: dict[int, dict[str, float]]
+    evaluations: dict[int, dict[str, float]]
+    checkpoint: Path
+
+
+class Trainer:
+    """Trains an agent's policy on tasks.
+
+    Each step rolls out ``attempts`` rollouts of ``tasks_per_step`` tasks, turns their trajectories into rows and
+    advantages, and updates the weights that the policy samples from. Rollouts and update alternate, so that every
+    token is trained under the weights that sampled it.
+
+    A policy or engine that is given belongs to the caller, who enters and leaves it; one that is not given is made,
+    and released at the end. A run that is stopped, in whatever way, can be gone on with from its last checkpoint by
+    the same call with ``resume=True``.
+
+    Args:
+        agent: the agent.
+        tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file.
+        reward: scores the rollouts; without one, the sum of the tools' rewards is the score.
+        run_dir: directory of the run's checkpoints, trajectories and metrics.
+        eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
+        config: the settings.
+        events: where events go.
+        policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given.
+        engine: schedules the resources; made if not given.
+        resume: go on from the last checkpoint in ``run_dir``; begin there if it has none.
+
+    Raises:
+        ConfigError: the settings, the agent, the policy and the directory do not go together.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        tasks: Tasks,
+        reward: Reward | None = None,
+        *,
+        run_dir: Path | str,
+        eval_tasks: Tasks | None = None,
+        config: TrainConfig | None = None,
+        events: EventStream | None = None,
+        policy: Policy | None = None,
+        engine: ResourceEngine | None = None,
+        resume: bool = False,
+    ) -> None:
+        self._agent = agent
+        self._reward = reward
+        self._config = config or TrainConfig()
+        self._order = TaskOrder(as_tasks(tasks), self._config.seed)
+        self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
+        self._run = RunDirectory(run_dir)
+        self._events = events or EventStream()
+        self._given_policy = policy
+        self._engine = engine
+        self._resume = resume
+        self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
+        self._temperature = _training_temperature(agent, self._config)
+        if not resume:
+            require_empty(self._run)
+
+    async def run(self) -> TrainResult:
+        """Train. Cancelling it stops the run in good order; the last checkpoint stands.
+
+        Raises:
+            TooManyFailures: infrastructure spoiled too large a share of a batch.
+            AgentFlyError: something is missing or wrong before the first rollout starts.
+        """
+        started = time.perf_counter()
+        config, events = self._config, self._events
+        async with AsyncExitStack() as owned:
+            policy = await self._policy(owned)
+            learner, place = await _in_thread(partial(self._learner, policy))
+            runner = await owned.enter_async_context(self._runner(policy))
+            events.emit(TrainingStarted(run_dir=str(self._run.path), steps=config.steps, start_step=place.step))
+            metrics: dict[int, dict[str, float]] = {}
+            evaluations: dict[int, dict[str, float]] = {}
+            if place.step == 0 and self._eval_tasks:
+                evaluations[0] = await self._evaluate(runner, 0)
+            while place.step < config.steps:
+                place, metrics[place.step + 1] = await self._step(runner, policy, learner, place)
+                if self._is_due(place.step, config.eval_every_steps) and self._eval_tasks:
+                    evaluations[place.step] = await self._evaluate(runner, place.step)
+                if self._is_due(place.step, config.checkpoint_every_steps):
+                    await self._save(policy, learner, place)
+            events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started))
+        checkpoint = self._checkpoints.latest()
+        assert checkpoint is not None
+        return TrainResult(self._run.path, place.step, metrics, evaluations, checkpoint)
+
+    # --- before the first step ----------------------------------------------------------------------------------------
+
+    async def _policy(self, owned: AsyncExitStack) -> TrainablePolicy:
+        config = self._config
+        policy = self._given_policy or await owned.enter_async_context(
+            load_policy(
+                self._agent.model, dtype=config.dtype, device=config.device, threads=config.threads, seed=config.seed
+            )
+        )
+        if not isinstance(policy, TrainablePolicy):
+            raise ConfigError(
+                f"A {type(policy).__name__} cannot be trained: its weights are not in this process. "
+                "Give the agent a model that is loaded here: a name, or a Hugging Face directory."
+            )
+        return policy
+
+    def _learner(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
+        """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""
+        self._run.ensure()
+        self._checkpoints.remove_unfinished()
+        reference = copy.deepcopy(policy.model).requires_grad_(False) if self._config.kl_coefficient > 0 else None
+        place = Place(0, 0, str(self._agent.model), self._order.fingerprint, self._config.model_dump(mode="json"))
+        latest = self._checkpoints.latest()
+        if latest is None:
+            forget_after(self._run, None)
+            return self._new_learner(policy, reference), place
+        saved = read_place(latest)
+        require_same_run(saved, place)
+        forget_after(self._run, saved.step)
+        load_weights(policy.model, latest)
+        learner = self._new_learner(policy, reference)
+        learner.load_state(read_learner(latest))
+        policy.weights_updated()
+        return learner, replace(place, step=saved.step, cursor=saved.cursor)
+
+    def _new_learner(self, policy: TrainablePolicy, reference: torch.nn.Module | None) -> Learner:
+        return Learner(policy.model, self._config, temperature=self._temperature, reference=reference)
+
+    def _runner(self, policy: Policy) -> Runner:
+        return Runner(
+            self._agent,
+            policy=policy,
+            engine=self._engine,
+            reward=self._reward,
+            events=self._events,
+            max_concurrent_rollouts=self._config.max_concurrent_rollouts,
+            max_failure_share=self._config.max_failure_share,
+        )
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    async def _step(
+        self, runner: Runner, policy: TrainablePolicy, learner: Learner, place: Place
+    ) -> tuple[Place, dict[str, float]]:
+        started = time.perf_counter()
+        place = replace(place, step=place.step + 1, cursor=place.cursor + self._config.tasks_per_step)
+        trajectories = await self._collect(runner, place)
+        collected = time.perf_counter()
+        learned = await self._update(policy, learner, trajectories)
+        ended = time.perf_counter()
+        seconds = {
+            "time/rollout_s": collected - started,
+            "time/update_s": ended - collected,
+            "time/step_s": ended - started,
+        }
+        metrics = summarize(trajectories) | learned | seconds
+        self._events.emit(StepFinished(step=place.step, metrics=metrics))
+        return place, metrics
+
+    async def _collect(self, runner: Runner, place: Place) -> list[Trajectory]:
+        """Roll out the tasks that end at the cursor of ``place``."""
+        count = self._config.tasks_per_step
+        trajectories = await runner.collect(
+            self._order.take(place.cursor - count, count),
+            attempts=self._config.attempts,
+            sampling=lambda params: replace(params, temperature=self._temperature),
+            label=f"step-{place.step:06d}",
+        )
+        await _in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(place.step)))
+        return trajectories
+
+    async def _update(
+        self, policy: TrainablePolicy, learner: Learner, trajectories: list[Trajectory]
+    ) -> dict[str, float]:
+        batch = rows_from_trajectories(trajectories)
+        advantages = ALGORITHMS[self._config.algorithm].estimate(batch.rows)
+        metrics = batch_metrics(trajectories, batch, policy.version)
+        stop = threading.Event()
+        async with policy.exclusive():
+            learned = await _in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
+            if learned["policy/updates"]:
+                policy.weights_updated()
+        return metrics | learned
+
+    async def _evaluate(self, runner: Runner, step: int) -> dict[str, float]:
+        started = time.perf_counter()
+        trajectories = await runner.collect(
+            self._eval_tasks,
+            attempts=self._config.eval_attempts,
+            sampling=lambda params: replace(params, temperature=self._config.eval_temperature),
+            label="eval",
+            priority=1,
+        )
+        await _in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(step, "eval")))
+        metrics = summarize(trajectories) | {"time/eval_s": time.perf_counter() - started}
+        self._events.emit(EvaluationFinished(step=step, metrics=metrics))
+        return metrics
+
+    async def _save(self, policy: TrainablePolicy, learner: Learner, place: Place) -> None:
+        def write(path: Path) -> None:
+            policy.save(path)
+            write_place(path, place, learner.state())
+
+        async with policy.exclusive():
+            path = await _in_thread(partial(self._checkpoints.save, place.step, write))
+        self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return step == self._config.steps or (every is not None and step % every == 0)
+
+
+def _training_temperature(agent: Agent, config: TrainConfig) -> float:
+    """The temperature of training rollouts and of the update.
+
+    Raises:
+        ConfigError: the agent samples in a way whose log-probs an update cannot reproduce.
+    """
+    if agent.top_p < 1.0 or agent.top_k > 0:
+        raise ConfigError(
+            f"The agent samples with top_p={agent.top_p} and top_k={agent.top_k}. Tokens that are sampled from a cut "
+            "distribution have log-probs that differ from the model's own, which would be trained as if the policy "
+            "had changed. Train with top_p=1 and top_k=0; lower the temperature instead."
+        )
+    temperature = agent.temperature if config.temperature is None else config.temperature
+    if temperature <= 0:
+        raise ConfigError(
+            "The agent's temperature is 0, so that all attempts at a task would be the same. "
+            "Set the training setting temperature, for instance to 1."
+        )
+    return temperature
+
+
+async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """Run blocking work in a thread. When cancelled, tell it to stop, and wait for its end before saying so.
+
+    Were the caller to go on at once, it would release what the thread still works on.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop.set()
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError:
+                continue  # asked again; the request is passed on below, when the thread has ended
+        running.exception()  # the cancellation is what the caller hears of
+        raise

@@ -1,0 +1,53 @@
+"""TrainConfig refuses what cannot be meant, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentfly.errors import ConfigError
+from agentfly.training.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_concurent_rollouts": 8}, "Did you mean 'max_concurrent_rollouts'"),
+        ({"steps": 0}, "steps=0: input should be greater than 0"),
+        ({"steps": "many"}, "steps='many': input should be a valid integer"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"dtype": "float8"}, "'auto', 'float32' or 'bfloat16'"),
+        ({"algorithm": "grop"}, "Did you mean 'grpo'"),
+        ({"loss": "ppo_clp"}, "Did you mean 'ppo_clip'"),
+        ({"attempts": 1}, "fewer than 2 teaches nothing"),
+        ({"clip_low": 1.0}, "must be below 1"),
+        ({"steps": 5, "warmup_steps": 6}, "warmup_steps=6 is more than steps=5"),
+        ({"eval_attempts": 4}, "all attempts at a task are the same"),
+        ({"temperature": 0.0}, "temperature=0.0: input should be greater than 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        TrainConfig(**settings)
+    assert message in str(refusal.value)
+
+
+def test_every_wrong_setting_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        TrainConfig(steps=0, attemps=4)
+    assert "steps=0" in str(refusal.value)
+    assert "Did you mean 'attempts'" in str(refusal.value)
+
+
+def test_the_resolved_settings_make_the_same_configuration_again() -> None:
+    config = TrainConfig(steps=7, eval_every_steps=3, learning_rate=3e-4)
+    assert TrainConfig(**config.model_dump()) == config
+
+
+def test_an_algorithm_without_a_baseline_takes_groups_of_one() -> None:
+    assert TrainConfig(algorithm="reinforce", attempts=1).attempts == 1
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [name for name, field in TrainConfig.model_fields.items() if not field.description] == []

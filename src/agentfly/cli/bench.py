@@ -1,0 +1,41 @@
+"""``agentfly bench``: what AgentFly costs on this machine, as ratios of the best possible."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer(help="Measure what AgentFly costs on this machine.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
+
+
+@app.command("rollouts")
+def rollouts(as_json: AsJson = False) -> None:
+    """Efficiency of many concurrent rollouts with known latencies: best possible time / measured time."""
+    from agentfly.benchmarks.rollouts import render, run_rollouts_bench
+
+    _show(run_rollouts_bench(), render, as_json)
+
+
+@app.command("resources")
+def resources(as_json: AsJson = False) -> None:
+    """Cost of acquire and release, and sandbox starts against the bare program."""
+    from agentfly.benchmarks.resources import render, run_resources_bench
+
+    _show(run_resources_bench(), render, as_json)
+
+
+def _show(result: dict[str, Any], render: Callable[[dict[str, Any]], RenderableType], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(render(result))

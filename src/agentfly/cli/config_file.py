@@ -1,0 +1,121 @@
+"""Configuration: one YAML file, overridden by ``key=value`` words. Python callers have the same fields."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentfly.errors import ConfigError
+from agentfly.training.config import TrainConfig
+
+
+class RunConfig(BaseModel):
+    """What a run is made of.
+
+    References name something in Python code, as ``module:name`` or ``path/file.py:name``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    agent: str
+    """Reference of an `Agent`, or of a function that takes a model and returns one."""
+    model: str | None = None
+    """Name, Hugging Face id or directory of the model; the agent's own if not given."""
+    tasks: str
+    """Reference of the tasks, or of a function that returns them, or path of a JSON-lines file."""
+    eval_tasks: str | None = None
+    """The same for the held-out tasks; without them nothing is evaluated."""
+    reward: str | None = None
+    """Reference of the reward; without one, the rewards of the tools are summed."""
+    run_dir: str | None = None
+    """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
+    directory: str = "."
+    """Where modules are looked for first, and what paths are relative to: the configuration file's own directory."""
+    training: TrainConfig = Field(default_factory=TrainConfig)
+    """How to train; evaluations and rollouts read their share of it."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration file and apply overrides such as ``training.steps=20``.
+
+    Raises:
+        ConfigError: the file is missing or is not YAML, a key is unknown, a value has the wrong type, or an override
+            is not ``key=value``.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no configuration file {path}.")
+    return validated({"directory": str(path.resolve().parent), **_merged(path, overrides)}, str(path))
+
+
+def validated(values: dict[str, Any], source: str) -> RunConfig:
+    """Make a configuration of plain values.
+
+    Raises:
+        ConfigError: a key is unknown (the message has the nearest name) or a value has the wrong type.
+    """
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join([f"{source} cannot be followed:", *_complaints(error)])) from None
+    except ConfigError as error:  # of the training settings, which explain themselves
+        complaints = [f"  training: {complaint}" for complaint in str(error).splitlines()]
+        raise ConfigError("\n".join([f"{source} cannot be followed:", *complaints])) from None
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration, every field with the value in force."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    changes = [_change(override) for override in overrides]
+    try:
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path} does not hold a mapping of names to values at its top.")
+        merged = OmegaConf.merge(loaded, *changes)
+        values = OmegaConf.to_container(merged, resolve=True)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{line} is not YAML: {error.problem or error.context}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).strip()}") from error
+    return {str(name): value for name, value in dict(values).items()}
+
+
+def _change(override: str) -> Any:
+    """What one ``key=value`` word changes, as a configuration of its own."""
+    from omegaconf import OmegaConf
+
+    key, separator, _ = override.partition("=")
+    try:
+        if not separator or not all(key.split(".")):
+            raise ValueError(override)
+        return OmegaConf.from_dotlist([override])
+    except (ValueError, yaml.YAMLError):
+        raise ConfigError(
+            f"{override!r} is not an override. Write key=value, for instance training.steps=20."
+        ) from None
+
+
+def _complaints(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(where, RunConfig.model_fields, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
+            yield f"  There is no key {where!r}. {hint}"
+        elif problem["type"] == "missing":
+            yield f"  The key {where!r} is needed and is missing."
+        else:
+            yield f"  {where}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."

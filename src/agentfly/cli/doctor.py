@@ -1,0 +1,197 @@
+"""``agentfly doctor``: what this machine has of what AgentFly needs, and how to get the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_GIB = 2**30
+_DISK_FOR_MODELS = 2 * _GIB
+
+
+class Verdict(StrEnum):
+    """What a finding means for the user."""
+
+    OK = "ok"
+    NOTE = "note"  # works, with less; or is not needed by everybody
+    MISSING = "missing"  # needed
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: what was looked at.
+        verdict: what it means.
+        found: what there is.
+        cure: what to do about it, where something is to be done.
+    """
+
+    what: str
+    verdict: Verdict
+    found: str
+    cure: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what this machine has, what is missing, and how to get it."""
+    findings = list(diagnose())
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.verdict is Verdict.MISSING for finding in findings):
+        raise typer.Exit(1)
+
+
+def diagnose() -> Iterator[Finding]:
+    """Look at everything that AgentFly needs of a machine."""
+    looks: tuple[Callable[[], Finding], ...] = (python, processor, threads, memory, training_packages, gpu, sandbox)
+    for look in (*looks, model_cache, free_disk):
+        yield look()
+
+
+def python() -> Finding:
+    """The Python that runs AgentFly."""
+    return Finding("Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Cores, and whether they compute in bf16 natively."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    native = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if f" {name}" in flags]
+    if native:
+        return Finding("processor", Verdict.OK, f"{cores} cores, computes in bf16 ({native[0]})")
+    return Finding(
+        "processor",
+        Verdict.NOTE,
+        f"{cores} cores, no native bf16",
+        "Models compute in fp32 here, at about half the speed of a processor with bf16.",
+    )
+
+
+def threads() -> Finding:
+    """How many threads PyTorch will use."""
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    load = os.getloadavg()[0]
+    found = f"OMP_NUM_THREADS={wanted}" if wanted else "as many as there are cores"
+    if not wanted and load > 1.0:
+        return Finding(
+            "threads",
+            Verdict.NOTE,
+            f"{found}, while other programs keep {load:.1f} cores busy",
+            "Threads that wait for a busy core slow everything down: set OMP_NUM_THREADS to the number of free cores.",
+        )
+    return Finding("threads", Verdict.OK, found)
+
+
+def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+    """Memory of the machine, and what of it is free."""
+    if not meminfo.is_file():
+        return Finding("memory", Verdict.NOTE, "unknown")
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
+    available = sizes.get("MemAvailable", 0)
+    found = f"{available / _GIB:.1f} GiB free of {sizes.get('MemTotal', 0) / _GIB:.1f} GiB"
+    if available < 2 * _GIB:
+        return Finding("memory", Verdict.NOTE, found, "The model 'tiny' trains in 1 GiB; larger ones need more.")
+    return Finding("memory", Verdict.OK, found)
+
+
+def training_packages() -> Finding:
+    """PyTorch, transformers and the rest of the extra ``train``."""
+    found, missing = [], []
+    for name in ("torch", "transformers", "safetensors", "tensorboard"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Finding(
+            "training packages",
+            Verdict.NOTE,
+            f"without {', '.join(missing)}",
+            "Needed to train, and to sample from a model on this machine: pip install 'agentfly-rl[train]'.",
+        )
+    return Finding("training packages", Verdict.OK, ", ".join(found))
+
+
+def gpu() -> Finding:
+    """Graphics processors that PyTorch can use."""
+    try:
+        import torch
+    except ImportError:
+        return Finding("GPU", Verdict.NOTE, "unknown without PyTorch")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("GPU", Verdict.OK, ", ".join(names))
+    return Finding("GPU", Verdict.NOTE, "none; models run on the processor")
+
+
+def sandbox() -> Finding:
+    """Whether tools can have a sandbox, and which limits it can hold."""
+    from agentfly.errors import AgentFlyError
+    from agentfly.resources.containers import probe
+
+    try:
+        capabilities = probe()
+    except AgentFlyError as error:
+        return Finding("sandbox", Verdict.MISSING, "none", str(error))
+    return Finding("sandbox", Verdict.OK, str(capabilities))
+
+
+def model_cache() -> Finding:
+    """Where models are kept, and which are there."""
+    from agentfly.policies.catalog import list_models
+
+    return Finding("models", Verdict.OK, ", ".join(model.name for model in list_models()))
+
+
+def free_disk() -> Finding:
+    """Space for models."""
+    from agentfly.policies.catalog import cache_directory
+
+    path = cache_directory()
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
+    found = f"{free / _GIB:.1f} GiB free at {path}"
+    if free < _DISK_FOR_MODELS:
+        return Finding(
+            "disk",
+            Verdict.MISSING,
+            found,
+            "Fetching a model needs 2 GiB. Free some, or set AGENTFLY_CACHE to a directory with more room.",
+        )
+    return Finding("disk", Verdict.OK, found)
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    marks = {
+        Verdict.OK: Text("ok", "green"),
+        Verdict.NOTE: Text("note", "yellow"),
+        Verdict.MISSING: Text("missing", "red"),
+    }
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        told = Text(finding.found)
+        if finding.cure:
+            told.append(f"\n{finding.cure}", "dim")
+        table.add_row(marks[finding.verdict], Text(finding.what, style="bold"), told)
+    Console().print(table)

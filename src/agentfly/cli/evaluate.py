@@ -1,0 +1,100 @@
+"""``agentfly eval``: how an agent does on held-out tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentfly.cli.config_file import RunConfig
+
+
+def evaluate(
+    source: Annotated[Path, typer.Argument(metavar="CONFIG.yaml|RUN_DIR", help="A configuration, or a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Of a run: the step to evaluate, or 'none' for the model before training.")
+    ] = None,
+) -> None:
+    """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks."""
+    from rich.console import Console
+
+    from agentfly.cli.config_file import save_config
+    from agentfly.cli.experiment import Experiment
+    from agentfly.cli.train import new_run
+    from agentfly.events import EventStream
+    from agentfly.rollouts.run import evaluate as evaluated
+    from agentfly.trajectory import save_trajectories
+    from agentfly.viewing.progress import ConsoleProgress
+    from agentfly.viewing.report import metrics_table
+
+    config, step = _configured(source, overrides or [], checkpoint)
+    experiment = Experiment.of(config)
+    if not experiment.eval_tasks:
+        raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
+    directory = new_run(config)
+    save_config(config, directory.config_file)
+    events = EventStream()
+    settings = config.training
+    with ConsoleProgress() as progress, events.subscribed(progress):
+        result = asyncio.run(
+            evaluated(
+                experiment.agent,
+                experiment.eval_tasks,
+                reward=experiment.reward,
+                attempts=settings.eval_attempts,
+                temperature=settings.eval_temperature,
+                events=events,
+                max_concurrent_rollouts=settings.max_concurrent_rollouts,
+                max_failure_share=settings.max_failure_share,
+            )
+        )
+    path = directory.trajectories_file(step, "eval")
+    save_trajectories(result.trajectories, path)
+    console = Console()
+    console.print(
+        metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.agent.model}")
+    )
+    console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+def _configured(source: Path, overrides: list[str], checkpoint: str | None) -> tuple[RunConfig, int]:
+    """The configuration to evaluate, and the training step that its model has reached."""
+    from agentfly.cli.config_file import load_config
+    from agentfly.viewing.run_directory import RunDirectory
+
+    if not source.is_dir():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint chooses among those of a run, and {source} is not a run's directory.")
+        return load_config(source, overrides), 0
+    run = RunDirectory(source)
+    if not run.config_file.is_file():
+        raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
+    config = load_config(run.config_file, ["run_dir=null", *overrides])
+    if checkpoint == "none":
+        return config, 0
+    step, path = _checkpoint(run.path, checkpoint)
+    return config.model_copy(update={"model": str(path.resolve())}), step
+
+
+def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
+    from agentfly.training.checkpoints import Checkpoints
+    from agentfly.viewing.run_directory import RunDirectory
+
+    saved = dict(Checkpoints(RunDirectory(run).checkpoints, keep=1).saved())
+    if not saved:
+        raise ConfigError(
+            f"{run} has no checkpoint yet. With --checkpoint none the model before training is evaluated."
+        )
+    if wanted is None:
+        step = max(saved)
+    elif wanted.isdigit() and int(wanted) in saved:
+        step = int(wanted)
+    else:
+        raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
+    return step, saved[step]

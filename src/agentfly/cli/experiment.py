@@ -1,0 +1,94 @@
+"""Experiment: the agent, tasks and reward that a configuration names, as objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentfly.cli.references import load_reference
+from agentfly.errors import ConfigError
+from agentfly.task import Task, as_tasks
+
+if TYPE_CHECKING:
+    from agentfly.agents.agent import Agent
+    from agentfly.agents.reward import Reward
+    from agentfly.cli.config_file import RunConfig
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a configuration names.
+
+    Attributes:
+        agent: the agent, with the configuration's model if it has one.
+        tasks: the tasks to train on, or to roll out.
+        eval_tasks: the held-out tasks; empty if there are none.
+        reward: the reward; None where the tools give it.
+    """
+
+    agent: Agent
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    reward: Reward | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Experiment:
+        """Load what the references of a configuration name.
+
+        Raises:
+            ConfigError: a reference names nothing, or something else than it should.
+        """
+        base = Path(config.directory).resolve()
+        return cls(
+            agent=_agent(config, base),
+            tasks=_tasks(config.tasks, base, "tasks"),
+            eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else [],
+            reward=_reward(config.reward, base) if config.reward else None,
+        )
+
+
+def _agent(config: RunConfig, base: Path) -> Agent:
+    from agentfly.agents.agent import Agent
+
+    named = load_reference(config.agent, base=base, field="agent")
+    if isinstance(named, Agent):
+        return dataclasses.replace(named, model=config.model) if config.model else named
+    if callable(named):
+        made = _called(named, "agent", config.agent, *([config.model] if config.model else []))
+        if isinstance(made, Agent):
+            return made
+        named = made
+    raise ConfigError(
+        f"agent: {config.agent} is a {type(named).__name__}. It must be an Agent, or a function that takes a model "
+        "and returns an Agent."
+    )
+
+
+def _tasks(reference: str, base: Path, field: str) -> list[Task]:
+    home, separator, _ = reference.rpartition(":")
+    if not separator or not home:
+        return as_tasks(base / reference)
+    named = load_reference(reference, base=base, field=field)
+    return as_tasks(_called(named, field, reference) if callable(named) else named)
+
+
+def _reward(reference: str, base: Path) -> Reward:
+    from agentfly.agents.reward import Reward
+
+    named = load_reference(reference, base=base, field="reward")
+    if not isinstance(named, Reward):
+        raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")
+    return named
+
+
+def _called(function: Callable[..., Any], field: str, reference: str, *arguments: Any) -> Any:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        shown = ", ".join(map(repr, arguments))
+        raise ConfigError(f"{field}: {reference}({shown}) cannot be called: {error}.") from None
+    return function(*arguments)

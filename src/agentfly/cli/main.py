@@ -1,0 +1,95 @@
+"""The ``agentfly`` command. Every command is a call that a user could make from Python.
+
+A command's module imports what it needs when the command runs, so that ``agentfly --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from agentfly import __version__
+from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
+from agentfly.errors import AgentFlyError, Boundary
+
+app = typer.Typer(
+    name="agentfly",
+    help="Train language-model agents with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("rollout")(rollout.rollout)
+app.add_typer(models.app, name="models")
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+app.add_typer(resources.app, name="resources")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agentfly {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Train language-model agents with reinforcement learning."""
+
+
+def main() -> None:
+    """Run the command line; a failure that a user can mend is one message, without a traceback.
+
+    Exits with 2 where the user's own words cannot be followed, with 1 for any other failure, and with 130 when
+    interrupted.
+    """
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        known = _known(error)
+        if known is None:
+            raise
+        _print_error(str(known))
+        sys.exit(2 if known.boundary is Boundary.USAGE else 1)
+
+
+def _known(error: BaseException) -> AgentFlyError | None:
+    """The failure to tell the user about; None for one that AgentFly did not raise on purpose."""
+    if isinstance(error, AgentFlyError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        causes = [_known(cause) for cause in error.exceptions]
+        return None if None in causes else causes[0]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _disk_full(error)
+    return None
+
+
+def _disk_full(error: OSError) -> AgentFlyError:
+    from agentfly.errors import PrerequisiteError
+
+    where = f"the file system that holds {os.fsdecode(error.filename)}" if error.filename else "the file system"
+    return PrerequisiteError(
+        f"There is no space left on {where}. Free some, or have the files elsewhere: run_dir=... for a run's files, "
+        "AGENTFLY_CACHE=... for models, TMPDIR=... for what is written while a command runs."
+    )
+
+
+def _print_error(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)

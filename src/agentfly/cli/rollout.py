@@ -1,0 +1,59 @@
+"""``agentfly rollout``: roll an agent out, show what it did, and keep the trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def rollout(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override.")] = None,
+    tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, help="Number of tasks, from the first.")] = 4,
+    attempts: Annotated[int, typer.Option("--attempts", "-k", min=1, help="Rollouts of each task.")] = 1,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the trajectories.")] = False,
+) -> None:
+    """Roll an agent out on its tasks, show the trajectories and save them as JSON lines."""
+    from rich.console import Console
+
+    from agentfly.cli.config_file import load_config, save_config
+    from agentfly.cli.experiment import Experiment
+    from agentfly.cli.train import new_run
+    from agentfly.events import EventStream
+    from agentfly.rollouts.run import run
+    from agentfly.trajectory import save_trajectories
+    from agentfly.viewing.progress import ConsoleProgress
+    from agentfly.viewing.report import metrics_table
+    from agentfly.viewing.trajectory_text import trajectory_panel
+
+    config = load_config(config_file, overrides or [])
+    experiment = Experiment.of(config)
+    directory = new_run(config)
+    save_config(config, directory.config_file)
+    events = EventStream()
+    settings = config.training
+    with ConsoleProgress() as progress, events.subscribed(progress):
+        result = asyncio.run(
+            run(
+                experiment.agent,
+                experiment.tasks[:tasks],
+                reward=experiment.reward,
+                attempts=attempts,
+                sampling=lambda params: dataclasses.replace(params, temperature=settings.temperature),
+                events=events,
+                max_concurrent_rollouts=settings.max_concurrent_rollouts,
+                max_failure_share=settings.max_failure_share,
+            )
+        )
+    path = directory.trajectories_file(0, "rollout")
+    save_trajectories(result.trajectories, path)
+    console = Console()
+    if not quiet:
+        for trajectory in result.trajectories:
+            console.print(trajectory_panel(trajectory))
+    console.print(metrics_table(result.metrics, f"{len(result.trajectories)} rollouts"))
+    console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)

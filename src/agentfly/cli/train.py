@@ -1,0 +1,79 @@
+"""``agentfly train``: train the agent of a configuration file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentfly.cli.config_file import RunConfig
+    from agentfly.viewing.run_directory import RunDirectory
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG.yaml [key=value]...", help="The configuration, and fields to override."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Go on with a run where its last checkpoint left it.")
+    ] = None,
+) -> None:
+    """Train the agent of a configuration file."""
+    from agentfly.cli.config_file import load_config
+    from agentfly.viewing.run_directory import RunDirectory
+
+    words = words or []
+    if resume is not None:
+        run = RunDirectory(resume)
+        if not run.config_file.is_file():
+            raise ConfigError(f"{resume} holds no run to go on with: there is no {run.config_file}.")
+        run_training(load_config(run.config_file, words), run, resume=True)
+        return
+    if not words:
+        raise ConfigError("Say what to train: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR.")
+    config = load_config(Path(words[0]), words[1:])
+    run_training(config, new_run(config))
+
+
+def new_run(config: RunConfig) -> RunDirectory:
+    """The directory of a new run, where the configuration wants it."""
+    from agentfly.viewing.run_directory import RunDirectory
+
+    if config.run_dir is None:
+        return RunDirectory.create()
+    path = Path(config.run_dir)
+    return RunDirectory.create(path.parent, path.name)
+
+
+def run_training(config: RunConfig, run: RunDirectory, *, resume: bool = False) -> None:
+    """Train as configured, with progress on the console, and close with a report."""
+    from rich.console import Console
+
+    from agentfly.cli.config_file import save_config
+    from agentfly.cli.experiment import Experiment
+    from agentfly.events import EventStream
+    from agentfly.training.trainer import Trainer
+    from agentfly.viewing.progress import ConsoleProgress
+    from agentfly.viewing.report import training_report
+
+    experiment = Experiment.of(config)
+    save_config(config, run.ensure().config_file)
+    events = EventStream()
+    trainer = Trainer(
+        experiment.agent,
+        experiment.tasks,
+        reward=experiment.reward,
+        eval_tasks=experiment.eval_tasks,
+        config=config.training,
+        run_dir=run.path,
+        events=events,
+    )
+    with ConsoleProgress() as progress, events.subscribed(progress):
+        asyncio.run(trainer.train(resume=resume))
+    Console().print(training_report(run))

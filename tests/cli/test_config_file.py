@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentfly.cli.config_file import RunConfig, load_config, save_config
+from agentfly.errors import ConfigError
+from agentfly.training.config import TrainConfig
+
+MINIMAL = "agent: my_agent.py:agent\ntasks: tasks.jsonl\n"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_its_overrides_give_the_same_fields_as_python(tmp_path):
+    path = written(tmp_path, MINIMAL + "training:\n  steps: 5\n  learning_rate: 1e-4\n")
+    config = load_config(path, ["training.steps=7", "model=tiny", "training.algorithm=reinforce"])
+    assert config == RunConfig(
+        agent="my_agent.py:agent",
+        tasks="tasks.jsonl",
+        model="tiny",
+        directory=str(tmp_path),
+        training=TrainConfig(steps=7, learning_rate=1e-4, algorithm="reinforce"),
+    )
+
+
+def test_the_resolved_configuration_saved_with_a_run_loads_as_the_same_from_anywhere(tmp_path):
+    config = load_config(written(tmp_path, MINIMAL), ["training.eval_every_steps=5"])
+    (tmp_path / "run").mkdir()
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert "learning_rate: " in saved  # every field, not only those that were set
+
+
+def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHICH_MODEL", "tiny")
+    assert load_config(written(tmp_path, MINIMAL + "model: ${oc.env:WHICH_MODEL}\n")).model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "told"),
+    [
+        (MINIMAL + "modle: tiny\n", [], "There is no key 'modle'. Did you mean 'model'?"),
+        (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, tasks"),
+        (MINIMAL, ["training.max_concurent_rollouts=8"], "Did you mean 'max_concurrent_rollouts'?"),
+        (MINIMAL, ["trainig.steps=8"], "Did you mean 'training'?"),
+        (MINIMAL + "training: {steps: soon}\n", [], "training: steps='soon': input should be a valid integer"),
+        (MINIMAL + "training: 3\n", [], "training"),
+        ("agent: [1]\ntasks: t\n", [], "agent=[1]: input should be a valid string"),
+        ("tasks: tasks.jsonl\n", [], "The key 'agent' is needed and is missing."),
+        ("agent: a\ntasks: [unclosed\n", [], "line 3, column 1 is not YAML"),
+        ("agent: a\nagent: b\n", [], "line 2, column 1 is not YAML: found duplicate key agent"),
+        ("- a\n- b\n", [], "does not hold a mapping"),
+        (MINIMAL + "model: ${oc.env:NOT_SET_ANYWHERE}\n", [], "NOT_SET_ANYWHERE"),
+        (MINIMAL, ["steps"], "'steps' is not an override. Write key=value"),
+        (MINIMAL, ["training.=3"], "is not an override"),
+        (MINIMAL, ["training.steps=[1"], "'training.steps=[1' is not an override"),
+    ],
+)
+def test_what_cannot_be_followed_is_told_with_the_place_and_the_cure(tmp_path, text, overrides, told):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(written(tmp_path, text), overrides)
+    assert told in str(refusal.value)
+
+
+def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(written(tmp_path, "agnet: x\nmodle: y\n"))
+    message = str(refusal.value)
+    assert "'agnet'" in message
+    assert "'modle'" in message
+    assert "'tasks' is needed" in message
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_every_field_says_what_it_is():
+    assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("model", [RunConfig, TrainConfig])
+def test_the_guide_lists_every_field_with_its_default_and_meaning(model):
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "configuration.md").read_text()
+    for name, field in model.model_fields.items():
+        default = "needed" if field.is_required() else f"`{'null' if field.default is None else field.default}`"
+        default = "" if name == "training" else default
+        row = f"| `{name}` | {default} | {' '.join(field.description.split())} |"
+        assert row in guide, f"docs/guides/configuration.md lacks the line\n{row}"

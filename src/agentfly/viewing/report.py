@@ -65,6 +65,17 @@ def training_report(run: RunDirectory) -> RenderableType:
     return Group(*parts)
 
 
+def metrics_table(metrics: dict[str, float], title: str) -> Table:
+    """Metrics by name; those that are 0 because nothing of their kind happened are left out."""
+    table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in metrics.items():
+        if value or "/mean" in name:
+            table.add_row(Text(name), f"{value:.4g}")
+    return table
+
+
 def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory | None]:
     """One trajectory from before training and one from after it, of the same task where one task shows the change.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from agentfly.errors import ConfigError, PrerequisiteError
 
-Kind = Literal["train", "eval"]
+Kind = Literal["train", "eval", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class RunDirectory:
         return self.path / "trajectories"
 
     def trajectories_file(self, step: int, kind: Kind = "train") -> Path:
-        """The trajectories of one training step, or of the evaluation after that many steps, as JSON lines."""
+        """The trajectories of a training step, of the evaluation after that many steps, or of rollouts at that step."""
         return self.trajectories / f"{kind}-{step:06d}.jsonl"
 
     def trajectory_files(self, kind: Kind = "train") -> list[tuple[int, Path]]:

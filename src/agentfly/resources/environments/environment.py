@@ -82,7 +82,7 @@ class Environment(Resource):
             raise ResourceResetError(f"{self.instance} cannot be reset: {why}.")
         if args or kwargs or self._resets_freely:
             return await self.call("reset", *args, **kwargs)
-        await self._home.stop(answers=True)
+        await self._home.stop(close_s=self.spec.release_timeout_s)
         await self._home.start()
         return None
 
@@ -93,10 +93,12 @@ class Environment(Resource):
     async def release(self) -> None:
         """End the simulator; return when it is gone. A thread whose call hangs cannot be ended and is left behind."""
         lost, self._lost = self._why_lost(), "it was released"
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.spec.release_timeout_s
         settled = await self._settle(self.spec.release_timeout_s)
         for task in self._unfinished:
             task.cancel()
-        await self._home.stop(answers=settled and lost is None)
+        await self._home.stop(close_s=max(0.0, deadline - clock()) if settled and lost is None else 0.0)
 
     @property
     def traces(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class Environment(Resource):
                 if not deadline.expired():  # the simulator's own
                     raise
                 self._lost = f"{method}() did not end within call_timeout_s={self.spec.call_timeout_s:g}"
-                await self._home.stop(answers=False)
+                await self._home.stop(close_s=0)
                 raise ResourceDied(f"{self.spec.label} {self.instance} is lost: {self._lost}.") from None
 
     def _finished(self, task: asyncio.Task[Any]) -> None:

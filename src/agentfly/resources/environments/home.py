@@ -28,11 +28,11 @@ class Home(Protocol):
         """
         ...
 
-    async def stop(self, *, answers: bool) -> None:
+    async def stop(self, *, close_s: float) -> None:
         """End the simulator; return when it is gone. Safe to call twice and after any failure.
 
         Args:
-            answers: whether the simulator may be asked to close itself first.
+            close_s: seconds that the simulator's own ``close`` may take; 0 where it is in no state to be asked.
         """
         ...
 

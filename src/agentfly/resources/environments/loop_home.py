@@ -31,11 +31,11 @@ class LoopHome:
         result = simulator.call(self._simulator, method, args, kwargs)
         return await result if asyncio.iscoroutine(result) else result
 
-    async def stop(self, *, answers: bool) -> None:
+    async def stop(self, *, close_s: float) -> None:
         ending, self._simulator = self._simulator, None
-        if hasattr(ending, "close"):
+        if close_s and hasattr(ending, "close"):
             try:
-                async with asyncio.timeout(self._spec.release_timeout_s):
+                async with asyncio.timeout(close_s):
                     closed = ending.close()
                     if asyncio.iscoroutine(closed):
                         await closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from agentfly.errors import ResourceDied
 from agentfly.resources.environments.kept_process import KeptProcess
 from agentfly.resources.environments.parcel import pack, unpack
+from agentfly.resources.environments.returned_error import unpack_error
 from agentfly.resources.environments.spec import EnvironmentSpec
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,13 @@ class ProcessHome:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._ask(f"{method}()", ("call", method, args, dict(kwargs)))
 
-    async def stop(self, *, answers: bool) -> None:
+    async def stop(self, *, close_s: float) -> None:
         if self._process is None:
             return
-        if answers and self.death is None:
+        if close_s and self.death is None:
             try:
-                await self._ask("close()", ("close",))
+                async with asyncio.timeout(close_s):
+                    await self._ask("close()", ("close",))
             except Exception:
                 logger.warning("Closing an environment failed; it is killed: %s", self._spec.label, exc_info=True)
         await self._process.stop()
@@ -72,21 +75,4 @@ class ProcessHome:
                 limit = f"its limit of {self._spec.memory}" if self._spec.memory else "the machine's memory"
                 raise ResourceDied(f"{self._spec.label} ran out of {limit} during {what}. {message}".rstrip())
             case _:
-                raise _returned_error(*answer[1:])
-
-
-class RemoteError(Exception):
-    """An exception of a simulator whose own type cannot travel between processes. The message begins with its name."""
-
-
-def _returned_error(parcel: bytes | None, kind: str, message: str, trace: str) -> Exception:
-    """The simulator's exception as itself where it can be, with the traceback of its own process as a note."""
-    error: Exception = RemoteError(f"{kind}: {message}")
-    if parcel is not None:
-        try:
-            (error,) = unpack(parcel)
-        except Exception:
-            logger.debug("An exception of a simulator could not be read here: %s", kind, exc_info=True)
-    if trace:
-        error.add_note(f"In the simulator's process:\n{trace.rstrip()}")
-    return error
+                raise unpack_error(*answer[1:])

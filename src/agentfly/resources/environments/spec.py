@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly.errors import ConfigError
 from agentfly.resources.environments.parcel import pack
+from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
 
 if TYPE_CHECKING:
@@ -104,3 +105,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                     f"EnvironmentSpec: {name} is a {type(value).__name__} and cannot be hashed, but the whole spec is "
                     "the key of its pool. Give a tuple for a list, pairs for a dict, or a path for what lies in a file."
                 ) from None
+
+
+register(
+    EnvironmentSpec,
+    "agentfly.resources.environments.environment:Environment",
+    kind="environment",
+    reap="agentfly.resources.environments.orphan:reap",
+)

@@ -42,7 +42,7 @@ class ThreadHome:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._do(lambda: simulator.call(self._simulator, method, args, kwargs))
 
-    async def stop(self, *, answers: bool) -> None:
+    async def stop(self, *, close_s: float) -> None:
         jobs, self._jobs = self._jobs, None
         thread, self._thread = self._thread, None
         if jobs is None or thread is None:
@@ -51,7 +51,7 @@ class ThreadHome:
         jobs.put((self._close, asyncio.get_running_loop(), ended))
         jobs.put(None)
         try:
-            async with asyncio.timeout(self._spec.release_timeout_s if answers else 0.1):
+            async with asyncio.timeout(close_s or 0.1):  # the thread closes it, whenever it comes back
                 await ended
         except TimeoutError:
             logger.warning("The thread of %s does not answer and is left to itself.", self._instance)

@@ -1,8 +1,7 @@
 """The inside of a simulator's process: it makes the simulator and answers calls, one frame each way.
 
 Frames are a length in 8 bytes, big-endian, and that many bytes of parcel. A request is ``(what, ...)``; an answer is
-``("value", value)``, ``("error", parcel of the exception or None, its type's name, message, traceback)`` or
-``("memory", message)``.
+``("value", value)``, ``("error", ...)`` with what `pack_error` gives, or ``("memory", message)``.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import pickle
 import socket
 import struct
 import sys
-import traceback
 from typing import Any
 
 from agentfly.resources.environments import simulator
-from agentfly.resources.environments.parcel import pack, pack_quickly, unpack
+from agentfly.resources.environments.parcel import pack_quickly, unpack
+from agentfly.resources.environments.returned_error import pack_error
 
 LENGTH = struct.Struct(">Q")
 
@@ -35,7 +34,7 @@ def serve(calls: socket.socket, memory_bytes: int) -> None:
         except MemoryError as error:
             answer = pickle.dumps(("memory", str(error)))
         except Exception as error:
-            answer = _error_answer(error)
+            answer = pickle.dumps(("error", *pack_error(error)))
         calls.sendall(LENGTH.pack(len(answer)) + answer)
 
 
@@ -80,17 +79,3 @@ def _exactly(calls: socket.socket, count: int) -> bytes | None:
             return None
         received += chunk
     return bytes(received)
-
-
-def _error_answer(error: Exception) -> bytes:
-    try:
-        # Many exception types pickle but do not unpickle; the trip is tried here, where its failure can be told.
-        parcel = pack((error,), ("the exception",))
-        unpack(parcel)
-    except Exception:
-        parcel = None
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_globals.get("__package__") == __package__:
-        own = own.tb_next  # the frames of this package say nothing to the author of the simulator
-    trace = "".join(traceback.format_exception(type(error), error, own)) if own else ""
-    return pickle.dumps(("error", parcel, type(error).__name__, str(error), trace))

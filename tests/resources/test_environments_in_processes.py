@@ -1,0 +1,315 @@
+"""What a simulator in a process of its own can do to itself, and what it cannot do to anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfly.errors import ResourceDied, ResourceResetError, UsageError
+from agentfly.resources.environments.environment import Environment
+from agentfly.resources.environments.orphan import reap
+from agentfly.resources.environments.returned_error import RemoteError
+from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.resource import Status
+
+SEEN: list[str] = []
+"""State of the module, as some simulators keep it."""
+
+
+class Locked(Exception):
+    """An exception that cannot travel."""
+
+    def __init__(self) -> None:
+        super().__init__("the door is locked")
+        self.lock = threading.Lock()
+
+
+class Machine:
+    """A simulator that misbehaves when it is told to."""
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def exit(self, status: int) -> None:
+        print("last words on stdout")
+        print("last words on stderr", file=sys.stderr)
+        os._exit(status)
+
+    def leave(self) -> None:
+        sys.exit(5)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self) -> None:
+        while True:
+            pass
+
+    def fill(self, count: int) -> int:
+        return len(bytearray(count))
+
+    def shout(self, count: int) -> int:
+        sys.stderr.write("x" * count)
+        return count
+
+    def read_stdin(self) -> str:
+        return sys.stdin.read()
+
+    def locked(self) -> None:
+        raise Locked
+
+    def give_lock(self) -> dict[str, Any]:
+        return {"inside": threading.Lock()}
+
+    def see(self, what: str) -> list[str]:
+        SEEN.append(what)
+        return SEEN
+
+    def children(self) -> list[int]:
+        """Children of three kinds: an ordinary one, one in its own session, one whose parent has ended."""
+        sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+        ordinary = subprocess.Popen(sleep)
+        apart = subprocess.Popen(sleep, start_new_session=True)
+        script = "(sleep 300 </dev/null >/dev/null 2>&1 & echo $!)"
+        orphan = subprocess.run(["setsid", "sh", "-c", script], stdout=subprocess.PIPE, timeout=5, check=False)
+        return [os.getpid(), ordinary.pid, apart.pid, int(orphan.stdout)]
+
+
+class QuietMachine(Machine):
+    def children(self) -> list[int]:
+        sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+        return [os.getpid(), subprocess.Popen(sleep, start_new_session=True).pid]
+
+
+async def started(**fields: Any) -> Environment:
+    environment = Environment(EnvironmentSpec(**{"factory": Machine, "runs": "process", **fields}), "machine-1")
+    await environment.start()
+    return environment
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+async def test_a_crash_is_told_with_its_cause_and_the_end_of_the_output() -> None:
+    machine = await started()
+    with pytest.raises(ResourceDied, match=r"(?s)during exit\(\): it exited with status 3.*on stdout.*on stderr"):
+        await machine.exit(3)
+    assert await machine.status() is Status.BROKEN
+    with pytest.raises(ResourceResetError, match="its process has ended"):
+        await machine.reset()
+    with pytest.raises(ResourceDied, match="its process has ended"):
+        await machine.echo(1)
+    await machine.release()
+
+
+@pytest.mark.parametrize(("method", "how"), [("kill", "ended by SIGKILL"), ("leave", "exited with status 5")])
+async def test_every_way_of_ending_is_told(method: str, how: str) -> None:
+    machine = await started()
+    with pytest.raises(ResourceDied, match=how):
+        await machine.call(method)
+    await machine.release()
+
+
+async def test_a_process_that_dies_between_calls_is_noticed_without_a_call() -> None:
+    machine = await started()
+    (pid, *_) = await machine.children()
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.to_thread(eventually, lambda: gone(machine.traces["pid"]))
+    for _ in range(100):
+        if await machine.status() is Status.BROKEN:
+            break
+        await asyncio.sleep(0.01)
+    assert await machine.status() is Status.BROKEN
+    await machine.release()
+
+
+@pytest.mark.slow
+async def test_a_call_that_hangs_in_a_busy_loop_is_killed_with_all_it_started() -> None:
+    machine = await started(call_timeout_s=2.0)
+    pids = await machine.children()
+    with pytest.raises(ResourceDied, match=r"hang\(\) did not end"):
+        await machine.hang()
+    assert all(gone(pid) for pid in pids)
+    await machine.release()
+
+
+async def test_release_leaves_no_process_whatever_the_simulator_started() -> None:
+    machine = await started()
+    pids = [machine.traces["pid"], *await machine.children()]
+    assert len(pids) == 5
+    assert not any(gone(pid) for pid in pids)
+    await machine.release()
+    assert all(gone(pid) for pid in pids)
+    await machine.release()
+
+
+@pytest.mark.slow
+async def test_twenty_rounds_leave_no_process_and_no_open_file() -> None:
+    machine = await started()
+    await machine.release()
+    me = psutil.Process()
+    before = me.num_fds()
+    for _ in range(20):
+        machine = await started(factory=QuietMachine)
+        await machine.children()
+        await machine.release()
+    assert me.children(recursive=True) == []
+    assert me.num_fds() <= before
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    me = psutil.Process()
+    for delay in (0.0, 0.001, 0.02):
+        machine = Environment(EnvironmentSpec(factory=time.sleep, args=(60,), runs="process"), "machine-2")
+        starting = asyncio.create_task(machine.start())
+        await asyncio.sleep(delay)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await machine.release()
+        assert me.children(recursive=True) == []
+
+
+async def test_memory_is_bounded_and_running_out_of_it_is_told_as_that() -> None:
+    machine = await started(memory="300MiB")
+    assert await machine.fill(2**20) == 2**20
+    with pytest.raises(ResourceDied, match="ran out of its limit of 300MiB during fill"):
+        await machine.fill(2**30)
+    assert await machine.status() is Status.BROKEN
+    await machine.release()
+
+
+async def test_output_without_end_neither_blocks_nor_is_kept() -> None:
+    machine = await started()
+    assert await machine.shout(5_000_000) == 5_000_000
+    with pytest.raises(ResourceDied) as caught:
+        await machine.exit(1)
+    assert len(str(caught.value)) < 5000
+    await machine.release()
+
+
+async def test_reading_standard_input_gives_its_end_at_once() -> None:
+    machine = await started()
+    assert await machine.read_stdin() == ""
+    await machine.release()
+
+
+async def test_large_values_pass_both_ways() -> None:
+    machine = await started()
+    large = os.urandom(5_000_000)
+    assert await machine.echo(large) == large
+    await machine.release()
+
+
+async def test_an_exception_that_cannot_travel_is_told_in_words_with_its_traceback() -> None:
+    machine = await started()
+    with pytest.raises(RemoteError, match="Locked: the door is locked") as caught:
+        await machine.locked()
+    assert "raise Locked" in "".join(caught.value.__notes__)
+    assert await machine.echo(1) == 1
+    await machine.release()
+
+
+async def test_a_result_or_an_argument_that_cannot_travel_is_named_by_its_path() -> None:
+    machine = await started()
+    with pytest.raises(UsageError, match=r"\['inside'\] is a _thread.lock"):
+        await machine.give_lock()
+    with pytest.raises(UsageError, match=r"args\[0\]\['mine'\] is a _thread.lock"):
+        await machine.echo({"mine": threading.Lock()})
+    assert await machine.echo("still here") == "still here"
+    await machine.release()
+
+
+async def test_state_of_modules_is_each_simulators_own() -> None:
+    machines = await asyncio.gather(*(started() for _ in range(2)))
+    for round_ in range(1, 3):
+        assert [await machine.see(str(place)) for place, machine in enumerate(machines)] == [
+            ["0"] * round_,
+            ["1"] * round_,
+        ]
+    await machines[0].reset()
+    assert await machines[0].see("fresh") == ["fresh"], "no reset of its own: a new process"
+    assert SEEN == []
+    await asyncio.gather(*(machine.release() for machine in machines))
+
+
+OWNER = """
+    import asyncio, json, os, subprocess, sys
+    from agentfly.resources.environments.environment import Environment
+    from agentfly.resources.environments.spec import EnvironmentSpec
+
+    class Machine:  # of the main program: it travels whole
+        def children(self):
+            child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+            return [os.getpid(), child.pid]
+
+        def hang(self):
+            while True:
+                pass
+
+    async def main():
+        environment = Environment(EnvironmentSpec(factory=Machine, runs="process"), "m")
+        await environment.start()
+        pids = await environment.children()
+        print(json.dumps([pids, environment.traces]), flush=True)
+        await environment.hang()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_end_of_the_owner_however_it_comes_takes_everything_along(sent: signal.Signals, tmp_path: Path) -> None:
+    pids, traces, owner = _owner(tmp_path)
+    owner.send_signal(sent)
+    owner.wait(timeout=30)
+    assert eventually(lambda: all(gone(pid) for pid in [*pids, traces["pid"]]))
+
+
+def test_reap_ends_what_a_dead_owner_left_and_nothing_else(tmp_path: Path) -> None:
+    pids, traces, owner = _owner(tmp_path)
+    try:
+        reap({**traces, "start_time": traces["start_time"] + 1})  # the id was given to another process
+        assert not any(gone(pid) for pid in [*pids, traces["pid"]])
+        reap(traces)
+        assert all(gone(pid) for pid in [*pids, traces["pid"]])
+        reap(traces)
+        reap({})
+    finally:
+        owner.kill()
+        owner.wait(timeout=30)
+
+
+def _owner(tmp_path: Path) -> tuple[list[int], dict[str, int], subprocess.Popen[str]]:
+    script = tmp_path / "owner.py"
+    script.write_text(textwrap.dedent(OWNER))
+    owner = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout is not None
+    pids, traces = json.loads(owner.stdout.readline())
+    return pids, traces, owner

@@ -6,8 +6,8 @@ import asyncio
 import copy
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from agentfly.errors import AgentFlyError, ResourceStartError, UsageError
@@ -49,15 +49,15 @@ class Context:
         self._engine = engine
         self._priority = priority
         self._loop = asyncio.get_running_loop()
-        self._waits: list[float] = []
+        self._waits = _Waits()
         self._prepared: set[str] = set()
         self._preparing = asyncio.Lock()
         self._call_leases: list[Lease[Any]] | None = None
 
     @property
     def waited_seconds(self) -> float:
-        """How long the rollout has waited for resources so far, all its calls together."""
-        return sum(self._waits)
+        """How long the rollout has waited for resources: all its calls together, those that wait now included."""
+        return self._waits.seconds
 
     async def acquire(
         self,
@@ -138,13 +138,10 @@ class Context:
         await self._engine.release_owner(self.rollout_id)
 
     async def _request(self, spec: ResourceSpec[R], scope: Scope, timeout: float | None) -> Lease[R]:
-        asked = time.perf_counter()
-        try:
+        with self._waits.one():
             return await self._engine.acquire(
                 spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority
             )
-        finally:
-            self._waits.append(time.perf_counter() - asked)
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
         async with self._preparing:
@@ -165,3 +162,26 @@ class Context:
                     "prepare."
                 ) from error
             self._prepared.add(lease.instance)
+
+
+class _Waits:
+    """Adds up the time that a rollout's calls wait, also while they do."""
+
+    def __init__(self) -> None:
+        self._ended_seconds = 0.0
+        self._started: dict[object, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        now = time.perf_counter()
+        return self._ended_seconds + sum(now - started for started in self._started.values())
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count the block as a wait."""
+        wait = object()
+        self._started[wait] = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._ended_seconds += time.perf_counter() - self._started.pop(wait)

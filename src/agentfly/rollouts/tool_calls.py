@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from agentfly.agents.agent import Agent
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, Boundary, InvalidArguments, ToolError, UnknownTool
+from agentfly.errors import InvalidArguments, ToolError, UnknownTool
 from agentfly.events import EventStream, ToolFinished
 from agentfly.messages import ToolCall
 from agentfly.trajectory import Failure, ToolRecord
@@ -56,9 +56,4 @@ async def _outcome(call: ToolCall, agent: Agent, context: Context) -> ToolRecord
             result = await tool.call(call.arguments, call_context)
     except ToolError as error:
         return ToolRecord(call, f"Error: {error}", failure=Failure.of(error))
-    except AgentFlyError:
-        raise
-    except Exception as error:
-        failure = Failure.of(error, Boundary.TOOL, by_policy=True)
-        return ToolRecord(call, f"Error: {type(error).__name__}: {error}", failure=failure)
     return ToolRecord(call, result.observation, result.reward, result.done)

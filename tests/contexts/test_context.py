@@ -1,0 +1,157 @@
+"""Context: one instance a rollout, prepared once, and everything given back at the end."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from agentfly.resources.engine import ResourceEngine
+
+from agentfly.contexts.context import Context
+from agentfly.errors import AcquireTimeout, ResourceStartError, UsageError
+from agentfly.resources.registry import register
+from agentfly.resources.resource import Resource, Status
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
+from agentfly.trajectory import Trajectory
+
+
+class Box(Resource):
+    """A resource that remembers what was put into it until it is reset."""
+
+    async def start(self):
+        self.contents = []
+
+    async def reset(self):
+        self.contents = []
+
+    async def status(self):
+        return Status.HEALTHY
+
+    async def release(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxSpec(ResourceSpec[Box]):
+    colour: str = field(default="red")
+
+
+register(BoxSpec, Box, kind="test-box")
+
+
+@pytest.fixture
+async def engine(tmp_path):
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        yield engine
+
+
+def context(engine, name="r0", **fields):
+    return Context(Trajectory(name, "g0", Task("do it", fields)), engine)
+
+
+async def test_a_rollout_gets_the_same_instance_in_every_call_also_concurrently(engine):
+    first = context(engine)
+    boxes = await asyncio.gather(*(first.acquire(BoxSpec()) for _ in range(5)))
+    assert len({id(box) for box in boxes}) == 1
+    assert await first.acquire(BoxSpec()) is boxes[0]
+
+
+async def test_specs_that_differ_in_anything_are_different_instances(engine):
+    first = context(engine)
+    assert await first.acquire(BoxSpec()) is not await first.acquire(BoxSpec(colour="blue"))
+
+
+async def test_two_rollouts_never_share_a_rollout_instance_but_do_share_a_global_one(engine):
+    first, second = context(engine, "r0"), context(engine, "r1")
+    assert await first.acquire(BoxSpec()) is not await second.acquire(BoxSpec())
+    shared = BoxSpec(colour="shared")
+    assert await first.acquire(shared, scope="global") is await second.acquire(shared, "global")
+
+
+async def test_what_a_rollout_left_behind_is_never_seen_by_the_next(engine):
+    spec = BoxSpec(capacity=1)
+    first, second = context(engine, "r0"), context(engine, "r1")
+    (await first.acquire(spec)).contents.append("secret")
+    await first.close()
+    assert (await second.acquire(spec)).contents == []
+
+
+async def test_a_full_pool_makes_the_next_rollout_wait_until_the_first_has_ended(engine):
+    spec = BoxSpec(capacity=1)
+    first, second = context(engine, "r0"), context(engine, "r1")
+    await first.acquire(spec)
+    waiting = asyncio.create_task(second.acquire(spec))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await first.close()
+    await waiting
+    assert second.waited_seconds > 0
+
+
+async def test_waiting_longer_than_allowed_names_the_holder(engine):
+    spec = BoxSpec(capacity=1)
+    await context(engine, "holder").acquire(spec)
+    with pytest.raises(AcquireTimeout, match="holder"):
+        await context(engine, "r1").acquire(spec, timeout=0.01)
+
+
+async def test_prepare_runs_once_before_anybody_gets_the_instance(engine):
+    first = context(engine, stock=["eggs"])
+
+    async def prepare(box, asked):
+        await asyncio.sleep(0.01)
+        box.contents += asked.task["stock"]
+
+    boxes = await asyncio.gather(*(first.acquire(BoxSpec(), prepare=prepare) for _ in range(4)))
+    assert all(box.contents == ["eggs"] for box in boxes)
+
+
+async def test_an_instance_whose_preparation_failed_goes_back_and_the_failure_is_infrastructure(engine):
+    first = context(engine)
+
+    def prepare(box, asked):
+        box.contents.append("half")
+        raise ValueError("no such file")
+
+    spec = BoxSpec(capacity=1)
+    with pytest.raises(ResourceStartError, match=r"ValueError: no such file") as caught:
+        await first.acquire(spec, prepare=prepare)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert not caught.value.by_policy
+    assert (await context(engine, "r1").acquire(spec, timeout=5)).contents == []
+
+
+async def test_a_lease_ends_with_its_block_and_is_of_its_own(engine):
+    spec = BoxSpec(capacity=2)
+    first = context(engine)
+    kept = await first.acquire(spec)
+    async with first.lease(spec) as other:
+        assert other is not kept
+    async with context(engine, "r1").lease(spec, timeout=5) as again:
+        assert again is other
+
+
+async def test_call_scope_ends_with_the_tool_call(engine):
+    spec = BoxSpec(capacity=1)
+    first = context(engine)
+    async with first.call() as call:
+        box = await call.acquire(spec, scope="call")
+    async with first.call() as call:
+        assert await call.acquire(spec, scope="call", timeout=5) is box
+
+
+async def test_call_scope_outside_a_call_says_what_to_write_instead(engine):
+    with pytest.raises(UsageError, match=r"context\.lease"):
+        await context(engine).acquire(BoxSpec(), scope="call")
+
+
+async def test_a_sync_tool_on_a_thread_waits_for_work_on_the_loop(engine):
+    first = context(engine)
+    box = await asyncio.to_thread(lambda: first.wait(first.acquire(BoxSpec())))
+    assert box is await first.acquire(BoxSpec())
+
+
+async def test_wait_on_the_loop_itself_is_refused_rather_than_hanging(engine):
+    first = context(engine)
+    with pytest.raises(UsageError, match="await"):
+        first.wait(first.acquire(BoxSpec()))

@@ -1,0 +1,393 @@
+"""The rollout loop: turns, limits, typed ends, and failures that end one rollout only."""
+
+import asyncio
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import RewardResult, reward
+from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.contexts.context import Context
+from agentfly.errors import Boundary, ResourceStartError, ToolError
+from agentfly.policies.policy import Generation
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.run import run
+from agentfly.rollouts.runner import Runner, TooManyFailures
+from agentfly.task import Task
+from agentfly.tokens import Origin
+from agentfly.trajectory import FinishReason
+
+END = 257
+
+
+@tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+@tool
+def fail(how: str) -> str:
+    """Fail in a given way.
+
+    Args:
+        how: which error.
+    """
+    if how == "tool":
+        raise ToolError("the shelf is out of reach")
+    if how == "infrastructure":
+        raise ResourceStartError("no disk space")
+    raise ZeroDivisionError("division by zero")
+
+
+@tool
+async def finish() -> ToolResult:
+    """Say that the task is done."""
+    return ToolResult("bye", reward=0.25, done=True)
+
+
+def call(name, **arguments):
+    return HermesFormat().write(name, arguments)
+
+
+def agent(**settings):
+    return Agent(model="scripted", tools=[add, fail, finish], **settings)
+
+
+async def play(script, prompt="go", *, reward=None, settings=None, **runner):
+    """The trajectory of one scripted rollout."""
+    result = await run(agent(**(settings or {})), [prompt], reward=reward, policy=ScriptedPolicy(script), **runner)
+    [trajectory] = result.trajectories
+    return trajectory
+
+
+async def test_a_tool_answers_and_the_next_turn_continues_the_same_ids():
+    trajectory = await play([call("add", a=2, b=3), "It is 5."])
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.response == "It is 5."
+    assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trajectory.turns[0].results[0].observation == "5"
+    [sequence] = trajectory.sequences
+    assert [span.origin for span in sequence.spans] == [
+        Origin.PROMPT,
+        Origin.SAMPLED,
+        Origin.OBSERVATION,
+        Origin.SAMPLED,
+    ]
+    for turn in trajectory.turns:
+        ids = sequence.ids[turn.start : turn.stop]
+        assert ids[-1] == END
+        assert bytes(ids[:-1]).decode() == turn.text
+
+
+async def test_every_prompt_sent_starts_with_the_last_one_and_what_was_sampled_after_it():
+    class Recording(ScriptedPolicy):
+        sent = []
+
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            generation = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+            self.sent.append((list(prompt_ids), list(generation.ids)))
+            return generation
+
+    policy = Recording([call("add", a=1, b=1), call("add", a=2, b=2), "done"])
+    await run(agent(), ["go"], policy=policy)
+    assert len(policy.sent) == 3
+    for (prompt, sampled), (following, _) in zip(policy.sent, policy.sent[1:], strict=False):
+        assert following[: len(prompt) + len(sampled)] == prompt + sampled
+
+
+async def test_parallel_calls_run_at_the_same_time_and_answer_in_order():
+    meeting = asyncio.Barrier(3)
+
+    @tool
+    async def meet(name: str) -> str:
+        """Wait for the other calls of this turn.
+
+        Args:
+            name: who is waiting.
+        """
+        await meeting.wait()
+        return name
+
+    script = ["".join(call("meet", name=name) for name in "abc"), "done"]
+    result = await run(Agent(model="scripted", tools=[meet]), ["go"], policy=ScriptedPolicy(script))
+    records = result.trajectories[0].turns[0].results
+    assert [record.observation for record in records] == ["a", "b", "c"]
+    assert len({record.call.id for record in records}) == 3
+
+
+async def test_an_unknown_tool_becomes_an_observation_that_lists_the_tools():
+    trajectory = await play([call("solve"), call("add", a=1, b=2), "3"])
+    observation = trajectory.turns[0].results[0].observation
+    assert "solve" in observation
+    assert "add" in observation
+    assert trajectory.finish is FinishReason.ANSWERED
+
+
+async def test_too_many_invalid_calls_in_a_row_end_the_rollout_and_the_reward_can_see_it():
+    @reward
+    def seen(trajectory) -> float:
+        return float(trajectory.finish is FinishReason.INVALID_CALLS)
+
+    trajectory = await play(
+        [call("solve")] * 6, reward=seen, settings={"max_consecutive_invalid_calls": 4, "max_turns": 10}
+    )
+    assert len(trajectory.turns) == 4
+    assert trajectory.reward == 1.0
+
+
+async def test_a_valid_call_starts_the_count_of_invalid_ones_anew():
+    script = [call("solve"), call("add", a=1, b=2), call("solve"), "end"]
+    trajectory = await play(script, settings={"max_consecutive_invalid_calls": 2})
+    assert trajectory.finish is FinishReason.ANSWERED
+
+
+@pytest.mark.parametrize(("how", "said"), [("tool", "out of reach"), ("code", "ZeroDivisionError")])
+async def test_an_error_in_a_tool_becomes_its_observation_and_the_rollout_goes_on(how, said):
+    trajectory = await play([call("fail", how=how), "sorry"])
+    record = trajectory.turns[0].results[0]
+    assert said in record.observation
+    assert record.failure.by_policy
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert not trajectory.infrastructure_failed
+
+
+async def test_infrastructure_failing_in_a_tool_ends_the_rollout_unscored():
+    @reward
+    def generous() -> float:
+        return 1.0
+
+    sound = call("add", a=1, b=1)
+    script = lambda prompt, turn: call("fail", how="infrastructure") if "broken" in prompt else [sound, "2"][turn]  # noqa: E731
+    result = await run(agent(), ["broken", "sound"], reward=generous, policy=ScriptedPolicy(script))
+    broken, fine = result.trajectories
+    assert broken.finish is FinishReason.FAILED
+    assert broken.failure.boundary is Boundary.RESOURCE
+    assert "no disk space" in broken.failure.traceback
+    assert broken.reward is None
+    assert not broken.trainable
+    assert fine.reward == 1.0
+    assert result.metrics["reward/mean"] == 1.0
+    assert result.metrics["failures/infrastructure"] == 1.0
+
+
+async def test_a_call_cut_by_the_token_limit_is_not_executed():
+    ran = []
+
+    @tool
+    def write(text: str) -> str:
+        """Write a text.
+
+        Args:
+            text: the text.
+        """
+        ran.append(text)
+        return "written"
+
+    full = call("write", text="# Title")
+    for max_tokens in (len(full) - 15, len(full)):
+        cut = Agent(model="scripted", tools=[write], max_tokens_per_turn=max_tokens)
+        result = await run(cut, ["go"], policy=ScriptedPolicy([full]))
+        assert result.trajectories[0].finish is FinishReason.LENGTH
+        assert not result.trajectories[0].turns[0].stopped
+    assert ran == []
+
+
+async def test_a_tool_that_says_done_ends_the_rollout_and_its_reward_is_the_score_without_another():
+    trajectory = await play([call("finish")])
+    assert trajectory.finish is FinishReason.DONE
+    assert trajectory.reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "turns"),
+    [({"max_turns": 2}, FinishReason.MAX_TURNS, 2), ({"max_tool_calls": 3}, FinishReason.MAX_TOOL_CALLS, 3)],
+)
+async def test_limits_on_turns_and_calls_end_the_rollout(settings, reason, turns):
+    trajectory = await play([call("add", a=1, b=1)] * 9, settings=settings)
+    assert trajectory.finish is reason
+    assert len(trajectory.turns) == turns
+
+
+async def test_calls_beyond_the_limit_of_one_turn_are_answered_but_not_executed():
+    trajectory = await play([call("add", a=1, b=1) * 3], settings={"max_tool_calls": 2})
+    assert [r.observation for r in trajectory.turns[0].results[:2]] == ["2", "2"]
+    assert "not executed" in trajectory.turns[0].results[2].observation
+
+
+async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
+    @tool
+    async def sleep() -> str:
+        """Sleep for a long time."""
+        await asyncio.sleep(60)
+        return "late"
+
+    @reward
+    def constant() -> float:
+        return 0.5
+
+    slow = Agent(model="scripted", tools=[sleep], max_wall_seconds=0.05)
+    result = await run(slow, ["go"], reward=constant, policy=ScriptedPolicy([call("sleep")]))
+    [trajectory] = result.trajectories
+    assert trajectory.finish is FinishReason.WALL_TIME
+    assert trajectory.reward == 0.5
+
+
+async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_sent():
+    policy = ScriptedPolicy([call("add", a=1, b=1), "2"])
+    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_total_tokens=170)
+    result = await run(asked, ["go"], policy=policy)
+    [trajectory] = result.trajectories
+    assert len(trajectory.turns) == 1
+    assert trajectory.finish is FinishReason.LENGTH
+    assert len(trajectory.sequences[0]) == 170
+    assert trajectory.sequences[0].truncated
+
+
+async def test_a_prompt_longer_than_the_context_ends_as_length_without_a_turn():
+    trajectory = await play(
+        ["never said"], prompt="x" * 500, settings={"max_total_tokens": 600, "max_tokens_per_turn": 9}
+    )
+    assert (trajectory.finish, trajectory.turns) == (FinishReason.LENGTH, [])
+    assert not trajectory.trainable
+
+
+async def test_a_reward_gets_the_response_and_fields_of_the_task_by_name():
+    @reward
+    async def graded(response: str, answer: str, context: Context) -> RewardResult:
+        return RewardResult(float(answer in response), metrics={"length": float(len(response))})
+
+    result = await run(
+        agent(),
+        [Task("2+3?", {"answer": "5"})],
+        reward=graded,
+        policy=ScriptedPolicy([call("add", a=2, b=3), "It is 5"]),
+    )
+    assert result.rewards == [1.0]
+    assert result.trajectories[0].metrics == {"length": 7.0}
+
+
+async def test_a_reward_that_raises_leaves_the_trajectory_unscored_and_its_siblings_alone():
+    @reward
+    def picky(trajectory) -> float:
+        if trajectory.attempt == 2:
+            raise OSError("judge unreachable")
+        return 1.0
+
+    result = await run(agent(), ["go"], reward=picky, attempts=4, policy=ScriptedPolicy(["hello"]))
+    assert result.rewards == [1.0, 1.0, None, 1.0]
+    failure = result.trajectories[2].reward_failure
+    assert failure.boundary is Boundary.REWARD
+    assert "judge unreachable" in failure.message
+    assert result.metrics["reward/mean"] == 1.0
+
+
+async def test_one_bad_rollout_of_many_leaves_the_others_alone():
+    class Faulty(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            generation = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+            if rollout_id == "run-7.0":
+                raise RuntimeError("CUDA error")
+            if rollout_id == "run-9.0":
+                return Generation(generation.ids, generation.logprobs[1:], "stop", 0)
+            return generation
+
+    result = await run(agent(), [f"task {i}" for i in range(32)], policy=Faulty(["hello"]), label="run")
+    failed = {t.rollout_id: t.failure for t in result.trajectories if t.failure}
+    assert set(failed) == {"run-7.0", "run-9.0"}
+    assert "CUDA error" in failed["run-7.0"].traceback
+    assert failed["run-9.0"].boundary is Boundary.TOKENS
+
+
+async def test_a_run_that_infrastructure_spoils_stops_and_says_why():
+    script = lambda prompt, turn: call("fail", how="infrastructure")  # noqa: E731
+    with pytest.raises(TooManyFailures, match="no disk space"):
+        await run(agent(), [f"task {i}" for i in range(40)], policy=ScriptedPolicy(script))
+
+
+async def test_a_single_rollout_that_fails_is_reported_rather_than_returned_empty():
+    with pytest.raises(TooManyFailures, match="no disk space"):
+        await play([call("fail", how="infrastructure")])
+
+
+async def test_attempts_at_a_task_share_a_group_and_come_back_in_order():
+    seconds = lambda rollout_id, turn: 0.03 if rollout_id.endswith(".0") else 0.0  # noqa: E731
+    result = await run(agent(), ["a", "b"], attempts=3, policy=ScriptedPolicy(["hi"], seconds=seconds), label="s")
+    assert [(t.group_id, t.attempt) for t in result.trajectories] == [("s-0", i) for i in range(3)] + [
+        ("s-1", i) for i in range(3)
+    ]
+
+
+async def test_trajectories_stream_as_they_finish():
+    seconds = lambda rollout_id, turn: 0.05 if rollout_id == "s-0.0" else 0.0  # noqa: E731
+    async with Runner(agent(), policy=ScriptedPolicy(["hi"], seconds=seconds)) as runner:
+        order = [t.rollout_id async for t in runner.stream([Task("a"), Task("b")], label="s")]
+    assert order == ["s-1.0", "s-0.0"]
+
+
+async def test_no_more_rollouts_run_at_a_time_than_allowed():
+    running = most = 0
+
+    class Counting(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+            finally:
+                running -= 1
+
+    policy = Counting(["hi"], seconds=0.001)
+    result = await run(agent(), ["go"], attempts=20, policy=policy, max_concurrent_rollouts=3)
+    assert len(result.trajectories) == 20
+    assert most == 3
+
+
+async def test_leaving_a_stream_cancels_what_still_runs():
+    stopped = []
+
+    class Watching(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            try:
+                return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+            except asyncio.CancelledError:
+                stopped.append(rollout_id)
+                raise
+
+    seconds = lambda rollout_id, turn: 0.0 if rollout_id == "s-0.0" else 60.0  # noqa: E731
+    async with Runner(agent(), policy=Watching(["hi"], seconds=seconds)) as runner:
+        stream = runner.stream([Task("a"), Task("b"), Task("c")], label="s")
+        assert (await anext(stream)).rollout_id == "s-0.0"
+        await stream.aclose()
+    assert sorted(stopped) == ["s-1.0", "s-2.0"]
+
+
+async def test_a_sync_tool_that_blocks_holds_nobody_else_up():
+    import time
+
+    @tool
+    def block() -> str:
+        """Block the thread for a while."""
+        time.sleep(0.2)
+        return "done"
+
+    lags = []
+
+    async def heartbeat():
+        while True:
+            before = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.01)
+            lags.append(asyncio.get_running_loop().time() - before - 0.01)
+
+    beat = asyncio.create_task(heartbeat())
+    blocking = Agent(model="scripted", tools=[block])
+    await run(blocking, ["go"], attempts=16, policy=ScriptedPolicy([call("block"), "end"]))
+    beat.cancel()
+    assert len(lags) > 5, "the loop stood still while sync tools ran"

@@ -1,0 +1,231 @@
+"""The learner on a small random model: what moves the weights, and what must not."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.training.config import TrainConfig
+from agentfly.training.learner import Learner, UpdateStopped
+from agentfly.training.rows import Row
+
+MASKS = [(0, 0, 1, 1, 1), (0, 0, 1, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1), (0, 1, 1, 0, 0, 0, 1)]
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():  # sharper than at initialisation, so that the tokens differ in probability
+        for weight in model.parameters():
+            weight.mul_(4)
+    return model
+
+
+def own_logprobs(model: torch.nn.Module, ids: Sequence[int], mask: Sequence[int], temperature: float) -> list[float]:
+    targets = [position for position, sampled in enumerate(mask) if sampled]
+    with torch.no_grad():
+        scores = score_tokens(model, [ids], [targets], temperature=temperature).logprobs.tolist()
+    values = iter(scores)
+    return [next(values) if sampled else math.nan for sampled in mask]
+
+
+def rows_of(model: torch.nn.Module, temperature: float = 1.0) -> list[Row]:
+    """Rows of two groups, as if the model had sampled them."""
+    draw = np.random.default_rng(3)
+    rows = []
+    for number, mask in enumerate(MASKS):
+        ids = draw.integers(1, 40, len(mask)).tolist()
+        rows.append(
+            Row(
+                ids=ids,
+                loss_mask=mask,
+                logprobs=own_logprobs(model, ids, mask, temperature),
+                versions=[0 if sampled else -1 for sampled in mask],
+                group_id=f"g{number // 2}",
+                rollout_id=f"r{number}",
+                turn=0,
+                reward=float(number % 2),
+                truncated=False,
+            )
+        )
+    return rows
+
+
+def constant(rows: Sequence[Row], values: Sequence[float]) -> list[np.ndarray]:
+    return [np.full(len(row.targets), value) for row, value in zip(rows, values, strict=True)]
+
+
+def learner_of(model: torch.nn.Module, temperature: float = 1.0, **settings: Any) -> Learner:
+    reference = copy.deepcopy(model) if settings.get("kl_coefficient") else None
+    config = TrainConfig(**{"learning_rate": 1e-3, **settings})
+    return Learner(model, config, temperature=temperature, reference=reference)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten().float() for weight in model.parameters()])
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl_coefficient": 0.1}])
+@pytest.mark.parametrize("tokens", [1, 10, 14])
+def test_no_split_into_micro_batches_changes_the_update(settings: dict[str, float], tokens: int) -> None:
+    whole, split = small_model(), small_model()
+    start, rows = weights(whole), rows_of(whole)
+    advantages = constant(rows, [1.0, -1.0, 0.0, 0.5])
+    expected = learner_of(whole, **settings).learn(rows, advantages)
+    metrics = learner_of(split, micro_batch_tokens=tokens, **settings).learn(rows, advantages)
+    assert (weights(split) - weights(whole)).norm() < 0.01 * (weights(whole) - start).norm()
+    assert metrics == pytest.approx(expected, abs=1e-5)
+
+
+def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    learner_of(model).learn(rows, constant(rows, [1.0, -1.0, 0.0, 0.0]))
+    change = [
+        np.subtract(own_logprobs(model, row.ids, row.loss_mask, 1.0), row.logprobs)[row.targets].sum()
+        for row in rows[:2]
+    ]
+    assert change[0] > 0 > change[1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rows_that_the_model_sampled_match_what_the_learner_scores(temperature: float) -> None:
+    model = small_model()
+    rows = rows_of(model, temperature)
+    metrics = learner_of(model, temperature).learn(rows, constant(rows, [1, -1, 1, -1]))
+    assert metrics["mismatch/logprob_diff_max"] < 1e-5
+    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/clip_fraction"] == 0.0
+    assert metrics["policy/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_scoring_at_another_temperature_than_the_tokens_were_sampled_at_shows() -> None:
+    model = small_model()
+    rows = rows_of(model, 0.5)
+    assert learner_of(model, 1.0).learn(rows, constant(rows, [1, -1, 1, -1]))["mismatch/logprob_diff_mean"] > 0.05
+
+
+def test_further_updates_of_a_step_see_the_policy_move() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    metrics = learner_of(model, updates_per_step=4, learning_rate=0.01).learn(rows, constant(rows, [1, -1, 1, -1]))
+    assert metrics["policy/updates"] == 4
+    assert metrics["policy/ratio_max"] > 1.01
+    assert metrics["policy/kl"] > 0
+    assert metrics["mismatch/logprob_diff_max"] < 1e-5
+
+
+@pytest.mark.parametrize("values", [None, [0.0] * 4])
+def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(values: list[float] | None) -> None:
+    model = small_model()
+    rows = rows_of(model)
+    learner = learner_of(model, weight_decay=0.1)
+    learner.learn(rows, constant(rows, [1, -1, 1, -1]))  # so that the optimizer has momentum
+    before = weights(model)
+    taught = rows if values else []
+    metrics = learner.learn(taught, constant(taught, values or []))
+    assert torch.equal(weights(model), before)
+    assert metrics["policy/updates"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    before = weights(model)
+    metrics = learner_of(model).learn(rows, constant(rows, [math.inf, 0, 0, 0]))
+    assert torch.equal(weights(model), before)
+    assert metrics["policy/updates"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_entropy_bonus_raises_the_entropy() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    nothing = constant(rows, [0.0] * 4)
+    learner = learner_of(model, entropy_coefficient=1.0)
+    before = learner.learn(rows, nothing)["policy/entropy"]
+    assert learner.learn(rows, nothing)["policy/entropy"] > before
+
+
+def test_the_divergence_penalty_pulls_back_to_the_policy_before_training() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    nothing = constant(rows, [0.0] * 4)
+    learner = learner_of(model, kl_coefficient=10.0)
+    assert learner.learn(rows, nothing)["policy/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    away = learner.learn(rows, nothing)["policy/reference_kl"]
+    assert away > 1e-4
+    assert learner.learn(rows, nothing)["policy/reference_kl"] < away
+
+
+def test_an_update_that_is_told_to_stop_leaves_the_weights_and_no_gradient() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    before = weights(model)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(UpdateStopped):
+        learner_of(model).learn(rows, constant(rows, [1, -1, 1, -1]), stop)
+    assert torch.equal(weights(model), before)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_the_learning_rate_warms_up() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    learner = learner_of(model, warmup_steps=3, learning_rate=0.3)
+    rates = [learner.learn(rows, constant(rows, [0.0] * 4))["policy/learning_rate"] for _ in range(4)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
+
+
+def test_updates_too_small_for_a_16_bit_weight_add_up() -> None:
+    model = small_model(torch.bfloat16)
+    rows = rows_of(model)
+    learner = learner_of(model, learning_rate=1e-5)
+    start = weights(model)
+    for _ in range(60):
+        learner.learn(rows, constant(rows, [1, -1, 1, -1]))
+    moved = torch.cat([master.flatten() for master in learner.state()["masters"]]) - start
+    large = start.abs() > 0.1  # a bfloat16 step there is at least 2**-12; an update is 1e-5
+    assert (moved[large].abs() > 2**-12).any()
+    assert (weights(model) - start)[large].abs().sum() > 0
+    assert torch.equal(weights(model), (start + moved).bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learner_goes_on_from_its_state_as_if_it_had_not_stopped(dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    rows = rows_of(model)
+    advantages = constant(rows, [1, -1, 1, -1])
+    learner = learner_of(model, warmup_steps=4)
+    for _ in range(2):
+        learner.learn(rows, advantages)
+    state, saved = copy.deepcopy(learner.state()), copy.deepcopy(model)
+    resumed = learner_of(saved, warmup_steps=4)
+    resumed.load_state(state)
+    for _ in range(2):
+        assert resumed.learn(rows, advantages) == learner.learn(rows, advantages)
+    assert torch.equal(weights(saved), weights(model))

@@ -1,0 +1,145 @@
+"""score_tokens: log-probs and entropies of given tokens, differentiable, for training and for checks.
+
+Rows are packed (`packing`): no padding goes through the linear layers, what rows have in common is computed once, and
+the output layer sees only the positions whose next token is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentfly.policies.embedded.attention import enable_packed_attention, packed_hidden
+from agentfly.policies.embedded.packing import pack_rows
+
+WHOLE_LOGITS = 2**26
+"""Up to this many logits are kept for the backward pass; beyond, they are made again, chunk by chunk."""
+
+CHUNK_LOGITS = 2**24
+"""Logits of one chunk."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of N tokens.
+
+    Attributes:
+        logprobs: log-prob of each token given all tokens before it, float32 [N].
+        entropy: entropy in nats of the distribution the token was scored under, float32 [N].
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def score_tokens(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    share_prefixes: bool = True,
+) -> TokenScores:
+    """Log-probs and entropies of chosen tokens of some rows, with gradients where they are enabled.
+
+    Args:
+        model: a causal language model.
+        rows: token ids of each row.
+        targets: for each row, the positions t >= 1, ascending, whose token is scored given the tokens before t.
+        temperature: divides the logits, as it did in sampling.
+        share_prefixes: compute what rows have in common once. False gives the same numbers, slower.
+
+    Returns:
+        Scores of all targets, in the order of the rows; N is the number of targets.
+
+    Raises:
+        ValueError: rows and targets do not fit together.
+    """
+    _check(rows, targets, temperature)
+    enable_packed_attention(model)
+    device, dtype = model.device, model.dtype
+    scored = [index for index, positions in enumerate(targets) if len(positions)]
+    if not scored:
+        nothing = torch.zeros(0, device=device)
+        return TokenScores(nothing, nothing)
+    # What stands at or after a row's last target is not needed to score it.
+    inputs = [rows[index][: targets[index][-1]] for index in scored]
+    packed = pack_rows(inputs, share_prefixes=share_prefixes, device=device, dtype=dtype)
+    sources = torch.cat(
+        [indices[torch.tensor(targets[index]) - 1] for index, indices in zip(scored, packed.row_indices, strict=True)]
+    ).to(device)
+    wanted = torch.tensor([rows[index][position] for index in scored for position in targets[index]], device=device)
+    hidden = packed_hidden(model, packed.ids, packed.positions, packed.plan)
+    return _score_hidden(model.get_output_embeddings(), hidden.index_select(0, sources), wanted, temperature)
+
+
+def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temperature: float) -> None:
+    if len(rows) != len(targets):
+        raise ValueError(f"score_tokens got {len(rows)} rows but targets for {len(targets)}.")
+    if temperature <= 0:
+        raise ValueError(f"score_tokens needs a temperature above 0, not {temperature}.")
+    for number, (row, positions) in enumerate(zip(rows, targets, strict=True)):
+        ascending = all(left < right for left, right in zip(positions, positions[1:], strict=False))
+        if positions and (positions[0] < 1 or positions[-1] >= len(row) or not ascending):
+            raise ValueError(f"The targets of row {number} must ascend within 1 to {len(row) - 1}.")
+
+
+def _score_hidden(head: nn.Module, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
+    """Scores of ``wanted`` [N] from hidden states [N, hidden], without more than a bounded number of logits at once."""
+
+    def score(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head(states).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        scores: tuple[torch.Tensor, torch.Tensor] = _LogProbAndEntropy.apply(logits, tokens)
+        return scores
+
+    vocabulary = head.weight.shape[0]
+    assert isinstance(vocabulary, int)
+    if len(hidden) * vocabulary <= WHOLE_LOGITS:
+        return TokenScores(*score(hidden, wanted))
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    parts = [
+        checkpoint(score, states, tokens, use_reentrant=False)
+        for states, tokens in zip(hidden.split(size), wanted.split(size), strict=True)
+    ]
+    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+
+
+class _LogProbAndEntropy(torch.autograd.Function):
+    """Log-softmax at one token a row, and entropy, keeping only the logits for the backward pass.
+
+    With p the softmax of the logits z, H its entropy and y the token: d log p_y / dz = onehot(y) - p and
+    dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normalizer = logits.logsumexp(dim=-1)
+        probabilities = (logits - normalizer[:, None]).exp_()
+        entropy = normalizer - torch.linalg.vecdot(probabilities, logits)
+        ctx.save_for_backward(logits, tokens, normalizer, entropy)
+        ctx.set_materialize_grads(False)
+        return logits.gather(1, tokens[:, None])[:, 0] - normalizer, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        by_logprob, by_entropy = gradients
+        logits, tokens, normalizer, entropy = ctx.saved_tensors
+        logprobs = logits - normalizer[:, None]
+        if by_entropy is not None:
+            gradient = (logprobs + entropy[:, None]).mul_(logprobs.exp_()).mul_(-by_entropy[:, None])
+            probabilities = logprobs  # exponentiated in place
+        else:
+            gradient = torch.zeros_like(logits)
+            probabilities = logprobs.exp_()
+        if by_logprob is not None:
+            gradient.sub_(probabilities.mul_(by_logprob[:, None]))
+            gradient.scatter_add_(1, tokens[:, None], by_logprob[:, None])
+        return gradient, None

@@ -35,7 +35,7 @@ def evaluate(
 
     config, step = _configured(source, overrides or [], checkpoint)
     experiment = Experiment.of(config)
-    if not experiment.eval_tasks:
+    if experiment.eval_tasks is None:
         raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
     directory = new_run(config)
     save_config(config, directory.config_file)

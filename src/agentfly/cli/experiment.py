@@ -26,13 +26,13 @@ class Experiment:
     Attributes:
         agent: the agent, with the configuration's model if it has one.
         tasks: the tasks to train on, or to roll out.
-        eval_tasks: the held-out tasks; empty if there are none.
+        eval_tasks: the held-out tasks; None if none are named.
         reward: the reward; None where the tools give it.
     """
 
     agent: Agent
     tasks: list[Task]
-    eval_tasks: list[Task]
+    eval_tasks: list[Task] | None
     reward: Reward | None
 
     @classmethod
@@ -46,7 +46,7 @@ class Experiment:
         return cls(
             agent=_agent(config, base),
             tasks=_tasks(config.tasks, base, "tasks"),
-            eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else [],
+            eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base) if config.reward else None,
         )
 

@@ -14,7 +14,7 @@ import typer
 
 from agentfly import __version__
 from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
-from agentfly.errors import AgentFlyError, Boundary
+from agentfly.errors import AgentFlyError, Boundary, PrerequisiteError
 
 app = typer.Typer(
     name="agentfly",
@@ -31,6 +31,9 @@ app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(resources.app, name="resources")
+
+
+_TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,12 +78,15 @@ def _known(error: BaseException) -> AgentFlyError | None:
         return None if None in causes else causes[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in _TRAINING_PACKAGES:
+        return PrerequisiteError(
+            f"This needs {error.name}, which is not installed: models that run on this machine, and training, come "
+            "with pip install 'agentfly-rl[train]'."
+        )
     return None
 
 
 def _disk_full(error: OSError) -> AgentFlyError:
-    from agentfly.errors import PrerequisiteError
-
     where = f"the file system that holds {os.fsdecode(error.filename)}" if error.filename else "the file system"
     return PrerequisiteError(
         f"There is no space left on {where}. Free some, or have the files elsewhere: run_dir=... for a run's files, "

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from agentfly.policies.policy import SamplingParams
 
 
 def rollout(
@@ -36,6 +39,11 @@ def rollout(
     save_config(config, directory.config_file)
     events = EventStream()
     settings = config.training
+
+    def sampling(params: SamplingParams) -> SamplingParams:
+        temperature = settings.temperature
+        return params if temperature is None else dataclasses.replace(params, temperature=temperature)
+
     with ConsoleProgress() as progress, events.subscribed(progress):
         result = asyncio.run(
             run(
@@ -43,7 +51,7 @@ def rollout(
                 experiment.tasks[:tasks],
                 reward=experiment.reward,
                 attempts=attempts,
-                sampling=lambda params: dataclasses.replace(params, temperature=settings.temperature),
+                sampling=sampling,
                 events=events,
                 max_concurrent_rollouts=settings.max_concurrent_rollouts,
                 max_failure_share=settings.max_failure_share,

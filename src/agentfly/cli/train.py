@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,23 +56,23 @@ def run_training(config: RunConfig, run: RunDirectory, *, resume: bool = False) 
 
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.events import EventStream
-    from agentfly.training.trainer import Trainer
-    from agentfly.viewing.progress import ConsoleProgress
+    from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
     experiment = Experiment.of(config)
     save_config(config, run.ensure().config_file)
-    events = EventStream()
-    trainer = Trainer(
-        experiment.agent,
-        experiment.tasks,
-        reward=experiment.reward,
-        eval_tasks=experiment.eval_tasks,
-        config=config.training,
-        run_dir=run.path,
-        events=events,
-    )
-    with ConsoleProgress() as progress, events.subscribed(progress):
-        asyncio.run(trainer.train(resume=resume))
+    try:
+        train_agent(
+            experiment.agent,
+            experiment.tasks,
+            experiment.reward,
+            eval_tasks=experiment.eval_tasks,
+            run_dir=run.path,
+            resume=resume,
+            progress=True,
+            **config.training.model_dump(),
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
+        raise
     Console().print(training_report(run))

@@ -1,0 +1,130 @@
+"""The package as a user gets it: quick to import, whole in its wheel, and at work in an empty environment."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import agentfly
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "numpy", "ray", "vllm", "docker", "tensorboard")
+
+
+def python(program: str, *, executable: Path | str = sys.executable, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(executable), "-c", program], capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("statement", ["import agentfly", "import agentfly.cli.main"])
+def test_importing_loads_nothing_heavy(statement):
+    program = [
+        "import sys, time",
+        "began = time.perf_counter()",
+        statement,
+        "print(round(time.perf_counter() - began, 3), 's')",
+        f"print([name for name in {HEAVY!r} if name in sys.modules])",
+    ]
+    took, loaded = python("\n".join(program)).splitlines()
+    print(f"{statement}: {took}")
+    assert loaded == "[]"
+
+
+def test_every_public_name_is_there_and_nothing_else_pretends_to_be():
+    for name in agentfly.__all__:
+        assert getattr(agentfly, name) is not None
+    assert set(agentfly.__all__) <= set(dir(agentfly))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        agentfly.no_such_name  # noqa: B018
+
+
+def test_the_version_of_the_package_is_the_version_of_the_distribution():
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert agentfly.__version__ == declared.group(1)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    source = ROOT / "src"
+    tracked = {
+        str(path.relative_to(source))
+        for path in (source / "agentfly").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert tracked <= held
+    assert "agentfly/py.typed" in held
+    assert any(name.startswith("agentfly/") and name.endswith(".safetensors") for name in held)
+    assert {"agentfly/tasks/stockroom/tiny.yaml", "agentfly/tasks/stockroom/smollm2-135m.yaml"} <= held
+
+
+SCRIPTED = """
+import asyncio
+import agentfly as af
+
+SANDBOX = af.ContainerSpec(memory="256MiB", capacity=2)
+
+@af.tool
+async def shell(command: str, context: af.Context) -> str:
+    '''Run a command.
+
+    Args:
+        command: the command line.
+    '''
+    box = await context.acquire(SANDBOX)
+    return (await box.run(command)).stdout
+
+@af.reward
+def right(response: str, answer: str) -> float:
+    return float(answer in response)
+
+call = '<tool_call>\\n{"name": "shell", "arguments": {"command": "echo $((6*7))"}}\\n</tool_call>'
+policy = af.ScriptedPolicy([call, "It is 42."])
+agent = af.Agent(model="scripted", tools=[shell])
+result = asyncio.run(af.run(agent, [{"prompt": "6*7?", "answer": "42"}], reward=right, policy=policy))
+print(result.rewards, result.trajectories[0].turns[0].results[0].observation.strip())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    binaries = tmp_path / "venv" / "bin"
+    install = [binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
+    subprocess.run(install, check=True)
+
+    installed = python("import agentfly; print(agentfly.__file__)", executable=binaries / "python", cwd=tmp_path)
+    assert str(tmp_path / "venv") in installed
+    version = subprocess.run([binaries / "agentfly", "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout.strip() == f"agentfly {agentfly.__version__}"
+    doctor = subprocess.run([binaries / "agentfly", "doctor"], capture_output=True, text=True, cwd=tmp_path)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert "agentfly-rl[train]" in re.sub(r"\s+", " ", doctor.stdout)
+    assert python(SCRIPTED, executable=binaries / "python", cwd=tmp_path).strip() == "[1.0] 42"
+
+    config = tmp_path / "config.yaml"
+    config.write_text("agent: json:dumps\ntasks: x.jsonl\n")
+    trained = subprocess.run([binaries / "agentfly", "train", config], capture_output=True, text=True, cwd=tmp_path)
+    assert trained.returncode == 1
+    assert "pip install 'agentfly-rl[train]'" in trained.stderr
+    assert "Traceback" not in trained.stderr

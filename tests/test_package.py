@@ -17,7 +17,7 @@ HEAVY = ("torch", "transformers", "numpy", "ray", "vllm", "docker", "tensorboard
 
 
 def python(program: str, *, executable: Path | str = sys.executable, cwd: Path | None = None) -> str:
-    done = subprocess.run([str(executable), "-c", program], capture_output=True, text=True, cwd=cwd)
+    done = subprocess.run([str(executable), "-c", program], check=False, capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -117,14 +117,18 @@ def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path):
     assert str(tmp_path / "venv") in installed
     version = subprocess.run([binaries / "agentfly", "--version"], capture_output=True, text=True, check=True)
     assert version.stdout.strip() == f"agentfly {agentfly.__version__}"
-    doctor = subprocess.run([binaries / "agentfly", "doctor"], capture_output=True, text=True, cwd=tmp_path)
+    doctor = subprocess.run(
+        [binaries / "agentfly", "doctor"], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert "agentfly-rl[train]" in re.sub(r"\s+", " ", doctor.stdout)
     assert python(SCRIPTED, executable=binaries / "python", cwd=tmp_path).strip() == "[1.0] 42"
 
     config = tmp_path / "config.yaml"
     config.write_text("agent: json:dumps\ntasks: x.jsonl\n")
-    trained = subprocess.run([binaries / "agentfly", "train", config], capture_output=True, text=True, cwd=tmp_path)
+    trained = subprocess.run(
+        [binaries / "agentfly", "train", config], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
     assert trained.returncode == 1
     assert "pip install 'agentfly-rl[train]'" in trained.stderr
     assert "Traceback" not in trained.stderr

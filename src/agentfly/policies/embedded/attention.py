@@ -110,7 +110,8 @@ def packed_hidden(
     """
     # A mask of four dimensions is passed through as it is, so that none is built; the plan takes its place.
     no_mask = torch.empty((1, 1, 1, 1), device=ids.device)
-    output = model.get_decoder()(
+    decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    output = decoder(
         input_ids=ids[None],
         position_ids=positions[None],
         attention_mask=no_mask,
@@ -119,3 +120,9 @@ def packed_hidden(
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """The layer that turns hidden states into logits."""
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return layer

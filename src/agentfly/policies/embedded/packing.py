@@ -7,6 +7,7 @@ ancestors and, causally, to itself. Segments of one parent are attended to in on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +67,7 @@ def pack_rows(
     leaves: list[Segment] = [None] * len(rows)  # type: ignore[list-item]
     if share_prefixes:
         order = sorted(range(len(rows)), key=lambda index: tuple(rows[index]))
-        common = [common_prefix(rows[left], rows[right]) for left, right in zip(order, order[1:], strict=False)]
+        common = [common_prefix(rows[left], rows[right]) for left, right in itertools.pairwise(order)]
         _grow(_Growth(rows, order, common, segments, leaves), 0, len(rows), 0, None)
     else:
         for index, row in enumerate(rows):
@@ -201,7 +202,8 @@ class AttentionBlock:
         return flat if self.valid is None else flat.index_select(0, self.valid)
 
     def _gather(self, states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        return states.index_select(0, indices).unflatten(0, (self.count, -1)).transpose(1, 2)
+        rows = states.index_select(0, indices)
+        return rows.view(self.count, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 @dataclass

@@ -6,6 +6,7 @@ the output layer sees only the positions whose next token is asked for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentfly.policies.embedded.attention import enable_packed_attention, packed_hidden
+from agentfly.policies.embedded.attention import enable_packed_attention, output_layer, packed_hidden
 from agentfly.policies.embedded.packing import pack_rows
 
 WHOLE_LOGITS = 2**26
@@ -76,7 +77,8 @@ def score_tokens(
     ).to(device)
     wanted = torch.tensor([rows[index][position] for index in scored for position in targets[index]], device=device)
     hidden = packed_hidden(model, packed.ids, packed.positions, packed.plan)
-    return _score_hidden(model.get_output_embeddings(), hidden.index_select(0, sources), wanted, temperature)
+    head = output_layer(model)
+    return _score_hidden(head, hidden.index_select(0, sources), wanted, temperature)
 
 
 def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temperature: float) -> None:
@@ -85,29 +87,27 @@ def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temp
     if temperature <= 0:
         raise ValueError(f"score_tokens needs a temperature above 0, not {temperature}.")
     for number, (row, positions) in enumerate(zip(rows, targets, strict=True)):
-        ascending = all(left < right for left, right in zip(positions, positions[1:], strict=False))
+        ascending = all(left < right for left, right in itertools.pairwise(positions))
         if positions and (positions[0] < 1 or positions[-1] >= len(row) or not ascending):
             raise ValueError(f"The targets of row {number} must ascend within 1 to {len(row) - 1}.")
 
 
-def _score_hidden(head: nn.Module, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
+def _score_hidden(head: nn.Linear, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
     """Scores of ``wanted`` [N] from hidden states [N, hidden], without more than a bounded number of logits at once."""
 
     def score(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head(states).float()
         if temperature != 1.0:
             logits = logits / temperature
-        scores: tuple[torch.Tensor, torch.Tensor] = _LogProbAndEntropy.apply(logits, tokens)
+        scores: tuple[torch.Tensor, torch.Tensor] = _LogProbAndEntropy.apply(logits, tokens)  # type: ignore[no-untyped-call]
         return scores
 
-    vocabulary = head.weight.shape[0]
-    assert isinstance(vocabulary, int)
-    if len(hidden) * vocabulary <= WHOLE_LOGITS:
+    if len(hidden) * head.out_features <= WHOLE_LOGITS:
         return TokenScores(*score(hidden, wanted))
-    size = max(1, CHUNK_LOGITS // vocabulary)
+    size = max(1, CHUNK_LOGITS // head.out_features)
     parts = [
         checkpoint(score, states, tokens, use_reentrant=False)
-        for states, tokens in zip(hidden.split(size), wanted.split(size), strict=True)
+        for states, tokens in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True)
     ]
     return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 

@@ -1,0 +1,42 @@
+"""The Python in the guides and in the README runs, from top to bottom."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count("```python"), "a block that is not closed"
+    # Every line keeps its number, so that a traceback points into the page.
+    script = [""] * (text.count("\n") + 1)
+    for block in blocks:
+        first = text.count("\n", 0, block.start(1))
+        lines = block[1].splitlines()
+        script[first : first + len(lines)] = lines
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text("\n".join(script), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ def main(calls_fd: int, life_fd: int, parent: int, memory_bytes: int) -> None:
         if status is not None:
             with contextlib.suppress(OSError):
                 life.sendall(json.dumps({"exit": status}).encode())
+    os._exit(0)  # there is nothing to tidy, and whoever waits for the end waits for this
 
 
 def _work(keeper: int, calls_fd: int, life_fd: int, memory_bytes: int) -> None:

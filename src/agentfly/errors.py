@@ -140,6 +140,10 @@ class ToolTimeout(ToolError):
     """A tool call took longer than the tool allows."""
 
 
+class ToolCrashed(ToolError):
+    """A tool's code failed with an exception of another kind, which is the cause."""
+
+
 class RewardError(AgentFlyError):
     """A reward that could not be computed. The trajectory is then unscored, never scored zero."""
 

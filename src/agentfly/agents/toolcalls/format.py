@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentfly.messages import Message, ToolCall
 
@@ -17,25 +17,35 @@ class ParsedTurn:
     """What the text of a turn says.
 
     Attributes:
-        content: the text outside the calls.
-        calls: the calls in order, each with an id unique in the rollout; malformed ones carry an error.
+        content: the text outside the calls that were read.
+        calls: the calls in order; malformed ones carry an error.
     """
 
     content: str
     calls: tuple[ToolCall, ...]
 
 
+@runtime_checkable
 class ToolCallFormat(Protocol):
-    """One way of writing tool calls as text."""
+    """One way of writing tool calls as text. A user's own is a class with these members."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name by which an agent asks for the format."""
+        ...
 
     def instructions(self, tools: Sequence[Tool]) -> str:
         """What the system prompt says about the tools and how to call them."""
         ...
 
-    def parse(self, text: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """Read a turn's text. Never raises for any text: a malformed call is a `ToolCall` with an error."""
+    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> ParsedTurn:
+        """Read a turn's text. Never raises for any text: a malformed call is a `ToolCall` with an error.
+
+        Args:
+            text: the text of one turn, without its end-of-turn token.
+            tools: the tools that the agent has.
+            first_call: number of the first call; the calls of a rollout are numbered through, so that ids are unique.
+        """
         ...
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
@@ -45,3 +55,8 @@ class ToolCallFormat(Protocol):
     def result(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""
         ...
+
+
+def call_id(number: int) -> str:
+    """The id of a rollout's call with this number: the same in every replay of the rollout."""
+    return f"call_{number}"

@@ -1,0 +1,145 @@
+"""Agent: model, system prompt, tools, tool-call format and limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.format import ToolCallFormat
+from agentfly.agents.toolcalls.registry import tool_call_format
+from agentfly.errors import ConfigError, UnknownTool
+from agentfly.messages import Message, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What acts: a model with a system prompt, tools, a way of calling them, and limits.
+
+    Everything is checked when the agent is made. `dataclasses.replace` makes a changed copy, checked again.
+
+    Args:
+        model: the model: a name that AgentFly ships, a Hugging Face id, or a local directory.
+        tools: what the model can call, made by `@tool`.
+        system_prompt: what the model is told first; the tools are described after it.
+        tool_call_format: how calls are written: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
+            models), or a format of one's own.
+        tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
+        max_turns: the most generations of a rollout.
+        max_tokens_per_turn: the most tokens sampled in one turn.
+        max_total_tokens: the most tokens of a rollout's sequence, prompt, sampled and observations together; None for
+            as many as the policy's context holds.
+        max_tool_calls: the most tool calls of a rollout; None for any number.
+        max_wall_seconds: the longest that a rollout may take, waiting for resources included; None for any time.
+        max_consecutive_invalid_calls: a rollout ends after this many calls in a row that could not be executed.
+        temperature: divides the logits when sampling; 0 takes the most likely token.
+        top_p: share of probability mass to sample from; 1 samples from all of it.
+        top_k: number of most likely tokens to sample from; 0 samples from all of them.
+        name: the agent's name, for people.
+
+    Raises:
+        ConfigError: a field has a value that it cannot have, or two contradict each other.
+    """
+
+    model: str | Path
+    tools: Sequence[Tool] = ()
+    system_prompt: str | None = None
+    tool_call_format: str | ToolCallFormat = "hermes"
+    tool_prompt: str | None = None
+    max_turns: int = 10
+    max_tokens_per_turn: int = 512
+    max_total_tokens: int | None = None
+    max_tool_calls: int | None = None
+    max_wall_seconds: float | None = None
+    max_consecutive_invalid_calls: int = 3
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    name: str = "agent"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", tuple(self.tools))
+        self._check_tools()
+        self._check_limits()
+        self._check_sampling()
+
+    @cached_property
+    def format(self) -> ToolCallFormat:
+        """The tool-call format itself."""
+        return tool_call_format(self.tool_call_format)
+
+    @cached_property
+    def _tools_by_name(self) -> dict[str, Tool]:
+        return {tool.name: tool for tool in self.tools}
+
+    def tool(self, name: str) -> Tool:
+        """The tool of this name.
+
+        Raises:
+            UnknownTool: the agent has none of this name; the message names those it has.
+        """
+        try:
+            return self._tools_by_name[name]
+        except KeyError:
+            known = ", ".join(self._tools_by_name)
+            raise UnknownTool(
+                f"There is no tool {name[:100]!r}. {f'The tools are: {known}.' if known else 'There are no tools.'}"
+            ) from None
+
+    def system_message(self) -> str:
+        """What the model is told before the task: the system prompt and the description of the tools."""
+        told = self.tool_prompt
+        if told is None:
+            told = self.format.instructions(self.tools) if self.tools else ""
+        return "\n\n".join(part for part in (self.system_prompt, told) if part)
+
+    def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none."""
+        return self.format.parse(text, self.tools, first_call=first_call).calls if self.tools else ()
+
+    def result_message(self, call: ToolCall, observation: str) -> Message:
+        """The message that hands a call's observation to the model."""
+        return self.format.result(call, observation)
+
+    def _check_tools(self) -> None:
+        for tool in self.tools:
+            if not isinstance(tool, Tool):
+                name = getattr(tool, "__name__", repr(tool))
+                raise ConfigError(f"Agent(tools=…) holds {name!r}, which is no tool. Put @agentfly.tool above it.")
+        names = [tool.name for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"Agent(tools=…) holds two tools named {name!r}. Rename one: @agentfly.tool(name=…).")
+        if self.tool_prompt and not self.tools:
+            raise ConfigError("Agent(tool_prompt=…) describes tools, but there are none. Give tools, or leave it out.")
+        tool_call_format(self.tool_call_format)
+
+    def _check_limits(self) -> None:
+        for field in (
+            "max_turns",
+            "max_tokens_per_turn",
+            "max_total_tokens",
+            "max_tool_calls",
+            "max_consecutive_invalid_calls",
+        ):
+            limit = getattr(self, field)
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+                raise ConfigError(f"Agent({field}={limit!r}): it must be a whole number of at least 1.")
+        if self.max_wall_seconds is not None and not self.max_wall_seconds > 0:
+            raise ConfigError(f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be above 0, or None.")
+        if self.max_total_tokens is not None and self.max_tokens_per_turn > self.max_total_tokens:
+            raise ConfigError(
+                f"Agent(max_tokens_per_turn={self.max_tokens_per_turn}, max_total_tokens={self.max_total_tokens}): one "
+                "turn may hold more tokens than the whole rollout. Lower the first or raise the second."
+            )
+
+    def _check_sampling(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"Agent(temperature={self.temperature!r}): it must be a finite number of at least 0.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"Agent(top_p={self.top_p!r}): it must lie above 0 and be at most 1.")
+        if self.top_k < 0:
+            raise ConfigError(f"Agent(top_k={self.top_k!r}): it must be at least 0; 0 samples from all tokens.")

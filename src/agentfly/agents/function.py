@@ -1,0 +1,47 @@
+"""UserFunction: a function of the user's that has been made into something, and is still a function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UserFunction:
+    """What a decorator makes of a function: callable as the function, and picklable though it has taken its name.
+
+    Attributes:
+        function: the function.
+        name: what it is called in AgentFly.
+    """
+
+    function: Callable[..., Any]
+    name: str
+
+    def __post_init__(self) -> None:
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+            self.__dict__[attribute] = getattr(self.function, attribute, None)
+        self.__dict__["__wrapped__"] = self.function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself: nothing is checked or filled in, and a coroutine is to be awaited."""
+        return self.function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        """By name where it can be imported by name, as functions are; else by value, which needs cloudpickle."""
+        module, path = self.__dict__["__module__"], self.__dict__["__qualname__"]
+        if module in sys.modules and module != "__main__" and path:
+            try:
+                if attrgetter(path)(sys.modules[module]) is self:
+                    return str(path)
+            except AttributeError:  # it is local to a function, or has been replaced
+                pass
+        return super().__reduce_ex__(protocol)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a callable calls itself."""
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,143 @@
+"""Invocation: how a user's function is called, so that it can neither block the event loop nor end the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from agentfly.contexts.context import Context
+from agentfly.errors import PrerequisiteError
+
+T = TypeVar("T")
+
+_LOOK_AGAIN_S = 0.02  # while a function waits for a resource its time stands still, and is looked at this often
+
+
+class Overrun(Exception):
+    """A function took longer than it may."""
+
+
+class FunctionFailed(Exception):
+    """A function raised ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def invoke(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float | None, context: Context
+) -> Any:
+    """Call a sync or async function and wait for what it returns.
+
+    A sync function runs on a thread of its own, with the caller's context variables. When it overruns or the caller is
+    cancelled, it is left alone: a thread cannot be stopped, but nobody waits for it, at exit neither.
+
+    Args:
+        function: what to call.
+        arguments: its arguments, by name.
+        timeout_s: seconds that the function may take, what it waits for resources not counted; None for any time.
+        context: the rollout's context, which knows what was waited for.
+
+    Raises:
+        Overrun: the function took longer than ``timeout_s``.
+        FunctionFailed: the function raised; ``error`` says what. An attempt to end the process, and a cancellation
+            that nobody asked for, count as failures of the function.
+        PrerequisiteError: no thread could be started for a sync function.
+    """
+    limit = asyncio.timeout(None)
+    try:
+        async with limit, _Clock(limit, timeout_s, context):
+            return await _call(function, arguments)
+    except TimeoutError as error:
+        if limit.expired():
+            raise Overrun from None
+        raise FunctionFailed(error) from None
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise FunctionFailed(error) from None
+    except _ThreadRefused as error:
+        raise PrerequisiteError(
+            f"No thread could be started for a sync function ({error}). The machine's limit on threads is reached: "
+            "raise it (ulimit -u, or the container's limit on pids), run fewer rollouts at a time, or make it async."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise FunctionFailed(error) from None
+
+
+async def run_in_thread(function: Callable[..., T], /, **arguments: Any) -> T:
+    """Call a sync function on a thread of its own and wait for what it returns, with the caller's context variables.
+
+    One thread a call, because a pool of fewer threads than rollouts would make sync functions wait for one another.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+    variables = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = variables.run(function, **arguments)
+        except StopIteration as error:  # a future cannot carry it
+            report(outcome.set_exception, RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            report(outcome.set_exception, error)
+        else:
+            report(outcome.set_result, result)
+
+    def report(settle: Callable[[Any], None], value: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(lambda: None if outcome.done() else settle(value))
+        except RuntimeError:  # the loop was closed meanwhile, so nobody waits any more
+            return
+
+    try:
+        threading.Thread(target=work, name=f"agentfly-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    except RuntimeError as error:
+        raise _ThreadRefused(str(error)) from error
+    return await outcome
+
+
+class _ThreadRefused(Exception):
+    """The system refused to start another thread."""
+
+
+async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(**arguments)
+    result = await run_in_thread(function, **arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+class _Clock:
+    """Lets ``limit`` expire once the time spent, without that spent waiting for resources, reaches ``timeout_s``."""
+
+    def __init__(self, limit: asyncio.Timeout, timeout_s: float | None, context: Context) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        if self._timeout_s is not None:
+            self._started = self._loop.time() - self._context.waited_seconds
+            self._timer = self._loop.call_later(self._timeout_s, self._look)
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        assert self._timeout_s is not None
+        spent = self._loop.time() - self._context.waited_seconds - self._started
+        left = self._timeout_s - spent
+        if left > 0:
+            self._timer = self._loop.call_later(max(left, _LOOK_AGAIN_S), self._look)
+        else:
+            self._limit.reschedule(self._loop.time())

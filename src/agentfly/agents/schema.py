@@ -1,0 +1,230 @@
+"""ArgumentSchema: what a tool wants of the model, as a JSON schema, and the check of what the model gave."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import create_model as create_pydantic_model
+from pydantic.errors import PydanticUserError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.errors import InvalidArguments
+
+_MOST_PROBLEMS = 5  # of one call that an error lists
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument that the model gives.
+
+    Attributes:
+        name: its name.
+        annotation: its type.
+        description: what the docstring says of it; empty if nothing.
+        required: whether it must be given.
+        default: its default if it need not be given, for the schema to tell the model.
+    """
+
+    name: str
+    annotation: Any
+    description: str = ""
+    required: bool = True
+    default: Any = None
+
+
+class ArgumentSchema:
+    """The arguments of a tool: their JSON schema, and their validation.
+
+    A value that the model wrote in another form than the type's is read as the type where that loses nothing: the
+    texts ``"5"``, ``"True"`` and ``'["a"]'`` as a number, a boolean and a list, and ``"null"`` as null where null is
+    allowed. What is a string by its type stays as it was written: ``"0123"``, and ``"none"`` of an enumeration.
+
+    Args:
+        tool: name of the tool, for messages.
+        arguments: the arguments, in order.
+
+    Raises:
+        TypeError: a type has no JSON form; the message names the argument.
+    """
+
+    def __init__(self, tool: str, arguments: Sequence[Argument]) -> None:
+        self.tool = tool
+        self.arguments = tuple(arguments)
+        for argument in arguments:
+            _model_of("check", [argument])  # so that the message can name the one that has no JSON form
+        self._model = _model_of(tool, self.arguments)
+        self.json_schema = _json_schema(self._model, self.arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArgumentSchema, (self.tool, self.arguments)  # a model made at run time does not pickle
+
+    def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the tool's types, those that were not given left out.
+
+        Raises:
+            InvalidArguments: a name is missing or too many, or a value does not fit. The message says which, and what
+                was expected, and repeats what was given, cut to about 800 characters.
+        """
+        try:
+            model = self._model.model_validate(dict(given))
+        except ValidationError as error:
+            raise self._refusal(given, _problems(error)) from None
+        except RecursionError:
+            raise self._refusal(given, ["the value is nested too deeply"]) from None
+        return {
+            argument.name: getattr(model, _field(number))
+            for number, argument in enumerate(self.arguments)
+            if _field(number) in model.model_fields_set
+        }
+
+    def describe(self) -> str:
+        """The arguments in a few words, for instance ``city (string), days (integer, optional)``."""
+        return ", ".join(
+            f"{argument.name} ({self.type_of(argument.name)}{'' if argument.required else ', optional'})"
+            for argument in self.arguments
+        )
+
+    def type_of(self, name: str) -> str:
+        """The type of an argument in JSON's words."""
+        return _in_words(self.json_schema["properties"][name])
+
+    def _refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
+        expected = f"It takes: {self.describe()}." if self.arguments else "It takes no arguments."
+        return InvalidArguments(
+            f"The call of {self.tool!r} was not executed, because its arguments do not fit: {'; '.join(problems)}. "
+            f"{expected} You gave: {excerpt(_echo(given), ECHO_CHARS)}"
+        )
+
+
+def _field(number: int) -> str:
+    """Name of a model's field: numbered, so that no argument's name can clash with a name of pydantic's."""
+    return f"argument_{number}"
+
+
+def _model_of(name: str, arguments: Sequence[Argument]) -> type[BaseModel]:
+    config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, protected_namespaces=(), title=name
+    )
+    fields: dict[str, Any] = {_field(number): _typed(argument) for number, argument in enumerate(arguments)}
+    try:
+        model: type[BaseModel] = create_pydantic_model(name, __config__=config, **fields)
+        model.model_json_schema()
+    except (PydanticUserError, TypeError, NameError) as error:
+        reason = str(error).splitlines()[0]
+        raise TypeError(f"{', '.join(argument.name for argument in arguments)}: {reason}") from error
+    return model
+
+
+def _reader(argument: Argument) -> WrapValidator:
+    return WrapValidator(_Reader(_allows_null(argument.annotation)))
+
+
+def _typed(argument: Argument) -> tuple[Any, Any]:
+    annotation = Annotated[argument.annotation, _reader(argument)]  # type: ignore[name-defined]
+    default: Any = ... if argument.required else None
+    if argument.description:
+        return annotation, Field(default, alias=argument.name, description=argument.description)
+    return annotation, Field(default, alias=argument.name)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a value as its type, and where that fails as the JSON text of a value of that type."""
+
+    allows_null: bool
+
+    def __call__(self, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        if self.allows_null and value == "null":
+            return read(None)
+        try:
+            return read(value)
+        except ValidationError:
+            if not isinstance(value, str):
+                raise
+            try:
+                decoded = json.loads(value)
+            except (ValueError, RecursionError):
+                decoded = value
+            if isinstance(decoded, str):
+                raise
+        return read(decoded)
+
+
+def _allows_null(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is Annotated:
+        annotation = annotation.__origin__
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return any(_allows_null(one) for one in typing.get_args(annotation))
+    return annotation is None or annotation is type(None)
+
+
+def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[str, Any]:
+    schema = model.model_json_schema(by_alias=True)
+    for argument in arguments:
+        shown = schema["properties"][argument.name]
+        shown.pop("default", None)
+        if not argument.required:
+            try:
+                shown["default"] = to_jsonable_python(argument.default)
+            except (
+                PydanticSerializationError
+            ):  # a default that JSON cannot show is left out: the model need not know it
+                continue
+    plain: dict[str, Any] = _without_titles(schema)
+    return {"type": "object", "properties": plain.pop("properties", {}), **plain}
+
+
+def _without_titles(node: Any, *, names: bool = False) -> Any:
+    """A schema without the titles that pydantic derives from names. ``names`` tells that the keys are a user's."""
+    if isinstance(node, dict):
+        return {
+            key: _without_titles(value, names=not names and key in ("properties", "$defs"))
+            for key, value in node.items()
+            if names or key != "title"
+        }
+    if isinstance(node, list):
+        return [_without_titles(value) for value in node]
+    return node
+
+
+def _problems(error: ValidationError) -> list[str]:
+    found = list(_each_problem(error))
+    more = len(found) - _MOST_PROBLEMS
+    return found if more <= 0 else [*found[:_MOST_PROBLEMS], f"and {more} more"]
+
+
+def _each_problem(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            yield f"{where} is missing"
+        elif problem["type"] == "extra_forbidden":
+            yield f"{excerpt(where, ECHO_CHARS // 8)!r} is not among them"
+        else:
+            yield f"{excerpt(where, ECHO_CHARS // 8)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "const" in schema:
+        return json.dumps(schema["const"], ensure_ascii=False)
+    if "anyOf" in schema:
+        return " or ".join(_in_words(one) for one in schema["anyOf"])
+    if schema.get("type") == "array" and "items" in schema:
+        return f"array of {_in_words(schema['items'])}"
+    return str(schema.get("type", "object" if "$ref" in schema else "any"))
+
+
+def _echo(given: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(given, ensure_ascii=False, default=str)
+    except (RecursionError, ValueError):
+        return "something nested too deeply to show"

@@ -1,0 +1,245 @@
+"""ActionFormat: calls as plain lines, ``Action: tool[argument]``, which small and base models can follow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.toolcalls.format import ParsedTurn, call_id
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
+from agentfly.messages import Message, ToolCall
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
+
+_PREFIX = re.compile(r"\s*action\s*:\s*", re.IGNORECASE)
+_OBSERVATION = re.compile(r"\s*observation\s*:", re.IGNORECASE)
+_CALL = re.compile(r"([A-Za-z_][\w-]*)\s*\[(.*)\]\s*(?:\.\s*)?")
+_OPENED = re.compile(r"([A-Za-z_][\w-]*)\s*\[")
+_WORD = re.compile(r"[A-Za-z_][\w-]*")
+_ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
+_NEXT_ARGUMENT = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")
+_END_OF_VALUE = re.compile(r"\s*(,|$)")
+_BARE = re.compile(r'[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
+
+
+class _Unreadable(ValueError):
+    """The text between the brackets is not a list of arguments. The message says why."""
+
+
+@dataclass(frozen=True)
+class ActionFormat:
+    """Calls as lines of their own: ``Action: tool[argument]``, or ``Action: tool[a=1, b=two]``.
+
+    * With one argument, the text between the brackets is the argument as it stands: ``Action: check[eggs]``. That is so
+      for a tool that takes one argument, and for the only required argument of a tool that takes several.
+    * With several, each is ``name=value``, and ends at the comma before the next name.
+    * A value in double quotes is a JSON string, for line breaks and the like; a list or an object is written as JSON.
+      Other values are texts that the tool's types read: ``5`` as a number where a number is wanted.
+    * ``Action:`` may be left out before a tool that the agent has. Several such lines are parallel calls. Lines after
+      one that begins with ``Observation:`` are not read: the model makes them up.
+
+    What is recognisably a call but cannot be read is an error that the model is told, never half a call. Observations
+    go back as a user message that begins with ``Observation:``.
+
+    Args:
+        calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
+    """
+
+    calls_in_thinking: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name by which an agent asks for the format."""
+        return "action"
+
+    def instructions(self, tools: Sequence[Tool]) -> str:
+        """How to call a tool, and the tools, one a line, in few words: small models have short contexts."""
+        if not tools:
+            return ""
+        return "\n".join(
+            [
+                "To use a tool, end your turn with a line like this:",
+                f"Action: {_signature(tools[0])}",
+                "The answer comes back after 'Observation:'. The tools are:",
+                *(line for tool in tools for line in _description(tool)),
+            ]
+        )
+
+    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> ParsedTurn:
+        """Read a turn's text."""
+        known = {tool.name: tool for tool in tools}
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        made_up = False
+        for line, thought in self._lines(text):
+            made_up = made_up or (not thought and _OBSERVATION.match(line) is not None)
+            call = None if thought or made_up else _read_line(line, known, call_id(first_call + len(calls)))
+            if call is None:
+                content.append(line)
+            else:
+                calls.append(call)
+        return ParsedTurn("".join(content).strip(), tuple(calls))
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a call. A single argument is written bare, so it must be one that can be (see the class)."""
+        if len(arguments) == 1:
+            (argument, value), *_ = arguments.items()
+            return f"Action: {name}[{_bare(argument, value)}]"
+        return f"Action: {name}[{', '.join(f'{key}={_quoted(value)}' for key, value in arguments.items())}]"
+
+    def result(self, call: ToolCall, observation: str) -> Message:
+        """A user message that begins with ``Observation:``."""
+        return {"role": "user", "content": f"Observation: {observation}"}
+
+    def _lines(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The lines, their ends included, and whether they are thinking. A line also ends at a marker of thinking."""
+        spans = [marker.span() for marker in MARKER.finditer(text)] if self.calls_in_thinking else thinking_spans(text)
+        position = 0
+        for start, stop in [*spans, (len(text), len(text))]:
+            yield from ((line, False) for line in re.findall(r"[^\n]*\n|[^\n]+", text[position:start]))
+            yield text[start:stop], True
+            position = stop
+
+
+def _read_line(line: str, known: dict[str, Tool], id: str) -> ToolCall | None:  # noqa: A002
+    prefix = _PREFIX.match(line)
+    written = line[prefix.end() if prefix else 0 :].strip()
+    call = _CALL.fullmatch(written)
+    if call and (prefix or call.group(1) in known):
+        return _read_call(call.group(1), call.group(2).strip(), known, id, line)
+    if prefix and written in known and not known[written].schema.arguments:
+        return ToolCall(id, written, {})
+    opened = _OPENED.match(written)
+    if prefix or (opened and opened.group(1) in known and "]" not in written):
+        word = _WORD.match(written)
+        reason = "the tool's name must be followed by its argument in square brackets, and nothing after them"
+        return _malformed(id, word.group() if word else "", reason, known, line)
+    return None
+
+
+def _read_call(name: str, inside: str, known: dict[str, Tool], id: str, line: str) -> ToolCall:  # noqa: A002
+    tool = known.get(name)
+    if tool is None:
+        return ToolCall(id, name, {"argument": inside} if inside else {})
+    try:
+        return ToolCall(id, name, _arguments(tool, inside))
+    except _Unreadable as error:
+        return _malformed(id, name, str(error), known, line)
+
+
+def _malformed(id: str, name: str, reason: str, known: dict[str, Tool], line: str) -> ToolCall:  # noqa: A002
+    example = _signature(known[name]) if name in known else "tool[argument]"
+    return ToolCall(
+        id,
+        name,
+        None,
+        f"This action was not executed, because it cannot be read: {reason}. Write it like this:\nAction: {example}\n"
+        f"You wrote: {excerpt(line.strip(), ECHO_CHARS)}",
+    )
+
+
+def _arguments(tool: Tool, inside: str) -> dict[str, Any]:
+    names = [argument.name for argument in tool.schema.arguments]
+    required = [argument.name for argument in tool.schema.arguments if argument.required]
+    if not inside and not required:
+        return {}
+    if len(names) == 1:
+        return {names[0]: _single(names[0], inside)}
+    if not names:
+        raise _Unreadable("the tool takes no argument, so there must be nothing between the brackets")
+    arguments: dict[str, Any] = {}
+    position = 0
+    if not _ARGUMENT.match(inside):
+        if len(required) != 1:
+            raise _Unreadable("each argument must be given as name=value")
+        arguments[required[0]], position = _value(inside, 0)
+    while position < len(inside):
+        named = _ARGUMENT.match(inside, position)
+        if named is None:
+            raise _Unreadable("each argument must be given as name=value, and a text that holds a comma in quotes")
+        name = named.group(1)
+        if name in arguments:
+            raise _Unreadable(f"the argument {name!r} is given twice")
+        arguments[name], position = _value(inside, named.end())
+    return arguments
+
+
+def _single(name: str, inside: str) -> Any:
+    text = inside.removeprefix(f"{name}=").strip()
+    if text.startswith('"'):
+        try:
+            value, end = decode_value(text, 0)
+        except NotJSON:
+            return text
+        return value if end == len(text) else text
+    return text
+
+
+def _value(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at ``start``, and the position of the next argument."""
+    if text.startswith(('"', "[", "{"), start):
+        try:
+            value, end = decode_value(text, start)
+        except NotJSON as error:
+            if text.startswith('"', start):
+                raise _Unreadable(f"a text in quotes must be a JSON string: {error}") from None
+        else:
+            if after := _END_OF_VALUE.match(text, end):
+                return value, after.end()
+            raise _Unreadable("there must be a comma after a value in quotes or brackets")
+    following = _NEXT_ARGUMENT.search(text, start)
+    stop, resume = following.span() if following else (len(text), len(text))
+    return text[start:stop].strip(), resume
+
+
+def _bare(argument: str, value: Any) -> str:
+    """A single argument as text that stands for itself."""
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    plain = (
+        value
+        and value == value.strip()
+        and "\n" not in value
+        and not value.startswith(('"', f"{argument}="))
+        and not MARKER.search(value)
+        and not _ARGUMENT.match(value)
+        and not _NEXT_ARGUMENT.search(value)
+    )
+    return value if plain else _string(value)
+
+
+def _quoted(value: Any) -> str:
+    """One of several arguments, so that its end can be told."""
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+    return value if _BARE.fullmatch(value) and value == value.strip() else _string(value)
+
+
+def _string(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")  # so that it holds no marker of thinking
+
+
+def _signature(tool: Tool) -> str:
+    names = [argument.name for argument in tool.schema.arguments]
+    if len(names) <= 1:
+        return f"{tool.name}[{''.join(names)}]"
+    return f"{tool.name}[{', '.join(f'{name}=…' for name in names)}]"
+
+
+def _description(tool: Tool) -> Iterator[str]:
+    yield f"{_signature(tool)}: {' '.join(tool.description.split())}"
+    for argument in tool.schema.arguments:
+        kind = tool.schema.type_of(argument.name)
+        described = [
+            kind if kind != "string" else "",
+            "optional" if not argument.required else "",
+            argument.description,
+        ]
+        if any(described):
+            yield f"  {argument.name}: {', '.join(filter(None, described))}"

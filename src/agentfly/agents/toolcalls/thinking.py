@@ -1,0 +1,35 @@
+"""Thinking: the parts of a turn's text that the model thinks rather than says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MARKER = re.compile(r"</?think>")
+
+Span = tuple[int, int]
+
+
+def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
+    """Where ``text`` is between ``<think>`` and ``</think>``, the markers included.
+
+    Thinking that is never closed goes on to the end. A closing marker without an opening one closes thinking that the
+    prompt had opened, so it starts at the beginning.
+
+    Args:
+        text: the text of one turn.
+        skip: spans in which markers mean nothing, for instance the arguments of a call.
+    """
+    spans: list[Span] = []
+    opened: int | None = None
+    for marker in MARKER.finditer(text):
+        if any(start <= marker.start() < stop for start, stop in skip):
+            continue
+        if marker.group() == "<think>":
+            opened = marker.start() if opened is None else opened
+        elif opened is not None or not spans:
+            spans.append((opened or 0, marker.end()))
+            opened = None
+    if opened is not None:
+        spans.append((opened, len(text)))
+    return spans

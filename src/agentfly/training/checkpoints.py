@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError
 
@@ -128,13 +129,13 @@ def read_learner(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_weights(model: torch.nn.Module, path: Path) -> None:
+def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Put the weights of the checkpoint at ``path`` into a model, in place.
 
     Raises:
         ConfigError: they are the weights of a model of another shape.
     """
-    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)  # type: ignore[attr-defined]
+    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
     try:
         model.load_state_dict(saved.state_dict())
     except RuntimeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.advantages import Floats
@@ -52,11 +53,11 @@ class Learner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         config: TrainConfig,
         *,
         temperature: float,
-        reference: torch.nn.Module | None = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         self._model = model.requires_grad_()
         self._config = config
@@ -158,7 +159,7 @@ class Learner:
             learns=learns,
         )
 
-    def _score(self, model: torch.nn.Module, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def _score(self, model: PreTrainedModel, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         scores = score_tokens(
             model, [row.ids for row in rows], [row.targets for row in rows], temperature=self._temperature
         )

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
+from transformers import PreTrainedModel
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
@@ -52,7 +52,7 @@ class TrainablePolicy(Policy, Protocol):
     """A policy whose weights are here to be changed."""
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> PreTrainedModel:
         """The model that it samples from."""
         ...
 
@@ -163,7 +163,8 @@ class Trainer:
             if place.step == 0 and self._eval_tasks:
                 evaluations[0] = await self._evaluate(runner, 0)
             while place.step < config.steps:
-                place, metrics[place.step + 1] = await self._step(runner, policy, learner, place)
+                place, step_metrics = await self._step(runner, policy, learner, place)
+                metrics[place.step] = step_metrics
                 if self._is_due(place.step, config.eval_every_steps) and self._eval_tasks:
                     evaluations[place.step] = await self._evaluate(runner, place.step)
                 if self._is_due(place.step, config.checkpoint_every_steps):
@@ -208,7 +209,7 @@ class Trainer:
         policy.weights_updated()
         return learner, replace(place, step=saved.step, cursor=saved.cursor)
 
-    def _new_learner(self, policy: TrainablePolicy, reference: torch.nn.Module | None) -> Learner:
+    def _new_learner(self, policy: TrainablePolicy, reference: PreTrainedModel | None) -> Learner:
         return Learner(policy.model, self._config, temperature=self._temperature, reference=reference)
 
     def _runner(self, policy: Policy) -> Runner:

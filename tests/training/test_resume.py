@@ -1,0 +1,80 @@
+"""What may be gone on with, and what is forgotten before it is done again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfly.errors import ConfigError
+from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.training.checkpoints import Place
+from agentfly.training.config import TrainConfig
+from agentfly.training.resume import FREE_TO_CHANGE, forget_after, require_empty, require_same_run
+from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.run_directory import RunDirectory
+
+
+def place(**settings: Any) -> Place:
+    return Place(0, 0, "tiny", "abc", TrainConfig(**settings).model_dump(mode="json"))
+
+
+def run_of_three_steps(path: Path) -> RunDirectory:
+    run = RunDirectory(path).ensure()
+    write = MetricsWriter(run)
+    for step in range(4):
+        if step:
+            run.trajectories_file(step).write_text("{}\n")
+            write(StepFinished(step=step, metrics={"reward/mean": step / 10}))
+        run.trajectories_file(step, "eval").write_text("{}\n")
+        write(EvaluationFinished(step=step, metrics={"reward/mean": step / 10}))
+    return run
+
+
+def test_metrics_and_trajectories_after_the_checkpoint_are_forgotten_and_no_others(tmp_path: Path) -> None:
+    run = run_of_three_steps(tmp_path)
+    with run.metrics_file.open("a") as file:
+        file.write('{"kind": "train", "step": 4, "ti')  # cut by the kill
+    forget_after(run, 2)
+    assert [row.step for row in run.metrics("train")] == [1, 2]
+    assert [row.step for row in run.metrics("eval")] == [0, 1, 2]
+    assert [step for step, _ in run.trajectory_files("train")] == [1, 2]
+    assert [step for step, _ in run.trajectory_files("eval")] == [0, 1, 2]
+    assert len(run.metrics_file.read_text().splitlines()) == 5
+
+
+def test_without_a_checkpoint_everything_is_done_again(tmp_path: Path) -> None:
+    run = run_of_three_steps(tmp_path)
+    forget_after(run, None)
+    assert run.metrics("train") == run.metrics("eval") == []
+    assert run.trajectory_files("train") == run.trajectory_files("eval") == []
+
+
+def test_settings_that_shape_the_learning_cannot_change_and_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        require_same_run(place(), place(learning_rate=0.5, attempts=4))
+    assert "learning_rate was 1e-05 and is now 0.5" in str(refusal.value)
+    assert "attempts was 8 and is now 4" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("field", "value", "said"), [("model", "other", "the model"), ("tasks", "xyz", "the tasks")])
+def test_another_model_or_other_tasks_are_refused(field: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        require_same_run(place(), replace(place(), **{field: value}))
+
+
+def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:
+    require_same_run(place(), place(steps=500, eval_every_steps=2, threads=1, keep_checkpoints=9))
+
+
+def test_what_is_free_to_change_are_settings() -> None:
+    assert set(TrainConfig.model_fields) >= FREE_TO_CHANGE
+
+
+def test_a_new_run_does_not_begin_where_another_one_is(tmp_path: Path) -> None:
+    run = run_of_three_steps(tmp_path / "used")
+    with pytest.raises(ConfigError, match="resume=True"):
+        require_empty(run)
+    require_empty(RunDirectory(tmp_path / "fresh").ensure())

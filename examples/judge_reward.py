@@ -53,7 +53,7 @@ class Judge:
         prompt = f"Question: {question}\nExpected: {expected}\nAnswer: {response}\nEnd with 'Score: N/10'."
         ids = self.model.tokenizer.encode_text(prompt)
         generation = await self.model.generate(ids, SamplingParams(), rollout_id=f"judge-{self.asked}")
-        verdict = self.model.tokenizer.decode(generation.ids)
+        verdict = self.model.tokenizer.decode(generation.ids).removesuffix("<|im_end|>")
         found = re.search(r"Score: (\d+)/10", verdict)
         if found is None:
             raise ValueError(f"the judge gave no score: {verdict!r}")

@@ -53,7 +53,7 @@ def test_the_judge_scores_three_answers_and_leaves_one_unscored(tmp_path: Path) 
     assert "It just does. -> 0.0" in printed
     assert "than sound. -> 0.6" in printed
     assert "obviously. -> unscored" in printed
-    assert "the judge gave no score: 'That is a matter of taste." in printed
+    assert "the judge gave no score: 'That is a matter of taste.'" in printed
     assert printed.splitlines()[-1] == "mean reward 0.53, unscored 1"
 
 

@@ -15,6 +15,9 @@ from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.thread_home import ThreadHome
 from agentfly.resources.resource import Resource, Status
 
+ABANDONED_CALL_S = 1.0
+"""Seconds that a release waits for a call that nobody waits for any more, so that the simulator can be closed."""
+
 
 class Environment(Resource):
     """A live simulator. Every public method of the user's object can be awaited on it, wherever the object lives.
@@ -93,12 +96,10 @@ class Environment(Resource):
     async def release(self) -> None:
         """End the simulator; return when it is gone. A thread whose call hangs cannot be ended and is left behind."""
         lost, self._lost = self._why_lost(), "it was released"
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self.spec.release_timeout_s
-        settled = await self._settle(self.spec.release_timeout_s)
+        settled = await self._settle(min(ABANDONED_CALL_S, self.spec.release_timeout_s / 2))
         for task in self._unfinished:
             task.cancel()
-        await self._home.stop(close_s=max(0.0, deadline - clock()) if settled and lost is None else 0.0)
+        await self._home.stop(close_s=self.spec.release_timeout_s if settled and lost is None else 0)
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -373,3 +373,26 @@ async def test_release_gives_up_a_call_that_nobody_waits_for_any_more(runs: Runs
     call.cancel()
     async with asyncio.timeout(4):
         await counter.release()
+
+
+class SlowToMake:
+    def __init__(self, path: str) -> None:
+        with open(path, "a") as file:  # noqa: PTH123  (kept to what the simulator's process has loaded)
+            file.write("made\n")
+        if os.path.getsize(path) > len("made\n"):  # noqa: PTH202
+            time.sleep(0.5)
+
+    def step(self) -> str:
+        return "stepped"
+
+
+@pytest.mark.parametrize("runs", ["thread", "process"])
+async def test_an_interrupted_making_anew_is_never_given_to_anybody(runs: Runs, tmp_path: Any) -> None:
+    slow = environment(factory=SlowToMake, args=(str(tmp_path / "lines"),), runs=runs)
+    await slow.start()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(slow.reset(), 0.2)
+    assert await slow.status() is Status.BROKEN
+    with pytest.raises(ResourceDied, match="making anew was interrupted"):
+        await slow.step()
+    await slow.release()

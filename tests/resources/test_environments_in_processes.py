@@ -20,7 +20,7 @@ import pytest
 
 from agentfly.errors import ResourceDied, ResourceResetError, UsageError
 from agentfly.resources.environments.environment import Environment
-from agentfly.resources.environments.orphan import reap
+from agentfly.resources.environments.kept_process import reap
 from agentfly.resources.environments.returned_error import RemoteError
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status

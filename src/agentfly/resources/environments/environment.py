@@ -85,8 +85,10 @@ class Environment(Resource):
             raise ResourceResetError(f"{self.instance} cannot be reset: {why}.")
         if args or kwargs or self._resets_freely:
             return await self.call("reset", *args, **kwargs)
+        self._lost = "its making anew was interrupted"
         await self._home.stop(close_s=self.spec.release_timeout_s)
         await self._home.start()
+        self._lost = None
         return None
 
     async def status(self) -> Status:
@@ -103,7 +105,7 @@ class Environment(Resource):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The process that a dead owner would leave; see `agentfly.resources.environments.orphan.reap`."""
+        """The process that a dead owner would leave; see `agentfly.resources.environments.kept_process.reap`."""
         return self._home.traces
 
     async def _finish(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,10 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any
 
-from agentfly.resources.environments.orphan import start_time
+from agentfly.errors import ResourceError
 from agentfly.resources.environments.worker import LENGTH
+from agentfly.resources.identity import start_time
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,29 @@ class KeptProcess:
                 self._tail = (self._tail + chunk)[-TAIL_BYTES:]
         finally:
             transport.close()
+
+
+def reap(traces: Mapping[str, Any]) -> None:
+    """End a keeper that a dead process left, and all below it. The `reap` of the kind; traces as of `KeptProcess`.
+
+    A keeper ends by itself within a second of its process's death; this is for one that could not.
+
+    Raises:
+        ResourceError: it does not end.
+    """
+    pid, started = traces.get("pid"), traces.get("start_time")
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + FORCE_S
+        if pid is not None and start_time(pid) == started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        while time.monotonic() < deadline:
+            if pid is None or start_time(pid) != started:
+                return
+            time.sleep(0.01)
+    raise ResourceError(
+        f"The keeper {pid} of a simulator does not end, not even by SIGKILL. Look for what holds it up."
+    )
 
 
 def _how(status: int | None) -> str:

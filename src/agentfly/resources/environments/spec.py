@@ -111,5 +111,5 @@ register(
     EnvironmentSpec,
     "agentfly.resources.environments.environment:Environment",
     kind="environment",
-    reap="agentfly.resources.environments.orphan:reap",
+    reap="agentfly.resources.environments.kept_process:reap",
 )

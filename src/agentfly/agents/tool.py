@@ -204,7 +204,7 @@ def _make(
 ) -> Tool:
     name = name or name_of(function)
     _require_settings(name, function, timeout_s, max_output_chars, resources)
-    described = docstring_parser.parse(inspect.getdoc(function) or "")
+    described = docstring_parser.parse("\n" + (inspect.getdoc(function) or ""))  # sections begin after a line break
     description = (described.description or "").strip()
     if not description:
         raise ToolDefinitionError(

@@ -206,7 +206,7 @@ def _bare(argument: str, value: Any) -> str:
         value
         and value == value.strip()
         and "\n" not in value
-        and not value.startswith(('"', f"{argument}="))
+        and not value.startswith(('"', "[", "{", f"{argument}="))
         and not MARKER.search(value)
         and not _ARGUMENT.match(value)
         and not _NEXT_ARGUMENT.search(value)

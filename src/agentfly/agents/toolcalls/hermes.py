@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.format import ParsedTurn, call_id
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_objects, repair
-from agentfly.agents.toolcalls.thinking import thinking_spans
+from agentfly.agents.toolcalls.json_text import BadSyntax, NotJSON, decode_objects, repair
+from agentfly.agents.toolcalls.thinking import is_inside, thinking_spans
 from agentfly.messages import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class HermesFormat:
 
     Small slips are repaired if the tag is closed, nothing but white space follows it before the next call or the end,
     and no letter or digit of what was written is lost: Python's literals and quotes, a comma or closing bracket too
-    many, a closing bracket missing at the end, names without quotes. Everything else is an error that the model is
+    many, a closing bracket missing at the end, words without quotes. Everything else is an error that the model is
     told; text that was cut off is never repaired.
 
     Args:
@@ -64,7 +64,7 @@ class HermesFormat:
         blocks = list(_blocks(text))
         if not self.calls_in_thinking:
             thought = thinking_spans(text, [(block.start, block.stop) for block in blocks])
-            blocks = [block for block in blocks if not any(start <= block.start < stop for start, stop in thought)]
+            blocks = [block for block in blocks if not is_inside(block.start, thought)]
         calls = [call for block in blocks for call in block.calls]
         numbered = tuple(
             ToolCall(call_id(first_call + number), call.name, call.arguments, call.error)
@@ -134,17 +134,24 @@ def _malformed(text: str, start: int) -> _Block:
         return _Block(start, limit, (_error(text[body:limit], f"it is not closed by {CLOSE}"),))
     stop = last + len(CLOSE)
     written = text[body:last]
-    if first == last and not text[stop:limit].strip():
-        try:
-            return _Block(start, stop, tuple(map(_call, repair(written))))
-        except NotJSON:
-            pass  # the error of the text as it stands says more
+    clear_end = first == last and not text[stop:limit].strip()
+    return _Block(start, stop, _repaired(written, may_repair=clear_end))
+
+
+def _repaired(written: str, *, may_repair: bool) -> tuple[_Call, ...]:
     try:
         _, end = decode_objects(written, 0)
         reason = f"there is more text after the object, at character {end}"
-    except NotJSON as error:
+    except BadSyntax as error:
         reason = str(error)
-    return _Block(start, stop, (_error(written, reason),))
+    except NotJSON as error:
+        return (_error(written, str(error)),)
+    if may_repair:
+        try:
+            return tuple(map(_call, repair(written)))
+        except NotJSON:
+            pass  # what is wrong with the text as it stands says more
+    return (_error(written, reason),)
 
 
 def _error(written: str, reason: str) -> _Call:

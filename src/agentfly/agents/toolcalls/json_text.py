@@ -22,6 +22,10 @@ class NotJSON(ValueError):
     """The text is not what was expected. The message says where and why."""
 
 
+class BadSyntax(NotJSON):
+    """The text is not JSON; it may be repairable. Any other `NotJSON` is a value that must not be had."""
+
+
 def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
     """Decode the JSON objects that stand one after another from ``start`` on, or the one list of them.
 
@@ -61,7 +65,7 @@ def decode_value(text: str, start: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, start)
         _require_storable(value)
     except json.JSONDecodeError as error:
-        raise NotJSON(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
+        raise BadSyntax(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
     except RecursionError:
         raise NotJSON("it is nested too deeply") from None
     except ValueError as error:  # a repeated name, NaN, a number of too many digits, half of a surrogate pair

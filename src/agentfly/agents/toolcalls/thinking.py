@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 
@@ -18,12 +19,12 @@ def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
 
     Args:
         text: the text of one turn.
-        skip: spans in which markers mean nothing, for instance the arguments of a call.
+        skip: spans, in order, in which markers mean nothing, for instance the arguments of a call.
     """
     spans: list[Span] = []
     opened: int | None = None
     for marker in MARKER.finditer(text):
-        if any(start <= marker.start() < stop for start, stop in skip):
+        if is_inside(marker.start(), skip):
             continue
         if marker.group() == "<think>":
             opened = marker.start() if opened is None else opened
@@ -33,3 +34,9 @@ def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
     if opened is not None:
         spans.append((opened, len(text)))
     return spans
+
+
+def is_inside(position: int, spans: Sequence[Span]) -> bool:
+    """Whether a position lies in one of ``spans``, which are in order and do not overlap."""
+    before = bisect.bisect_right(spans, position, key=lambda span: span[0])
+    return before > 0 and position < spans[before - 1][1]

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from agentfly.agents.toolcalls.thinking import is_inside, thinking_spans
+
+
+@pytest.mark.parametrize(
+    ("text", "thought"),
+    [
+        ("no thinking", []),
+        ("a<think>b</think>c", ["<think>b</think>"]),
+        ("<think>a</think>b<think>c", ["<think>a</think>", "<think>c"]),
+        ("opened by the prompt</think>b", ["opened by the prompt</think>"]),
+        ("<think>a<think>b</think>c</think>d", ["<think>a<think>b</think>"]),
+    ],
+)
+def test_thinking_is_what_stands_between_the_markers(text: str, thought: list[str]) -> None:
+    assert [text[start:stop] for start, stop in thinking_spans(text)] == thought
+
+
+def test_markers_in_skipped_spans_mean_nothing() -> None:
+    assert thinking_spans("(</think>)<think>a", skip=[(0, 10)]) == [(10, 18)]
+
+
+def test_a_position_is_inside_a_span_from_its_start_to_before_its_end() -> None:
+    spans = [(2, 4), (6, 7)]
+    assert [position for position in range(9) if is_inside(position, spans)] == [2, 3, 6]
+    assert not is_inside(0, [])

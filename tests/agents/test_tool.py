@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import pickle
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cloudpickle
+import pytest
+from pydantic import BaseModel
+
+from agentfly.agents.tool import FromTask, Tool, ToolResult, tool
+from agentfly.contexts.context import Context
+from agentfly.errors import (
+    AcquireTimeout,
+    InvalidArguments,
+    PrerequisiteError,
+    ToolCrashed,
+    ToolDefinitionError,
+    ToolError,
+    ToolTimeout,
+)
+from agentfly.resources.spec import ResourceSpec
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+speaker: contextvars.ContextVar[str] = contextvars.ContextVar("speaker", default="nobody")
+
+
+@tool
+async def check(item: str, context: Context) -> str:
+    """Look how much of an item is left.
+
+    Counts what is on the shelf only.
+
+    Args:
+        item: name of the item,
+            in the singular.
+
+    Returns:
+        How much is left.
+    """
+    return f"{item}: low ({context.rollout_id})"
+
+
+@tool(name="add-up", timeout_s=5, max_output_chars=100)
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Parameters
+    ----------
+    a : int
+        the first
+    b
+        the second
+    """
+    return a + b
+
+
+# --- definition ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tool_is_described_by_its_docstring_and_type_hints() -> None:
+    assert check.name == "check"
+    assert check.description == "Look how much of an item is left.\n\nCounts what is on the shelf only."
+    assert check.parameters["properties"] == {
+        "item": {"type": "string", "description": "name of the item, in the singular."}
+    }
+    assert check.parameters["required"] == ["item"]
+    assert add.name == "add-up"
+    assert add.parameters["properties"]["b"] == {"type": "integer", "description": "the second", "default": 1}
+
+
+def test_a_rest_docstring_is_understood() -> None:
+    @tool
+    def greet(who: str) -> str:
+        """Greet somebody.
+
+        :param who: whom to greet
+        """
+        return who
+
+    assert greet.description == "Greet somebody."
+    assert greet.parameters["properties"]["who"]["description"] == "whom to greet"
+
+
+def test_type_hints_may_name_types_that_are_local_to_the_definition() -> None:
+    @dataclass
+    class Point:
+        x: int
+
+    @tool
+    def go(to: Point, then: list[Point] | None = None) -> None:
+        """Go there."""
+
+    assert go.schema.validate({"to": {"x": "1"}, "then": [{"x": 2}]}) == {"to": Point(1), "then": [Point(2)]}
+
+
+async def test_a_tool_is_still_the_function(context: Context) -> None:
+    assert add(2, b=3) == 5
+    assert await check("eggs", context) == "eggs: low (rollout-0)"
+    assert check.__name__ == "check"
+    assert (add.__doc__ or "").startswith("Add two numbers.")
+
+
+def test_the_declared_resources_are_kept() -> None:
+    spec: ResourceSpec[Any] = ResourceSpec(capacity=2)
+
+    @tool(resources=[spec])
+    def look() -> None:
+        """Look."""
+
+    assert look.resources == (spec,)
+
+
+def look() -> str:
+    """Look."""
+    return "there"
+
+
+def no_docstring(item: str) -> str:
+    return item
+
+
+def only_sections(item: str) -> str:
+    """
+    Args:
+        item: the item
+    """
+    return item
+
+
+def no_hint(item) -> str:  # type: ignore[no-untyped-def]
+    """Look."""
+    return str(item)
+
+
+def many(*items: str) -> str:
+    """Look."""
+    return str(items)
+
+
+def any_names(**items: str) -> str:
+    """Look."""
+    return str(items)
+
+
+def positional(item: str, /) -> str:
+    """Look."""
+    return item
+
+
+def other_context(context: str) -> str:
+    """Look."""
+    return context
+
+
+def unresolvable(price: Decimal) -> str:
+    """Look."""
+    return str(price)
+
+
+def no_json(lock: threading.Thread) -> str:
+    """Look."""
+    return str(lock)
+
+
+def yields() -> Iterator[str]:
+    """Look."""
+    yield "a"
+
+
+@pytest.mark.parametrize(
+    ("function", "cure"),
+    [
+        (no_docstring, "has no docstring.*Write one"),
+        (only_sections, "has no docstring.*Write one"),
+        (no_hint, "'item'.*no type hint.*Write for instance 'item: str'"),
+        (many, r"'\*items: .*Write them out"),
+        (any_names, r"'\*\*items: .*Write them out"),
+        (positional, "'item'.*Remove the '/'"),
+        (other_context, "'context'.*another name"),
+        (unresolvable, "'Decimal'.*Import"),
+        (no_json, "lock.*Use types that JSON"),
+        (yields, "yields.*return it"),
+        (check, "a tool already"),
+        (dict, "not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_with_the_cure(function: Any, cure: str) -> None:
+    with pytest.raises(ToolDefinitionError, match=cure):
+        tool(function)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"name": "look up"}, "letters, digits"),
+        ({"timeout_s": 0}, "above 0"),
+        ({"max_output_chars": 0}, "at least 1"),
+        ({"resources": ["sandbox"]}, "no ResourceSpec"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ToolDefinitionError, match=cure):
+        tool(**settings)(look)
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_model_gives_its_arguments_and_the_rollout_gives_the_rest(context: Context) -> None:
+    @tool
+    def compare(guess: int, answer: Annotated[int, FromTask()], ctx: Context, hint: Annotated[str, FromTask()] = "-"):  # type: ignore[no-untyped-def]
+        """Compare a guess with the answer."""
+        return [guess, answer, hint, ctx.task.id]
+
+    assert list(compare.parameters["properties"]) == ["guess"]
+    assert (await compare.call({"guess": "3"}, context)).observation == '[3, "4", "-", "sum"]'
+    with pytest.raises(InvalidArguments, match="'answer' is not among them"):
+        await compare.call({"guess": 3, "answer": 4}, context)
+
+
+async def test_a_field_that_the_task_lacks_is_the_users_fault_and_names_the_fields(context: Context) -> None:
+    @tool
+    def look(colour: Annotated[str, FromTask()]) -> str:
+        """Look."""
+        return colour
+
+    with pytest.raises(ToolDefinitionError, match=r"no field 'colour', only \['answer', 'level'\]"):
+        await look.call({}, context)
+
+
+class Opaque:
+    def __str__(self) -> str:
+        return "opaque"
+
+
+@dataclass
+class Shelf:
+    eggs: int
+
+
+@pytest.mark.parametrize(
+    ("returned", "observation"),
+    [
+        ("as it is", "as it is"),
+        (None, ""),
+        (7, "7"),
+        (True, "true"),
+        ({"a": [1, "ü"]}, '{"a": [1, "ü"]}'),
+        (Shelf(3), '{"eggs": 3}'),
+        (Opaque(), "opaque"),
+        ([Opaque()], "[<"),
+        (b"a\xff", "a\ufffd"),
+        ("half \ud800 pair", "half ? pair"),
+    ],
+)
+async def test_whatever_a_tool_returns_becomes_a_text(returned: Any, observation: str, context: Context) -> None:
+    @tool
+    def look() -> Any:
+        """Look."""
+        return returned
+
+    result = await look.call({}, context)
+    assert result.observation.startswith(observation)
+    assert result.observation == observation or observation == "[<"
+
+
+async def test_a_tool_result_says_more_than_a_text(context: Context) -> None:
+    @tool
+    async def step() -> ToolResult:
+        """Step."""
+        return ToolResult("won", reward=1.0, done=True, state={"at": 3}, info={"moves": 9})
+
+    assert await step.call({}, context) == ToolResult("won", 1.0, True, {"at": 3}, {"moves": 9})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1"])
+def test_a_reward_of_a_call_that_is_no_number_is_refused(reward: Any) -> None:
+    with pytest.raises(ToolDefinitionError, match="finite number"):
+        ToolResult("", reward=reward)
+
+
+async def test_a_long_observation_keeps_its_head_and_tail_and_says_so(context: Context) -> None:
+    @tool(max_output_chars=10)
+    def dump() -> str:
+        """Dump."""
+        return "abcde" + "x" * 1000 + "vwxyz"
+
+    observation = (await dump.call({}, context)).observation
+    assert observation == "abcde\n[... 1000 characters left out ...]\nvwxyz"
+
+
+async def test_an_exception_of_the_tools_code_is_told_to_the_model_with_its_cause(context: Context) -> None:
+    @tool
+    def divide(by: int) -> float:
+        """Divide one."""
+        return 1 / by
+
+    with pytest.raises(ToolCrashed, match=r"^ZeroDivisionError: division by zero$") as crashed:
+        await divide.call({"by": 0}, context)
+    assert isinstance(crashed.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("raised", [SystemExit(1), StopIteration("x"), asyncio.CancelledError(), TimeoutError("slow")])
+async def test_nothing_that_a_tool_raises_can_end_more_than_its_call(
+    raised: BaseException, sync: bool, context: Context
+) -> None:
+    def fail() -> None:
+        """Fail."""
+        raise raised
+
+    async def fail_too() -> None:
+        """Fail."""
+        raise raised
+
+    with pytest.raises(ToolCrashed):
+        await tool(fail if sync else fail_too).call({}, context)
+
+
+async def test_a_long_message_of_an_exception_is_cut(context: Context) -> None:
+    @tool
+    def fail() -> None:
+        """Fail."""
+        raise ValueError("x" * 100_000)
+
+    with pytest.raises(ToolCrashed) as crashed:
+        await fail.call({}, context)
+    assert len(str(crashed.value)) < 1_000
+
+
+@pytest.mark.parametrize("error", [ToolError("no such item"), AcquireTimeout("pool full"), PrerequisiteError("bwrap")])
+async def test_a_typed_failure_comes_out_as_it_was_raised(error: Exception, context: Context) -> None:
+    @tool
+    async def fail() -> None:
+        """Fail."""
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        await fail.call({}, context)
+    assert raised.value is error
+
+
+async def test_a_call_that_takes_too_long_is_a_timeout_of_the_tool(context: Context) -> None:
+    ended = threading.Event()
+
+    @tool(timeout_s=0.02)
+    def hang() -> None:
+        """Hang."""
+        ended.wait()
+
+    @tool(timeout_s=0.02)
+    async def wait() -> None:
+        """Wait."""
+        await asyncio.sleep(3600)
+
+    for slow in (hang, wait):
+        with pytest.raises(ToolTimeout, match=r"stopped after 0\.02 s"):
+            await slow.call({}, context)
+    ended.set()
+
+
+async def test_time_spent_waiting_for_resources_is_not_the_tools(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = True
+    clock = time.monotonic()
+    monkeypatch.setattr(
+        Context, "waited_seconds", property(lambda _: time.monotonic() - clock if waiting else waited), raising=True
+    )
+    waited = 0.0
+
+    @tool(timeout_s=0.05)
+    async def queue() -> str:
+        """Wait for a resource for longer than the tool may take, and then work for a moment."""
+        nonlocal waiting, waited
+        await asyncio.sleep(0.2)
+        waited = time.monotonic() - clock
+        waiting = False
+        return "done"
+
+    assert (await queue.call({}, context)).observation == "done"
+
+
+async def test_cancelling_the_caller_cancels_the_call(context: Context) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    @tool(timeout_s=60)
+    async def wait() -> None:
+        """Wait."""
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    task = asyncio.create_task(wait.call({}, context))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled.is_set()
+
+
+async def test_sync_tools_run_beside_one_another_and_never_hold_up_the_loop(context: Context) -> None:
+    meeting = threading.Barrier(64, timeout=30)
+    threads = set()
+
+    @tool
+    def meet() -> None:
+        """Wait until all 64 callers are here: it can only end if all run at the same time."""
+        threads.add(threading.current_thread())
+        meeting.wait()
+
+    await asyncio.gather(*(meet.call({}, context) for _ in range(64)))
+    assert threading.main_thread() not in threads
+
+
+async def test_a_sync_tool_sees_the_callers_context_variables(context: Context) -> None:
+    @tool
+    def who() -> str:
+        """Say who speaks."""
+        return speaker.get()
+
+    token = speaker.set("Ada")
+    assert (await who.call({}, context)).observation == "Ada"
+    speaker.reset(token)
+
+
+async def test_an_object_bound_to_its_thread_works_within_a_call(context: Context) -> None:
+    @tool
+    def query() -> int:
+        """Count in a database that refuses other threads."""
+        with sqlite3.connect(":memory:") as connection:
+            row: tuple[int] = connection.execute("select 1 + 1").fetchone()
+        return row[0]
+
+    assert (await query.call({}, context)).observation == "2"
+
+
+async def test_a_bound_method_becomes_a_tool(context: Context) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def add(self, amount: int) -> int:
+            """Add to the count."""
+            self.count += amount
+            return self.count
+
+    counter = Counter()
+    add = tool(counter.add)
+    await add.call({"amount": 2}, context)
+    assert counter.count == 2
+
+
+# --- pickling ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_tool_of_a_module_pickles_by_name() -> None:
+    assert pickle.loads(cloudpickle.dumps(check)) is check
+
+
+def local_tool() -> Tool:
+    class Point(BaseModel):
+        x: int
+
+    step = 2
+
+    @tool(timeout_s=3)
+    def move(by: Point, context: Context) -> int:
+        """Move."""
+        return by.x + step
+
+    return move
+
+
+async def test_a_local_tool_pickles_by_value(context: Context) -> None:
+    move = local_tool()
+    copy: Tool = pickle.loads(cloudpickle.dumps(move))
+    assert copy is not move
+    assert copy.parameters == move.parameters
+    assert copy.timeout_s == 3
+    assert (await copy.call({"by": {"x": 1}}, context)).observation == "3"

@@ -18,7 +18,7 @@ from agentfly.viewing.run_directory import RunDirectory
 
 
 def place(**settings: Any) -> Place:
-    return Place(0, 0, "tiny", "abc", TrainConfig(**settings).model_dump(mode="json"))
+    return Place(0, 0, 0, "tiny", "abc", TrainConfig(**settings).model_dump(mode="json"))
 
 
 def run_of_three_steps(path: Path) -> RunDirectory:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from agentfly.errors import ConfigError
 
@@ -26,6 +28,7 @@ class Place:
     Attributes:
         step: number of finished steps.
         cursor: number of tasks taken from the order of tasks.
+        version: version of the policy's weights.
         model: name of the model that training began with.
         tasks: fingerprint of the tasks.
         config: the run's settings.
@@ -33,6 +36,7 @@ class Place:
 
     step: int
     cursor: int
+    version: int
     model: str
     tasks: str
     config: dict[str, Any]
@@ -129,17 +133,37 @@ def read_learner(path: Path) -> dict[str, Any]:
     return state
 
 
+def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write model, tokenizer and chat template as a Hugging Face directory."""
+    with _without_progress_bars():
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
 def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Put the weights of the checkpoint at ``path`` into a model, in place.
 
     Raises:
         ConfigError: they are the weights of a model of another shape.
     """
-    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
+    with _without_progress_bars():
+        saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
     try:
         model.load_state_dict(saved.state_dict())
     except RuntimeError as error:
         raise ConfigError(f"The checkpoint {path} is of another model than this run's: {error}") from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing over the run's own display."""
+    drawn = is_progress_bar_enabled()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if drawn:
+            enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _force_to_disk(path: Path, *, deep: bool = True) -> None:

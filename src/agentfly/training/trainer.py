@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from agentfly.events import (
     CheckpointSaved,
     EvaluationFinished,
     EventStream,
+    Progress,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
@@ -34,39 +34,26 @@ from agentfly.rollouts.summary import summarize
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.batch_metrics import batch_metrics
-from agentfly.training.checkpoints import Checkpoints, Place, load_weights, read_learner, read_place, write_place
+from agentfly.training.checkpoints import (
+    Checkpoints,
+    Place,
+    load_weights,
+    read_learner,
+    read_place,
+    write_model,
+    write_place,
+)
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner
 from agentfly.training.resume import forget_after, require_empty, require_same_run
 from agentfly.training.rows import rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
+from agentfly.training.trainable_policy import TrainablePolicy
+from agentfly.training.worker_thread import in_thread
 from agentfly.trajectory import Trajectory, save_trajectories
 from agentfly.viewing.run_directory import RunDirectory
 
-T = TypeVar("T")
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
-
-
-@runtime_checkable
-class TrainablePolicy(Policy, Protocol):
-    """A policy whose weights are here to be changed."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model that it samples from."""
-        ...
-
-    def exclusive(self) -> AbstractAsyncContextManager[None]:
-        """Nothing is sampled while the block runs."""
-        ...
-
-    def weights_updated(self) -> None:
-        """The weights have changed: forget what was computed with the old ones, and count one version more."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write the model, its tokenizer and its chat template as a Hugging Face directory."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +142,7 @@ class Trainer:
         config, events = self._config, self._events
         async with AsyncExitStack() as owned:
             policy = await self._policy(owned)
-            learner, place = await _in_thread(partial(self._learner, policy))
+            learner, place = await self._start(policy)
             runner = await owned.enter_async_context(self._runner(policy))
             events.emit(TrainingStarted(run_dir=str(self._run.path), steps=config.steps, start_step=place.step))
             metrics: dict[int, dict[str, float]] = {}
@@ -177,12 +164,14 @@ class Trainer:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     async def _policy(self, owned: AsyncExitStack) -> TrainablePolicy:
-        config = self._config
-        policy = self._given_policy or await owned.enter_async_context(
-            load_policy(
-                self._agent.model, dtype=config.dtype, device=config.device, threads=config.threads, seed=config.seed
+        policy = self._given_policy
+        if policy is None:
+            names = ("dtype", "device", "threads", "seed")
+            settings = {name: getattr(self._config, name) for name in names}
+            self._events.emit(Progress(what=f"loading {self._agent.model}"))
+            policy = await owned.enter_async_context(
+                await in_thread(partial(load_policy, self._agent.model, **settings))
             )
-        )
         if not isinstance(policy, TrainablePolicy):
             raise ConfigError(
                 f"A {type(policy).__name__} cannot be trained: its weights are not in this process. "
@@ -190,27 +179,39 @@ class Trainer:
             )
         return policy
 
-    def _learner(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
+    async def _start(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
         """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""
+        place = Place(
+            step=0,
+            cursor=0,
+            version=policy.version,
+            model=str(self._agent.model),
+            tasks=self._order.fingerprint,
+            config=self._config.model_dump(mode="json"),
+        )
+        async with policy.exclusive():
+            learner, resumed = await in_thread(partial(self._restored, policy.model, place))
+            if resumed is not None:
+                policy.weights_updated(resumed.version)
+        return learner, resumed or place
+
+    def _restored(self, model: PreTrainedModel, place: Place) -> tuple[Learner, Place | None]:
+        """The learner, with model and learner as in the last checkpoint, and its place; None if there is none."""
         self._run.ensure()
         self._checkpoints.remove_unfinished()
-        reference = copy.deepcopy(policy.model).requires_grad_(False) if self._config.kl_coefficient > 0 else None
-        place = Place(0, 0, str(self._agent.model), self._order.fingerprint, self._config.model_dump(mode="json"))
         latest = self._checkpoints.latest()
-        if latest is None:
-            forget_after(self._run, None)
-            return self._new_learner(policy, reference), place
-        saved = read_place(latest)
-        require_same_run(saved, place)
-        forget_after(self._run, saved.step)
-        load_weights(policy.model, latest)
-        learner = self._new_learner(policy, reference)
+        saved = read_place(latest) if latest else None
+        if saved is not None:
+            require_same_run(saved, place)
+        forget_after(self._run, saved.step if saved else None)
+        reference = copy.deepcopy(model).requires_grad_(False) if self._config.kl_coefficient > 0 else None
+        if latest is not None:
+            load_weights(model, latest)
+        learner = Learner(model, self._config, temperature=self._temperature, reference=reference)
+        if latest is None or saved is None:
+            return learner, None
         learner.load_state(read_learner(latest))
-        policy.weights_updated()
-        return learner, replace(place, step=saved.step, cursor=saved.cursor)
-
-    def _new_learner(self, policy: TrainablePolicy, reference: PreTrainedModel | None) -> Learner:
-        return Learner(policy.model, self._config, temperature=self._temperature, reference=reference)
+        return learner, replace(saved, config=place.config)
 
     def _runner(self, policy: Policy) -> Runner:
         return Runner(
@@ -252,7 +253,7 @@ class Trainer:
             sampling=lambda params: replace(params, temperature=self._temperature),
             label=f"step-{place.step:06d}",
         )
-        await _in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(place.step)))
+        await in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(place.step)))
         return trajectories
 
     async def _update(
@@ -263,7 +264,7 @@ class Trainer:
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
         async with policy.exclusive():
-            learned = await _in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
+            learned = await in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
             if learned["policy/updates"]:
                 policy.weights_updated()
         return metrics | learned
@@ -277,18 +278,18 @@ class Trainer:
             label="eval",
             priority=1,
         )
-        await _in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(step, "eval")))
+        await in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(step, "eval")))
         metrics = summarize(trajectories) | {"time/eval_s": time.perf_counter() - started}
         self._events.emit(EvaluationFinished(step=step, metrics=metrics))
         return metrics
 
     async def _save(self, policy: TrainablePolicy, learner: Learner, place: Place) -> None:
         def write(path: Path) -> None:
-            policy.save(path)
-            write_place(path, place, learner.state())
+            write_model(path, policy.model, policy.tokenizer.hf)
+            write_place(path, replace(place, version=policy.version), learner.state())
 
         async with policy.exclusive():
-            path = await _in_thread(partial(self._checkpoints.save, place.step, write))
+            path = await in_thread(partial(self._checkpoints.save, place.step, write))
         self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
 
     def _is_due(self, step: int, every: int | None) -> bool:
@@ -314,23 +315,3 @@ def _training_temperature(agent: Agent, config: TrainConfig) -> float:
             "Set the training setting temperature, for instance to 1."
         )
     return temperature
-
-
-async def _in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Run blocking work in a thread. When cancelled, tell it to stop, and wait for its end before saying so.
-
-    Were the caller to go on at once, it would release what the thread still works on.
-    """
-    running = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        if stop is not None:
-            stop.set()
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:
-                continue  # asked again; the request is passed on below, when the thread has ended
-        running.exception()  # the cancellation is what the caller hears of
-        raise

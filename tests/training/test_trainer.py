@@ -1,0 +1,269 @@
+"""The trainer end to end on the shipped tiny model: what a step does, what it leaves, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import Reward, reward
+from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError, UsageError
+from agentfly.events import (
+    CheckpointSaved,
+    Event,
+    EventStream,
+    RolloutFinished,
+    StepFinished,
+    TrainingFinished,
+    TrainingStarted,
+)
+from agentfly.policies.load import load_policy
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.runner import TooManyFailures
+from agentfly.training.config import TrainConfig
+from agentfly.training.learner import Learner, UpdateStopped
+from agentfly.training.train import train
+from agentfly.training.trainer import Trainer, TrainResult
+from agentfly.trajectory import load_trajectories
+from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.run_directory import RunDirectory
+
+TASKS = [f"Say something about {number}." for number in range(10)]
+SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3}
+
+
+@reward
+def brief(response: str) -> float:
+    """The fewer distinct characters, the better."""
+    return 1.0 / (1.0 + len(set(response)))
+
+
+def agent(**changes: Any) -> Agent:
+    return Agent(**{"model": "tiny", "max_turns": 1, "max_tokens_per_turn": 6, **changes})
+
+
+async def trained(
+    path: Path, *, score: Reward = brief, events: EventStream | None = None, **settings: Any
+) -> TrainResult:
+    stream = events or EventStream()
+    others = {name: settings.pop(name) for name in ("resume", "eval_tasks", "policy") if name in settings}
+    trainer = Trainer(
+        agent(), TASKS, score, run_dir=path, config=TrainConfig(**{**SMALL, **settings}), events=stream, **others
+    )
+    with stream.subscribed(MetricsWriter(RunDirectory(path).ensure())):
+        return await trainer.run()
+
+
+async def test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_program_loads(tmp_path: Path) -> None:
+    events = EventStream()
+    seen: list[Event] = []
+    with events.subscribed(seen.append):
+        result = await trained(tmp_path, events=events, eval_tasks=TASKS[:2])
+    run = RunDirectory(tmp_path)
+    assert [row.step for row in run.metrics("train")] == [1, 2]
+    assert [row.step for row in run.metrics("eval")] == [0, 2]
+    assert {step: len(list(load_trajectories(path))) for step, path in run.trajectory_files("train")} == {1: 6, 2: 6}
+    assert {step: len(list(load_trajectories(path))) for step, path in run.trajectory_files("eval")} == {0: 2, 2: 2}
+    assert result.checkpoint == run.checkpoints / "step-000002"
+    assert AutoModelForCausalLM.from_pretrained(result.checkpoint).num_parameters() > 0
+    assert result.steps == 2
+    kinds = [type(event) for event in seen]
+    assert kinds.index(TrainingStarted) < kinds.index(StepFinished) < kinds.index(CheckpointSaved)
+    assert kinds[-1] is TrainingFinished
+
+
+async def test_every_metric_is_finite_and_the_trainer_scores_what_the_policy_sampled(tmp_path: Path) -> None:
+    result = await trained(tmp_path, dtype="float32", temperature=0.7)
+    for metrics in result.metrics.values():
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["mismatch/logprob_diff_max"] < 1e-4
+        assert metrics["policy/staleness_max"] == 0
+        assert metrics["rows"] == 6
+        assert metrics["policy/updates"] == 1
+    assert result.metrics[2]["policy/version"] == 1
+
+
+async def test_an_update_changes_the_weights_that_the_policy_samples_from(tmp_path: Path) -> None:
+    async with load_policy("tiny") as policy:
+        before = [weight.detach().clone() for weight in policy.model.parameters()]
+        result = await trained(tmp_path, policy=policy)
+        assert any(not torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+        saved = AutoModelForCausalLM.from_pretrained(result.checkpoint).state_dict()
+        assert all(torch.equal(saved[name], weight) for name, weight in policy.model.state_dict().items())
+
+
+async def test_attempts_that_cannot_be_scored_are_in_no_row_and_are_counted(tmp_path: Path) -> None:
+    @reward
+    def flaky(response: str, context: Context) -> float:
+        """Fails for the first attempt."""
+        if context.attempt == 0:
+            raise ConnectionError("the judge is away")
+        return brief(response)
+
+    metrics = (await trained(tmp_path, score=flaky, steps=1)).metrics[1]
+    assert metrics["rows"] == 4
+    assert metrics["left_out/infrastructure"] == 2
+    assert metrics["failures/infrastructure"] == 2
+
+
+async def test_a_run_whose_scoring_is_down_stops_and_says_why(tmp_path: Path) -> None:
+    @reward
+    def down(response: str) -> float:
+        """Never answers."""
+        raise ConnectionError("the judge is away")
+
+    with pytest.raises(TooManyFailures, match="the judge is away"):
+        await trained(tmp_path, score=down)
+
+
+async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
+    @reward
+    def same(response: str) -> float:
+        """Indifferent."""
+        return 0.3
+
+    metrics = (await trained(tmp_path, score=same)).metrics[2]
+    assert metrics["groups/zero_variance_share"] == 1.0
+    assert metrics["policy/updates"] == 0
+    assert metrics["policy/version"] == 0
+
+
+async def test_no_setting_is_left_unread_by_a_run(tmp_path: Path) -> None:
+    read = set()
+
+    class Watched(TrainConfig):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    config = Watched(**SMALL)
+    read.clear()  # of what was read to check the settings
+    await Trainer(agent(), TASKS, brief, run_dir=tmp_path, eval_tasks=TASKS[:1], config=config).run()
+    assert set(TrainConfig.model_fields) - read == set()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_distribution_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"top_p=0\.9"):
+        Trainer(agent(top_p=0.9), TASKS, brief, run_dir=tmp_path)
+
+
+def test_a_temperature_of_zero_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="all attempts at a task would be the same"):
+        Trainer(agent(temperature=0.0), TASKS, brief, run_dir=tmp_path)
+
+
+async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ScriptedPolicy cannot be trained"):
+        await trained(tmp_path, policy=ScriptedPolicy(["hello"]))
+
+
+async def test_train_says_how_it_is_done_inside_an_event_loop(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"await Trainer"):
+        train(agent(), TASKS, brief, run_dir=tmp_path)
+
+
+async def test_a_second_run_in_one_directory_must_say_that_it_goes_on(tmp_path: Path) -> None:
+    await trained(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="resume=True"):
+        await trained(tmp_path)
+
+
+async def test_a_resumed_run_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
+    await trained(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1"):
+        await trained(tmp_path, resume=True, learning_rate=0.1)
+
+
+# --- how it stops, and goes on ----------------------------------------------------------------------------------------
+
+
+async def stopped(path: Path, kind: type[Event], count: int, **settings: Any) -> None:
+    """Run until the ``count``-th event of a kind, and cancel there."""
+    events = EventStream()
+    running = asyncio.create_task(trained(path, events=events, resume=True, **settings))
+    seen = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, kind):
+            seen.append(event)
+            if len(seen) == count:
+                running.cancel()
+
+    with events.subscribed(watch), pytest.raises(asyncio.CancelledError):
+        await running
+
+
+def comparable(run: RunDirectory) -> list[dict[str, float]]:
+    timed = ("time/", "rollout_seconds/")
+    return [
+        {name: value for name, value in row.values.items() if not name.startswith(timed)}
+        for kind in ("train", "eval")
+        for row in run.metrics(kind)
+    ]
+
+
+def tasks_of(run: RunDirectory) -> list[str]:
+    return [trajectory.task.id for _, path in run.trajectory_files() for trajectory in load_trajectories(path)]
+
+
+@pytest.mark.slow
+async def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_never_was(tmp_path: Path) -> None:
+    settings = {"steps": 5, "checkpoint_every_steps": 2, "eval_tasks": TASKS[:2], "dtype": "float32"}
+    await trained(tmp_path / "whole", **settings)
+    for kind, count in (
+        (RolloutFinished, 1),  # in the evaluation before the first step
+        (StepFinished, 1),  # before there is a checkpoint
+        (RolloutFinished, 17),  # in the third step
+        (StepFinished, 1),  # after the third step, which is not in the checkpoint
+        (CheckpointSaved, 1),
+    ):
+        await stopped(tmp_path / "broken", kind, count, **settings)
+    await trained(tmp_path / "broken", resume=True, **settings)
+    whole, broken = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "broken")
+    assert tasks_of(broken) == tasks_of(whole)
+    assert len(set(tasks_of(whole))) == 10
+    for resumed, unbroken in zip(comparable(broken), comparable(whole), strict=True):
+        assert resumed == pytest.approx(unbroken, rel=1e-4, abs=1e-5)
+
+
+async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def learn(self: Learner, rows: Any, advantages: Any, stop: threading.Event) -> dict[str, float]:
+        begun.set()
+        assert stop.wait(60)
+        ended.set()
+        raise UpdateStopped
+
+    monkeypatch.setattr(Learner, "learn", learn)
+    async with load_policy("tiny") as policy:
+        running = asyncio.create_task(trained(tmp_path, policy=policy))
+        assert await asyncio.to_thread(begun.wait, 60)
+        running.cancel()
+        await asyncio.sleep(0)
+        running.cancel()  # a second Ctrl-C
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert ended.is_set()
+        async with asyncio.timeout(60), policy.exclusive():
+            pass
+
+
+@pytest.mark.slow
+async def test_the_tiny_model_learns_to_be_brief(tmp_path: Path) -> None:
+    result = await trained(tmp_path, steps=30, tasks_per_step=4, attempts=8, learning_rate=1e-3)
+    rewards = [metrics["reward/mean"] for metrics in result.metrics.values()]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1

@@ -90,7 +90,8 @@ def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}{line} is not YAML: {error.problem or error.context}.") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).strip()}") from error
-    return {str(name): value for name, value in dict(values).items()}
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
 
 
 def _change(override: str) -> Any:

@@ -153,17 +153,21 @@ def sandbox() -> Finding:
 
 
 def model_cache() -> Finding:
-    """Where models are kept, and which are there."""
+    """Which models of the catalogue are here."""
     from agentfly.policies.catalog import list_models
 
-    return Finding("models", Verdict.OK, ", ".join(model.name for model in list_models()))
+    models = list_models()
+    here = [model.name for model in models if model.path is not None]
+    absent = [model.name for model in models if model.path is None]
+    cure = f"Fetched when first needed, or by agentfly models get {absent[0]}." if absent else ""
+    return Finding("models", Verdict.OK, f"here: {', '.join(here)}" if here else "none here", cure)
 
 
 def free_disk() -> Finding:
     """Space for models."""
-    from agentfly.policies.catalog import cache_directory
+    from agentfly.policies.catalog import cache_dir
 
-    path = cache_directory()
+    path = cache_dir()
     while not path.exists():
         path = path.parent
     free = shutil.disk_usage(path).free
@@ -173,7 +177,7 @@ def free_disk() -> Finding:
             "disk",
             Verdict.MISSING,
             found,
-            "Fetching a model needs 2 GiB. Free some, or set AGENTFLY_CACHE to a directory with more room.",
+            "Fetching a model needs 2 GiB. Free some, or set AGENTFLY_CACHE_DIR to a directory with more room.",
         )
     return Finding("disk", Verdict.OK, found)
 

@@ -12,6 +12,10 @@ from agentfly.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentfly.cli.config_file import RunConfig
+    from agentfly.cli.experiment import Experiment
+    from agentfly.events import EventStream
+    from agentfly.rollouts.run import RunResult
+    from agentfly.task import Task
 
 
 def evaluate(
@@ -28,7 +32,6 @@ def evaluate(
     from agentfly.cli.experiment import Experiment
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
-    from agentfly.rollouts.run import evaluate as evaluated
     from agentfly.trajectory import save_trajectories
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
@@ -37,23 +40,12 @@ def evaluate(
     experiment = Experiment.of(config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
+    experiment.fetch_model()
     directory = new_run(config)
     save_config(config, directory.config_file)
     events = EventStream()
-    settings = config.training
     with ConsoleProgress() as progress, events.subscribed(progress):
-        result = asyncio.run(
-            evaluated(
-                experiment.agent,
-                experiment.eval_tasks,
-                reward=experiment.reward,
-                attempts=settings.eval_attempts,
-                temperature=settings.eval_temperature,
-                events=events,
-                max_concurrent_rollouts=settings.max_concurrent_rollouts,
-                max_failure_share=settings.max_failure_share,
-            )
-        )
+        result = asyncio.run(_evaluated(experiment, experiment.eval_tasks, events))
     path = directory.trajectories_file(step, "eval")
     save_trajectories(result.trajectories, path)
     console = Console()
@@ -61,6 +53,21 @@ def evaluate(
         metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.agent.model}")
     )
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+async def _evaluated(experiment: Experiment, tasks: list[Task], events: EventStream) -> RunResult:
+    from agentfly.rollouts.run import evaluate as evaluate_agent
+
+    training = experiment.config.training
+    async with experiment.runner_settings(events) as settings:
+        return await evaluate_agent(
+            experiment.agent,
+            tasks,
+            reward=experiment.reward,
+            attempts=training.eval_attempts,
+            temperature=training.eval_temperature,
+            **settings,
+        )
 
 
 def _configured(source: Path, overrides: list[str], checkpoint: str | None) -> tuple[RunConfig, int]:

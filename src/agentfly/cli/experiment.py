@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from agentfly.agents.agent import Agent
     from agentfly.agents.reward import Reward
     from agentfly.cli.config_file import RunConfig
+    from agentfly.events import EventStream
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class Experiment:
     """What a configuration names.
 
     Attributes:
+        config: the configuration.
         agent: the agent, with the configuration's model if it has one.
         tasks: the tasks to train on, or to roll out.
         eval_tasks: the held-out tasks; None if none are named.
         reward: the reward; None where the tools give it.
     """
 
+    config: RunConfig
     agent: Agent
     tasks: list[Task]
     eval_tasks: list[Task] | None
@@ -44,11 +50,44 @@ class Experiment:
         """
         base = Path(config.directory).resolve()
         return cls(
+            config=config,
             agent=_agent(config, base),
             tasks=_tasks(config.tasks, base, "tasks"),
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base) if config.reward else None,
         )
+
+    def fetch_model(self) -> None:
+        """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
+
+        Raises:
+            ConfigError: there is no such model.
+            PrerequisiteError: the model cannot be had.
+        """
+        from agentfly.policies.catalog import find_model
+
+        find_model(self.agent.model, report=lambda line: typer.echo(line, err=True))
+
+    @asynccontextmanager
+    async def runner_settings(self, events: EventStream) -> AsyncIterator[dict[str, Any]]:
+        """The further settings of `run` and `evaluate`, as configured; the policy lives while the block runs."""
+        from agentfly.policies.load import load_policy
+
+        training = self.config.training
+        policy = load_policy(
+            self.agent.model,
+            dtype=training.dtype,
+            device=training.device,
+            threads=training.threads,
+            seed=training.seed,
+        )
+        async with policy:
+            yield {
+                "policy": policy,
+                "events": events,
+                "max_concurrent_rollouts": training.max_concurrent_rollouts,
+                "max_failure_share": training.max_failure_share,
+            }
 
 
 def _agent(config: RunConfig, base: Path) -> Agent:

@@ -90,7 +90,7 @@ def _disk_full(error: OSError) -> AgentFlyError:
     where = f"the file system that holds {os.fsdecode(error.filename)}" if error.filename else "the file system"
     return PrerequisiteError(
         f"There is no space left on {where}. Free some, or have the files elsewhere: run_dir=... for a run's files, "
-        "AGENTFLY_CACHE=... for models, TMPDIR=... for what is written while a command runs."
+        "AGENTFLY_CACHE_DIR=... for models, TMPDIR=... for what is written while a command runs."
     )
 
 

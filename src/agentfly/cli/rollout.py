@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from agentfly.cli.experiment import Experiment
+    from agentfly.events import EventStream
     from agentfly.policies.policy import SamplingParams
+    from agentfly.rollouts.run import RunResult
 
 
 def rollout(
@@ -27,7 +30,6 @@ def rollout(
     from agentfly.cli.experiment import Experiment
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
-    from agentfly.rollouts.run import run
     from agentfly.trajectory import save_trajectories
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
@@ -35,28 +37,12 @@ def rollout(
 
     config = load_config(config_file, overrides or [])
     experiment = Experiment.of(config)
+    experiment.fetch_model()
     directory = new_run(config)
     save_config(config, directory.config_file)
     events = EventStream()
-    settings = config.training
-
-    def sampling(params: SamplingParams) -> SamplingParams:
-        temperature = settings.temperature
-        return params if temperature is None else dataclasses.replace(params, temperature=temperature)
-
     with ConsoleProgress() as progress, events.subscribed(progress):
-        result = asyncio.run(
-            run(
-                experiment.agent,
-                experiment.tasks[:tasks],
-                reward=experiment.reward,
-                attempts=attempts,
-                sampling=sampling,
-                events=events,
-                max_concurrent_rollouts=settings.max_concurrent_rollouts,
-                max_failure_share=settings.max_failure_share,
-            )
-        )
+        result = asyncio.run(_rolled_out(experiment, events, tasks, attempts))
     path = directory.trajectories_file(0, "rollout")
     save_trajectories(result.trajectories, path)
     console = Console()
@@ -65,3 +51,22 @@ def rollout(
             console.print(trajectory_panel(trajectory))
     console.print(metrics_table(result.metrics, f"{len(result.trajectories)} rollouts"))
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+async def _rolled_out(experiment: Experiment, events: EventStream, tasks: int, attempts: int) -> RunResult:
+    from agentfly.rollouts.run import run
+
+    temperature = experiment.config.training.temperature
+
+    def sampling(params: SamplingParams) -> SamplingParams:
+        return params if temperature is None else dataclasses.replace(params, temperature=temperature)
+
+    async with experiment.runner_settings(events) as settings:
+        return await run(
+            experiment.agent,
+            experiment.tasks[:tasks],
+            reward=experiment.reward,
+            attempts=attempts,
+            sampling=sampling,
+            **settings,
+        )

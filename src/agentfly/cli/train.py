@@ -60,6 +60,7 @@ def run_training(config: RunConfig, run: RunDirectory, *, resume: bool = False) 
     from agentfly.viewing.report import training_report
 
     experiment = Experiment.of(config)
+    experiment.fetch_model()
     save_config(config, run.ensure().config_file)
     try:
         train_agent(

@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 def run(name: str, directory: Path) -> str:
     """What the example prints, started from another directory as a user might."""
+    elsewhere = directory / "elsewhere"
+    elsewhere.mkdir()
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=elsewhere,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTFLY_STATE_DIR": str(directory / "state")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -27,7 +29,7 @@ def run(name: str, directory: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert list(directory.iterdir()) == [], "an example leaves nothing behind"
+    assert list(elsewhere.iterdir()) == [], "an example leaves nothing behind"
     return done.stdout
 
 

@@ -32,7 +32,7 @@ def test_the_python_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(program)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTFLY_STATE_DIR": str(tmp_path / "state")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

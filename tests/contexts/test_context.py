@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from agentfly.resources.engine import ResourceEngine
 
 from agentfly.contexts.context import Context
-from agentfly.errors import AcquireTimeout, ResourceStartError, UsageError
+from agentfly.errors import AcquireTimeout, ResourceError, ResourceStartError, UsageError
+from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
@@ -155,3 +155,11 @@ async def test_wait_on_the_loop_itself_is_refused_rather_than_hanging(engine):
     first = context(engine)
     with pytest.raises(UsageError, match="await"):
         first.wait(first.acquire(BoxSpec()))
+
+
+async def test_a_tool_that_outlives_its_rollout_gets_nothing_more(engine):
+    first = context(engine)
+    async with first.call() as call:
+        await first.close()
+        with pytest.raises(ResourceError, match="has ended"):
+            await call.acquire(BoxSpec())

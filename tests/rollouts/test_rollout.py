@@ -83,7 +83,7 @@ async def test_a_tool_answers_and_the_next_turn_continues_the_same_ids():
     for turn in trajectory.turns:
         ids = sequence.ids[turn.start : turn.stop]
         assert ids[-1] == END
-        assert bytes(ids[:-1]).decode() == turn.text
+        assert bytes(ids.tolist()[:-1]).decode() == turn.text
 
 
 async def test_every_prompt_sent_starts_with_the_last_one_and_what_was_sampled_after_it():
@@ -106,16 +106,16 @@ async def test_parallel_calls_run_at_the_same_time_and_answer_in_order():
     meeting = asyncio.Barrier(3)
 
     @tool
-    async def meet(name: str) -> str:
+    async def meet(who: str) -> str:
         """Wait for the other calls of this turn.
 
         Args:
-            name: who is waiting.
+            who: who is waiting.
         """
         await meeting.wait()
-        return name
+        return who
 
-    script = ["".join(call("meet", name=name) for name in "abc"), "done"]
+    script = ["".join(call("meet", who=who) for who in "abc"), "done"]
     result = await run(Agent(model="scripted", tools=[meet]), ["go"], policy=ScriptedPolicy(script))
     records = result.trajectories[0].turns[0].results
     assert [record.observation for record in records] == ["a", "b", "c"]
@@ -241,12 +241,12 @@ async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
 
 async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_sent():
     policy = ScriptedPolicy([call("add", a=1, b=1), "2"])
-    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_total_tokens=170)
+    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_total_tokens=140)
     result = await run(asked, ["go"], policy=policy)
     [trajectory] = result.trajectories
     assert len(trajectory.turns) == 1
     assert trajectory.finish is FinishReason.LENGTH
-    assert len(trajectory.sequences[0]) == 170
+    assert len(trajectory.sequences[0]) == 140
     assert trajectory.sequences[0].truncated
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from agentfly.errors import AgentFlyError, ResourceStartError, UsageError
+from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
 from agentfly.resources.resource import Resource
@@ -49,15 +49,13 @@ class Context:
         self._engine = engine
         self._priority = priority
         self._loop = asyncio.get_running_loop()
-        self._waits = _Waits()
-        self._prepared: set[str] = set()
-        self._preparing = asyncio.Lock()
+        self._rollout = _Shared()
         self._call_leases: list[Lease[Any]] | None = None
 
     @property
     def waited_seconds(self) -> float:
         """How long the rollout has waited for resources: all its calls together, those that wait now included."""
-        return self._waits.seconds
+        return self._rollout.waits.seconds
 
     async def acquire(
         self,
@@ -135,17 +133,23 @@ class Context:
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
+        self._rollout.ended = True
         await self._engine.release_owner(self.rollout_id)
 
     async def _request(self, spec: ResourceSpec[R], scope: Scope, timeout: float | None) -> Lease[R]:
-        with self._waits.one():
+        if self._rollout.ended:
+            raise ResourceError(
+                f"{spec.label} was asked for by rollout {self.rollout_id}, which has ended. A tool that outlived its "
+                "rollout may still be running; its work is not used."
+            )
+        with self._rollout.waits.one():
             return await self._engine.acquire(
                 spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority
             )
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
-        async with self._preparing:
-            if lease.instance in self._prepared:
+        async with self._rollout.preparing:
+            if lease.instance in self._rollout.prepared:
                 return
             try:
                 result = prepare(lease.resource, self)
@@ -161,7 +165,17 @@ class Context:
                     f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as "
                     "prepare."
                 ) from error
-            self._prepared.add(lease.instance)
+            self._rollout.prepared.add(lease.instance)
+
+
+class _Shared:
+    """What all contexts of one rollout have in common, those of its single calls included."""
+
+    def __init__(self) -> None:
+        self.waits = _Waits()
+        self.prepared: set[str] = set()
+        self.preparing = asyncio.Lock()
+        self.ended = False
 
 
 class _Waits:

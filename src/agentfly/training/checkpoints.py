@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from agentfly.errors import ConfigError
+from agentfly.policies.embedded.loading import quiet_transformers
 
 FORMAT = 1
 """Version of the trainer's files in a checkpoint."""
@@ -135,7 +134,7 @@ def read_learner(path: Path) -> dict[str, Any]:
 
 def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write model, tokenizer and chat template as a Hugging Face directory."""
-    with _without_progress_bars():
+    with quiet_transformers():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
@@ -146,24 +145,12 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     Raises:
         ConfigError: they are the weights of a model of another shape.
     """
-    with _without_progress_bars():
+    with quiet_transformers():
         saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
     try:
         model.load_state_dict(saved.state_dict())
     except RuntimeError as error:
         raise ConfigError(f"The checkpoint {path} is of another model than this run's: {error}") from error
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing over the run's own display."""
-    drawn = is_progress_bar_enabled()
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if drawn:
-            enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _force_to_disk(path: Path, *, deep: bool = True) -> None:

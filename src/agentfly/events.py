@@ -93,7 +93,17 @@ class ResourceReset(ResourceEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceDiedEvent(ResourceEvent):
+class ResourceBroke(ResourceEvent):
+    """An instance died, failed a health check or could not be reset, and is replaced."""
+
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStuck(ResourceEvent):
+    """An instance could not be removed; it keeps counting against its pool and is tried again."""
+
     instance: str
     error: str
 
@@ -106,6 +116,8 @@ class ResourceStopped(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequested(ResourceEvent):
+    """An owner asks. Exactly one `LeaseGranted` or `LeaseRefused` answers; a cancelled request counts as refused."""
+
     owner: str
     scope: str
 

@@ -23,9 +23,11 @@ class Resource(ABC):
       whatever part of the start had been done.
     * `reset` brings the instance back to the state it had after `start`. Nothing that an earlier owner left behind
       may be seen by the next. If it raises, the instance is released and replaced.
-    * `status` is quick and never raises for a broken instance: it answers `Status.BROKEN`.
+    * `status` is quick and never raises for a broken instance: it answers `Status.BROKEN`. It may be called while the
+      instance is in use and must not wait for what runs in it.
     * `release` frees everything, is safe to call twice and after any failure, and returns only when the instance is
-      gone. The engine shields it from cancellation.
+      gone. The engine shields it from the cancellation of whoever gives the instance back, gives it twice
+      ``release_timeout_s``, and calls it once more if it fails or does not return.
     """
 
     def __init__(self, spec: Any, instance: str) -> None:

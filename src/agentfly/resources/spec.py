@@ -38,8 +38,15 @@ class ResourceSpec(Generic[R_co]):
         max_uses: an instance is replaced after this many owners; None means never.
         start_timeout_s: seconds an instance may take to start before it counts as failed.
         reset_timeout_s: seconds a reset or health check may take before the instance is replaced.
-        release_timeout_s: seconds an instance may take to go away in good order before it is forced.
-        idle_timeout_s: seconds an instance may stand idle before it is released; None means for ever.
+        release_timeout_s: seconds an instance may take to go away in good order before it is forced, which may take
+            as long again.
+        idle_timeout_s: seconds an instance may stand idle before it is released, unless it is one of the ``warm``
+            ones; None means for ever.
+        check_interval_s: seconds between two health checks of an instance that is idle or leased; None means that
+            it is checked only after a reset.
+
+    Raises:
+        ConfigError: a field has a value that cannot be.
     """
 
     capacity: int = 8
@@ -53,7 +60,8 @@ class ResourceSpec(Generic[R_co]):
     start_timeout_s: float = 60.0
     reset_timeout_s: float = 30.0
     release_timeout_s: float = 10.0
-    idle_timeout_s: float | None = None
+    idle_timeout_s: float | None = 300.0
+    check_interval_s: float | None = 30.0
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -65,7 +73,21 @@ class ResourceSpec(Generic[R_co]):
                 f"{type(self).__name__}(warm={self.warm}): the warm count must lie between 0 and "
                 f"the capacity of {self.capacity}."
             )
+        for name in ("cpus", "gpus"):
+            if getattr(self, name) < 0:
+                raise self._wrong(name, "an instance cannot take less than nothing of the host's budget")
+        for name in ("max_concurrency", "max_uses"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise self._wrong(name, "give at least 1, or None for no limit")
+        for name in ("start_timeout_s", "reset_timeout_s", "release_timeout_s", "idle_timeout_s", "check_interval_s"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise self._wrong(name, "give a number of seconds above 0")
+        if self.reuse not in ("reset", "recreate"):
+            raise self._wrong("reuse", "write 'reset' or 'recreate'")
         parse_bytes(self.memory)
+
+    def _wrong(self, name: str, cure: str) -> ConfigError:
+        return ConfigError(f"{type(self).__name__}({name}={getattr(self, name)!r}): {cure}.")
 
     @property
     def label(self) -> str:
@@ -104,8 +126,11 @@ def parse_bytes(size: int | str) -> int:
     number = text.rstrip("bkmgti ")
     unit = text[len(number) :].strip()
     try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
+        count = int(float(number) * _UNITS[unit])
+        if count < 0:
+            raise ValueError(size)
+        return count
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(
             f"{size!r} is not a size in bytes. Write a number and a unit, for instance '512MiB' or '2GB'."
         ) from None

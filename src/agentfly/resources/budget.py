@@ -1,0 +1,96 @@
+"""Budget: what the host has for resources, and how much of it is spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly.resources.spec import ResourceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What all instances of an engine together may take of the host. None means without limit.
+
+    Args:
+        cpus: processor cores.
+        memory_bytes: bytes of memory.
+        gpus: graphics processors.
+    """
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    gpus: float | None = None
+
+
+Cost = tuple[int, int, int]
+"""Thousandths of a core, bytes, thousandths of a graphics processor: whole numbers, so that sums stay exact."""
+
+NOTHING: Cost = (0, 0, 0)
+_NAMES = ("cpus", "memory", "gpus")
+_SCALES = (1000, 1, 1000)
+
+
+def cost_of(spec: ResourceSpec[Any]) -> Cost:
+    """What one instance of a spec takes."""
+    return (round(spec.cpus * 1000), spec.memory_bytes, round(spec.gpus * 1000))
+
+
+class Account:
+    """What is spent of a budget, and what of that is about to come back."""
+
+    def __init__(self, budget: Budget) -> None:
+        given = (budget.cpus, budget.memory_bytes, budget.gpus)
+        self._limits = tuple(
+            None if limit is None else round(limit * scale) for limit, scale in zip(given, _SCALES, strict=True)
+        )
+        self._spent = [0, 0, 0]
+        self._returning = [0, 0, 0]
+
+    def spend(self, cost: Cost) -> None:
+        """An instance is about to start."""
+        for place, amount in enumerate(cost):
+            self._spent[place] += amount
+
+    def expect(self, cost: Cost) -> None:
+        """An instance is on its way out."""
+        for place, amount in enumerate(cost):
+            self._returning[place] += amount
+
+    def give_up(self, cost: Cost) -> None:
+        """An instance that was on its way out does not go."""
+        for place, amount in enumerate(cost):
+            self._returning[place] -= amount
+
+    def give_back(self, cost: Cost) -> None:
+        """An instance that was on its way out is gone."""
+        for place, amount in enumerate(cost):
+            self._spent[place] -= amount
+            self._returning[place] -= amount
+
+    def fits(self, cost: Cost) -> bool:
+        """Whether an instance can start now."""
+        return not any(self._lacking(cost, self._spent))
+
+    def short(self, cost: Cost) -> tuple[bool, ...]:
+        """Of what there is too little for an instance, once everything on its way out is gone."""
+        return self._lacking(cost, [spent - back for spent, back in zip(self._spent, self._returning, strict=True)])
+
+    def excess(self, cost: Cost) -> str | None:
+        """Why an instance can never start, in words; None if it can."""
+        over = [
+            f"{name} {amount / scale:g} of {limit / scale:g}"
+            for name, amount, limit, scale in zip(_NAMES, cost, self._limits, _SCALES, strict=True)
+            if limit is not None and amount > limit
+        ]
+        return ", ".join(over) or None
+
+    def within(self) -> bool:
+        """Whether no more is spent than there is; always so."""
+        return all(limit is None or spent <= limit for spent, limit in zip(self._spent, self._limits, strict=True))
+
+    def _lacking(self, cost: Cost, spent: list[int]) -> tuple[bool, ...]:
+        return tuple(
+            limit is not None and amount > 0 and taken + amount > limit
+            for amount, taken, limit in zip(cost, spent, self._limits, strict=True)
+        )

@@ -1,0 +1,65 @@
+"""What the scheduler decides. Whoever drives it carries these out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly.errors import AgentFlyError
+from agentfly.resources.pool import Holding
+from agentfly.resources.spec import ResourceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a new instance; report `started` or `start_failed`."""
+
+    instance: str
+    spec: ResourceSpec[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Answer a request with a holding. If nobody is there to take it any more, report `declined`."""
+
+    request: int
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Answer a request with an error."""
+
+    request: int
+    error: AgentFlyError
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A holding is over; what was given out for it is void."""
+
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Bring an instance back to a clean and healthy state; report `reset_done` or `reset_failed`."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Ask an instance, which may be in use, for its health; report `died` if it is broken."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End whatever is under way with an instance and remove it; report `stopped` once it is gone, or `stuck`."""
+
+    instance: str
+
+
+Decision = Start | Grant | Fail | End | Reset | Check | Stop

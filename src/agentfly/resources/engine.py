@@ -1,0 +1,423 @@
+"""ResourceEngine: the one scheduler of all pools, and the async shell around its decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from agentfly.errors import ConfigError, ResourceDied, ResourceError, UsageError
+from agentfly.events import (
+    EventStream,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseReleased,
+    LeaseRequested,
+)
+from agentfly.resources import orphans
+from agentfly.resources.budget import Budget
+from agentfly.resources.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.lease import Lease
+from agentfly.resources.ledger import Ledger, state_directory
+from agentfly.resources.lifecycle import Lifecycle, abandon, see_through
+from agentfly.resources.pool import Holding, Request
+from agentfly.resources.registry import kind_of
+from agentfly.resources.resource import Resource, Status
+from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.snapshot import Snapshot, take_snapshot
+from agentfly.resources.spec import ResourceSpec, Scope
+
+__all__ = ["Budget", "ResourceEngine"]
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Resource)
+T = TypeVar("T")
+
+STUCK_RETRY_S = (5.0, 300.0)
+"""Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
+
+
+class ResourceEngine:
+    """Gets resources for owners, shares them out, and sees to it that everything goes away in the end.
+
+    Use it as ``async with ResourceEngine() as engine``. Entering removes what dead processes have left behind; leaving
+    releases everything, however the block ends, in bounded time. An engine belongs to the event loop it was entered in.
+
+    Args:
+        budget: what all instances together may take of the host; by default without limit.
+        ledger: the directory where it is written down what runs, so that a later process can remove it should this
+            one be killed; by default ``$AGENTFLY_STATE_DIR`` or the user's state directory.
+        events: where it is told what happens.
+        max_concurrent_starts: how many instances may be starting at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: Budget | None = None,
+        ledger: Path | None = None,
+        events: EventStream | None = None,
+        max_concurrent_starts: int = 8,
+    ) -> None:
+        if max_concurrent_starts < 1:
+            raise ConfigError(f"ResourceEngine(max_concurrent_starts={max_concurrent_starts}): give at least 1.")
+        self._directory = state_directory(ledger)
+        self._events = events
+        self._lifecycle = Lifecycle(Ledger(self._directory), events)
+        self._scheduler = Scheduler(
+            budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._request_ids = count(1)
+        self._answers: dict[int, asyncio.Future[Lease[Any]]] = {}
+        self._leases: dict[int, Lease[Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._under_way: dict[str, asyncio.Task[Any]] = {}  # a start or reset, by instance
+        self._decided: deque[Decision] = deque()
+        self._carrying_out = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._closing = asyncio.Event()
+        self._closed: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise UsageError("A ResourceEngine can be entered once. Make another one.")
+        self._loop = asyncio.get_running_loop()
+        try:
+            for orphan in await orphans.reap(self._directory):
+                logger.info("Removed %s (%s), which a dead process had left behind.", orphan.instance, orphan.kind)
+        except OSError as error:
+            logger.warning("Could not look for what dead processes left in %s: %s", self._directory, error)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- what owners call ---------------------------------------------------------------------------------------------
+
+    async def acquire(
+        self,
+        spec: ResourceSpec[R],
+        owner: str,
+        *,
+        scope: Scope = Scope.ROLLOUT,
+        timeout: float | None = None,
+        priority: int = 0,
+        caller: Hashable = None,
+    ) -> Lease[R]:
+        """A lease of a live instance of ``spec``; waits while there is none to be had.
+
+        Args:
+            spec: what is needed.
+            owner: who it is for. The same owner, spec and scope get the same lease, also when asked concurrently,
+                unless the scope is ``call``.
+            scope: ``rollout`` and ``call`` instances have one owner at a time; ``global`` ones have several.
+            timeout: seconds to wait at most; None waits as long as it takes.
+            priority: higher ones are served first.
+            caller: names the thread of control that asks, for instance a tool call; by default the running task. What
+                a caller holds for a call cannot come back while that caller waits, which is how a deadlock is told
+                from calls that run side by side.
+
+        Raises:
+            AcquireTimeout: nothing came free in time; the message lists the holders.
+            ResourceStartError: the instance that was started for this request did not start.
+            ResourceDied: the owner's instance is gone, and with it what the owner had in it.
+            DeadlockBroken: the wait could never have ended.
+            EngineClosed: the engine is closed.
+            ConfigError: the spec takes more than the whole budget.
+            UsageError: the spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
+        """
+        loop = self._own_loop()
+        _require_usable(spec)
+        now = loop.time()
+        request = Request(
+            id=next(self._request_ids),
+            spec=spec,
+            owner=owner,
+            scope=scope,
+            priority=priority,
+            caller=asyncio.current_task() if caller is None else caller,
+            deadline=None if timeout is None else now + timeout,
+        )
+        answer: asyncio.Future[Lease[R]] = loop.create_future()
+        self._answers[request.id] = answer
+        if self._events is not None:
+            self._events.emit(LeaseRequested(pool=spec.label, owner=owner, scope=scope.value))
+        try:
+            self._carry_out(self._scheduler.requested(request, now))
+            lease = answer.result() if answer.done() else await answer
+        except asyncio.CancelledError:
+            self._take_back(request, answer)
+            self._tell_refused(request, "cancelled", now)
+            raise
+        except Exception as error:
+            self._tell_refused(request, str(error), now)
+            raise
+        finally:
+            del self._answers[request.id]
+        if self._events is not None:
+            self._events.emit(
+                LeaseGranted(
+                    pool=spec.label,
+                    owner=owner,
+                    scope=scope.value,
+                    instance=lease.instance,
+                    waited_seconds=loop.time() - now,
+                )
+            )
+        if lease.id not in self._leases:
+            raise ResourceError(
+                f"{owner} was given {lease.instance}, but everything of {owner} was released meanwhile."
+            )
+        return lease
+
+    async def release(self, lease: Lease[Any]) -> None:
+        """End a lease, at once; the instance is reset or stopped in the background. Ending it again does nothing."""
+        loop = self._own_loop()
+        if self._leases.get(lease.id) is lease:
+            self._carry_out(self._scheduler.released(lease.id, loop.time()))
+
+    async def release_owner(self, owner: str) -> None:
+        """End every lease of an owner, at once, and fail its requests that wait."""
+        loop = self._own_loop()
+        self._carry_out(self._scheduler.owner_released(owner, loop.time()))
+
+    async def check(self, lease: Lease[Any]) -> Status:
+        """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
+        self._own_loop()
+        if self._leases.get(lease.id) is not lease:
+            return Status.BROKEN
+        task = self._spawn(self._check(lease.instance), f"check {lease.instance}")
+        await asyncio.wait({task})
+        return task.result()
+
+    async def close(self) -> None:
+        """Release everything. Whoever waits gets `EngineClosed`. Returns when all is gone, also if it is cancelled.
+
+        What cannot be removed is logged, and left to the ledger for a later process.
+        """
+        if self._loop is None:
+            return
+        loop = self._own_loop()
+        if self._closed is None:
+            self._closing.set()
+            self._closed = loop.create_task(self._shut_down(), name="close the resource engine")
+        await see_through({self._closed})
+        self._closed.result()
+
+    def snapshot(self) -> Snapshot:
+        """All pools, with instances, their states, owners and ages, and who waits."""
+        return take_snapshot(self._scheduler, 0.0 if self._loop is None else self._loop.time())
+
+    # --- carrying out what the scheduler decides ----------------------------------------------------------------------
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        self._decided.extend(decisions)
+        if self._carrying_out:
+            return  # what it leads to is done in turn, after what was decided before
+        self._carrying_out = True
+        try:
+            while self._decided:
+                self._carry_out_one(self._decided.popleft())
+        finally:
+            self._carrying_out = False
+        self._set_alarm()
+
+    def _carry_out_one(self, decision: Decision) -> None:
+        life = self._lifecycle
+        match decision:
+            case Grant(request=request, holding=holding):
+                self._grant(request, holding)
+            case Fail(request=request, error=error):
+                answer = self._answers.get(request)
+                if answer is not None and not answer.done():
+                    answer.set_exception(error)
+            case End(holding=holding):
+                self._end(holding)
+            case Reset(instance=name):
+                work = self._work(name, life.reset(name), self._scheduler.reset_done, self._scheduler.reset_failed)
+                self._under_way[name] = self._spawn(work, f"reset {name}")
+            case Start(instance=name, spec=spec):
+                work = self._work(name, life.start(name, spec), self._scheduler.started, self._scheduler.start_failed)
+                self._under_way[name] = self._spawn(work, f"start {name}")
+            case Check(instance=name):
+                self._spawn(self._check(name), f"check {name}")
+            case Stop(instance=name):
+                self._spawn(self._stop(name, self._under_way.pop(name, None)), f"stop {name}")
+
+    def _grant(self, request: int, holding: Holding) -> None:
+        lease = self._leases.get(holding.id)
+        if lease is None:
+            name, spec = holding.instance.name, holding.instance.pool.spec
+            lease = Lease(self._lifecycle[name], holding.owner, spec, holding.scope, name, holding.id)
+            self._leases[holding.id] = lease
+        answer = self._answers.get(request)
+        if answer is None or answer.done():  # cancelled a moment ago
+            self._carry_out(self._scheduler.declined(holding.id, self._now()))
+        else:
+            answer.set_result(lease)
+
+    def _take_back(self, request: Request, answer: asyncio.Future[Lease[R]]) -> None:
+        """A request was cancelled, perhaps after it was answered."""
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._carry_out(self._scheduler.declined(answer.result().id, self._now()))
+        else:
+            self._carry_out(self._scheduler.cancelled(request.id, self._now()))
+
+    def _end(self, holding: Holding) -> None:
+        if (lease := self._leases.pop(holding.id, None)) is not None and self._events is not None:
+            self._events.emit(
+                LeaseReleased(
+                    pool=lease.spec.label,
+                    owner=lease.owner,
+                    scope=lease.scope.value,
+                    instance=lease.instance,
+                    held_seconds=self._now() - holding.since,
+                )
+            )
+
+    def _tell_refused(self, request: Request, error: str, since: float) -> None:
+        if self._events is not None:
+            self._events.emit(
+                LeaseRefused(
+                    pool=request.spec.label,
+                    owner=request.owner,
+                    scope=request.scope.value,
+                    error=error,
+                    waited_seconds=self._now() - since,
+                )
+            )
+
+    # --- what goes on in the background -------------------------------------------------------------------------------
+
+    async def _work(
+        self,
+        name: str,
+        work: Coroutine[Any, Any, None],
+        done: Callable[[str, float], list[Decision]],
+        failed: Callable[[str, BaseException, float], list[Decision]],
+    ) -> None:
+        """Start or reset an instance and report how it went."""
+        try:
+            await work
+        except BaseException as error:
+            self._under_way.pop(name, None)
+            self._carry_out(failed(name, error, self._now()))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._under_way.pop(name, None)
+            self._carry_out(done(name, self._now()))
+
+    async def _check(self, name: str) -> Status:
+        if name not in self._lifecycle:
+            return Status.BROKEN
+        try:
+            await self._lifecycle.check(name)
+        except ResourceDied as error:
+            self._carry_out(self._scheduler.died(name, error, self._now()))
+            return Status.BROKEN
+        except TimeoutError as error:
+            if any(lease.instance == name for lease in self._leases.values()):
+                logger.warning("%s is in use and does not say how it is: %s", name, error)
+                return Status.HEALTHY
+            self._carry_out(self._scheduler.died(name, error, self._now()))
+            return Status.BROKEN
+        return Status.HEALTHY
+
+    async def _stop(self, name: str, under_way: asyncio.Task[Any] | None) -> None:
+        """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""
+        pause, longest = STUCK_RETRY_S
+        try:
+            if under_way is not None:
+                await abandon(under_way)
+            while True:
+                closing = self._closing.is_set()
+                try:
+                    return await self._lifecycle.remove(name)
+                except ResourceError as error:
+                    self._carry_out(self._scheduler.stuck(name, self._now()))
+                    logger.error("%s. It keeps its place in the pool and is tried again: %s", name, error)
+                    if closing:
+                        return None
+                await self._rest(pause)
+                pause = min(2 * pause, longest)
+        finally:
+            if name not in self._lifecycle:
+                self._carry_out(self._scheduler.stopped(name, self._now()))
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait for a time, or until the engine closes."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            pass
+
+    async def _shut_down(self) -> None:
+        self._carry_out(self._scheduler.closed(self._now()))
+        try:
+            await see_through(self._tasks)
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            await self._lifecycle.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = self._own_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The resource engine failed to %s.", task.get_name(), exc_info=error)
+
+    def _set_alarm(self) -> None:
+        """Have the scheduler told of the time when something is due."""
+        due = self._scheduler.next_tick()
+        if due is None or self._closing.is_set() or (self._alarm is not None and self._alarm.when() <= due):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._own_loop().call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._carry_out(self._scheduler.tick(self._now()))
+
+    def _now(self) -> float:
+        return self._own_loop().time()
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise UsageError("A ResourceEngine is used inside its block: `async with ResourceEngine() as engine:`.")
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError(
+                "This ResourceEngine was entered in another event loop. Call it from there, for instance with "
+                "asyncio.run_coroutine_threadsafe, or enter an engine of its own in this loop."
+            )
+        return self._loop
+
+
+def _require_usable(spec: ResourceSpec[Any]) -> None:
+    if not isinstance(spec, ResourceSpec):
+        raise UsageError(f"acquire() takes a ResourceSpec, for instance a ContainerSpec, and got {spec!r}.")
+    kind_of(spec)
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
+            "tuple for a list and pairs for a dict."
+        ) from error

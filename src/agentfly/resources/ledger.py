@@ -1,0 +1,192 @@
+"""The ledger: what this process has started, written down before it is started.
+
+Each engine has a file of its own under the state directory. Its first line says which process it belongs to; each line
+after that says of one instance that it is about to start, with what is known of it, or that it is gone. Lines are
+written at once, so that they outlive the process; `sync` brings them to the disk, so that they outlive the machine's
+power. A line cut short by the end of the process is the last one: what it was written before never happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import PrerequisiteError, UsageError
+from agentfly.resources.identity import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+
+COMPACT_LINES = 10_000
+"""Lines about instances that are gone after which a ledger is written anew."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An instance that a process has started, or was about to start.
+
+    Attributes:
+        instance: its name.
+        kind: the name of its kind.
+        reap: the address of the function that removes it by its traces; None when nothing outlives the process.
+        traces: what that function needs.
+        started: the seconds since the epoch at which it was written down.
+    """
+
+    instance: str
+    kind: str
+    reap: str | None
+    traces: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+
+
+def state_directory(chosen: Path | None = None) -> Path:
+    """Where ledgers lie: as chosen, or ``$AGENTFLY_STATE_DIR``, or ``agentfly`` under ``$XDG_STATE_HOME``."""
+    if chosen is not None:
+        return chosen
+    if own := os.environ.get("AGENTFLY_STATE_DIR"):
+        return Path(own)
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "agentfly"
+
+
+class Ledger:
+    """The file of one engine. It is made by the first entry, and removed by `close` if nothing is left in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path: Path | None = None
+        self._file = -1
+        self._entries: dict[str, Entry] = {}
+        self._lines = 0
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Everything that is not known to be gone."""
+        return list(self._entries.values())
+
+    def write(self, entry: Entry) -> None:
+        """An instance is about to start; or it has started, and its traces are known in full.
+
+        Raises:
+            PrerequisiteError: the ledger cannot be written, so that nothing may be started.
+            UsageError: the traces are not JSON-able.
+        """
+        line = _line(entry)
+        before = self._entries.get(entry.instance)
+        self._entries[entry.instance] = entry
+        try:
+            if self._path is None:
+                self._create()
+            else:
+                self._append(line)
+        except OSError as error:
+            if before is None:
+                del self._entries[entry.instance]
+            raise PrerequisiteError(
+                f"What is started must be written down first, and {self._directory} cannot be written: {error}. Make "
+                "room there, or set AGENTFLY_STATE_DIR to a directory that can be written."
+            ) from error
+
+    def gone(self, instance: str) -> None:
+        """An instance has been removed."""
+        if self._entries.pop(instance, None) is None:
+            return
+        try:
+            if self._lines > COMPACT_LINES + 4 * len(self._entries):
+                self._create()
+            else:
+                self._append(json.dumps({"gone": instance}))
+        except OSError as error:  # a later process will find nothing to remove, which does no harm
+            logger.warning("The ledger still lists %s, which is gone: %s", instance, error)
+
+    def sync(self) -> None:
+        """Bring what was written to the disk. It may be called from another thread."""
+        if (file := self._file) >= 0:
+            with contextlib.suppress(OSError):  # closed meanwhile: there is nothing left to keep
+                os.fdatasync(file)
+
+    def close(self) -> None:
+        """Close the file. What is still in it is for a later process to remove once this one is dead."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._path is not None and not self._entries:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def _create(self) -> None:
+        """Write the ledger anew: as a whole, and then in the place of the old one, so that it is never half there."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        header = json.dumps({"ledger": 1, "process": asdict(ProcessIdentity.here())})
+        lines = [header, *(_line(entry) for entry in self._entries.values())]
+        path = self._path or self._directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
+        draft = path.with_suffix(".draft")
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(file, "\n".join(lines))
+            draft.replace(path)
+        except OSError:
+            os.close(file)
+            draft.unlink(missing_ok=True)
+            raise
+        if self._file >= 0:
+            os.close(self._file)
+        self._path, self._file, self._lines = path, file, len(lines)
+
+    def _append(self, line: str) -> None:
+        _write_all(self._file, f"\n{line}")  # the break comes first, so that a line cut short spoils no other
+        self._lines += 1
+
+
+def read(path: Path) -> tuple[ProcessIdentity | None, list[Entry]]:
+    """Whose ledger a file is, and what is in it that is not known to be gone. None when it is no ledger."""
+    owner: ProcessIdentity | None = None
+    entries: dict[str, Entry] = {}
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue  # cut short by the end of its process, or by a full disk
+        try:
+            if "ledger" in line:
+                owner = ProcessIdentity(**line["process"])
+            elif "gone" in line:
+                entries.pop(line["gone"], None)
+            else:
+                entry = Entry(**line["entry"])
+                entries[entry.instance] = entry
+        except (KeyError, TypeError):
+            return None, []
+    return owner, list(entries.values())
+
+
+def write_remaining(path: Path, owner: ProcessIdentity, entries: list[Entry]) -> None:
+    """Replace a dead process's ledger by what could not be removed of it."""
+    lines = [json.dumps({"ledger": 1, "process": asdict(owner)}), *(_line(entry) for entry in entries)]
+    draft = path.with_suffix(".draft")
+    draft.touch(mode=0o600)
+    draft.write_text("\n".join(lines))
+    draft.replace(path)
+
+
+def _line(entry: Entry) -> str:
+    try:
+        return json.dumps({"entry": asdict(entry)})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The traces of {entry.instance} go to a file and must be JSON-able, but {entry.traces!r} is not: {error}. "
+            "Give texts and numbers for paths and process ids."
+        ) from error
+
+
+def _write_all(file: int, text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(file, data) :]

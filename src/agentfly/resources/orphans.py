@@ -1,0 +1,114 @@
+"""Orphans: what dead processes have left behind, and its removal."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from agentfly.resources import ledger
+from agentfly.resources.ledger import Entry, state_directory
+from agentfly.resources.registry import Reap, load
+
+logger = logging.getLogger(__name__)
+
+REAP_TIMEOUT_S = 60.0
+"""Seconds that the removal of one orphan may take."""
+
+DRAFT_AGE_S = 3600.0
+"""Seconds after which a ledger that was never finished will not be."""
+
+
+async def reap(directory: Path | None = None) -> list[Entry]:
+    """Remove the orphans of dead processes, and nothing of a process that may still live.
+
+    Args:
+        directory: the state directory; by default the user's (see `agentfly.resources.ledger.state_directory`).
+
+    Returns:
+        What was removed. What could not be removed is logged, and stays in its ledger for the next time.
+    """
+    removed: list[Entry] = []
+    directory = state_directory(directory)
+    _clear_drafts(directory)
+    for path in sorted(directory.glob("*.ledger")):
+        with _claimed(path) as claimed:
+            if claimed:
+                removed += await _reap_ledger(path)
+    return removed
+
+
+async def remove(function: Reap, traces: dict[str, Any]) -> None:
+    """Call a kind's ``reap``, whether it is sync or async, within `REAP_TIMEOUT_S`.
+
+    Raises:
+        Exception: what the function raises, or TimeoutError.
+    """
+    async with asyncio.timeout(REAP_TIMEOUT_S):
+        if inspect.iscoroutinefunction(function):
+            await function(traces)
+        else:
+            await asyncio.to_thread(function, traces)
+
+
+async def _reap_ledger(path: Path) -> list[Entry]:
+    owner, entries = ledger.read(path)
+    if owner is None:
+        logger.error("%s is not a ledger that this version can read. It was left alone; remove it by hand.", path)
+        return []
+    if not owner.is_dead():
+        return []
+    # In-process resources have ended with their process: there is nothing to remove.
+    orphans = [entry for entry in entries if entry.reap is not None]
+    outcomes = await asyncio.gather(*(_reap_entry(entry) for entry in orphans))
+    remaining = [entry for entry, gone in zip(orphans, outcomes, strict=True) if not gone]
+    if remaining:
+        ledger.write_remaining(path, owner, remaining)
+    else:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+    return [entry for entry, gone in zip(orphans, outcomes, strict=True) if gone]
+
+
+async def _reap_entry(entry: Entry) -> bool:
+    try:
+        await remove(load(entry.reap or ""), dict(entry.traces))
+    except Exception:
+        logger.exception(
+            "The orphan %s (%s) could not be removed and will be tried again; its traces are %s.",
+            entry.instance,
+            entry.kind,
+            entry.traces,
+        )
+        return False
+    return True
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Have a ledger to oneself, so that two reapers do not remove the same orphan; False if another has it."""
+    with ExitStack() as stack:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            claimed = os.fstat(file).st_ino == path.stat().st_ino  # else another has just replaced or removed it
+        except (FileNotFoundError, BlockingIOError):
+            claimed = False
+        yield claimed
+
+
+def _clear_drafts(directory: Path) -> None:
+    """Remove what is left of ledgers that were being made when the power went."""
+    for path in [*directory.glob("*.draft"), *directory.glob("*.ledger")]:
+        with suppress(FileNotFoundError):
+            about = path.stat()
+            unfinished = path.suffix == ".draft" or about.st_size == 0
+            if unfinished and time.time() - about.st_mtime > DRAFT_AGE_S:
+                path.unlink()

@@ -1,0 +1,121 @@
+"""Which resource a spec describes, and how an orphan of it is removed.
+
+A kind of resource is a spec, a resource, a name, and a function that removes what a dead process left of it. Each may
+be given as itself or as ``"module:Name"``, which is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.resource import Resource
+from agentfly.resources.spec import ResourceSpec
+
+R = TypeVar("R", bound=Resource)
+
+Reap = Callable[[dict[str, Any]], Any]
+"""Removes an orphan by the traces that its resource gave; sync (called on a thread) or async."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of resource, as `register` got it.
+
+    Attributes:
+        name: what the ledger and listings call it.
+        resource_type: makes an instance of (spec, instance name), or its address.
+        reap: removes an orphan by its traces, or its address; None when nothing outlives the process.
+    """
+
+    name: str
+    resource_type: Callable[[Any, str], Resource] | str
+    reap: Reap | str | None
+
+    @property
+    def reap_address(self) -> str | None:
+        """`reap` as ``module:name``, by which a later process finds it."""
+        if self.reap is None or isinstance(self.reap, str):
+            return self.reap
+        return f"{self.reap.__module__}:{self.reap.__qualname__}"
+
+
+_kinds: dict[type[ResourceSpec[Any]], Kind] = {}
+
+
+def register(
+    spec_type: type[ResourceSpec[Any]],
+    resource_type: Callable[[Any, str], Resource] | str,
+    *,
+    kind: str,
+    reap: Reap | str | None = None,
+) -> None:
+    """Pair a spec with the resource that it describes; subclasses of the spec share the pairing.
+
+    Args:
+        spec_type: the spec's class.
+        resource_type: the resource's class, called with a spec and an instance name, or ``"module:Name"``.
+        kind: the name by which the ledger and listings know the kind.
+        reap: called with the ``traces`` of an instance whose process died, to remove what is left of it; or
+            ``"module:name"``. It must live in a module, so that a later process can import it. The traces may be
+            those from before the start, and what they name may be gone, or its process id may have been reused.
+
+    Raises:
+        ConfigError: ``reap`` cannot be imported by another process.
+    """
+    if not isinstance(reap, str) and reap is not None:
+        name = getattr(reap, "__qualname__", "<unnamed>")
+        if "<" in name:
+            raise ConfigError(
+                f"register({spec_type.__name__}, kind={kind!r}): reap is {name}, which a later process cannot import. "
+                "Give a function at the top level of a module."
+            )
+    _kinds[spec_type] = Kind(kind, resource_type, reap)
+
+
+def kind_of(spec: ResourceSpec[Any]) -> Kind:
+    """The kind of a spec.
+
+    Raises:
+        UsageError: no kind is registered for the spec's class.
+    """
+    for ancestor in type(spec).__mro__:
+        if (kind := _kinds.get(ancestor)) is not None:
+            return kind
+    name = type(spec).__name__
+    known = ", ".join(sorted(known.__name__ for known in _kinds)) or "none"
+    raise UsageError(
+        f"{name} is no registered kind of resource (registered: {known}). Write a Resource for it and call "
+        f"agentfly.resources.registry.register({name}, ItsResource, kind='…') where {name} is defined."
+    )
+
+
+def make_resource(spec: ResourceSpec[R], instance: str) -> R:
+    """A handle of a new instance of ``spec``, not started.
+
+    Raises:
+        UsageError: no kind is registered for the spec's class, or its resource cannot be imported.
+    """
+    resource_type = kind_of(spec).resource_type
+    if isinstance(resource_type, str):
+        resource_type = load(resource_type)
+    return cast(R, resource_type(spec, instance))
+
+
+def load(address: str) -> Any:
+    """What ``module:name`` names.
+
+    Raises:
+        UsageError: there is no such module or name.
+    """
+    module, _, name = address.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{address!r} could not be imported: {error}") from error
+    return found

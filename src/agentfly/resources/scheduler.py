@@ -1,0 +1,334 @@
+"""The scheduler: a pure state machine that decides who gets which instance, and what starts, resets and stops.
+
+Its public methods are events: each says what happened at a time ``now`` and returns what is to be done about it. There
+is no I/O here, no clock and no concurrency, so that long random histories can be driven through it.
+
+How an instance lives::
+
+    Start ── started ──→ idle ── Grant ──→ leased ── released ──→ Reset ── reset_done ──→ idle
+      └ start_failed       └ no longer      └ died                  └ reset_failed
+                             wanted
+      └───────────────────┴────────────────┴───────────────────────┴──→ Stop ── stopped ──→ gone
+
+What is decided, and why:
+
+* Inside a pool the first of the highest priority is served first. A newcomer never overtakes.
+* Instances start for those who wait, as many as have nothing coming, within the pool's capacity, the budget and the
+  limit on concurrent starts. Across pools, owners who already hold something start first wherever it fits, because
+  only they can be in each other's way. After them comes the pool whose first waiter came first, and none passes it.
+* When the budget is short, idle instances make room, the longest idle first. A pool that is never idle gives an
+  instance up to a request elsewhere that is older than its own and has waited for `supply.PATIENCE_S`.
+* A start that fails fails those whom the instance would have served, unless others are coming for them.
+* An instance that its rollout lost by death is not replaced behind that rollout's back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from agentfly.resources import refusals
+from agentfly.resources.books import Books
+from agentfly.resources.budget import Account, Budget
+from agentfly.resources.deadlock import broken, find_knot, youngest
+from agentfly.resources.decisions import Decision
+from agentfly.resources.pool import MOVING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.spec import Scope
+from agentfly.resources.supply import Supply
+
+SWEEP_S = 1.0
+"""Seconds between two searches for deadlocks that came about otherwise than by a request."""
+
+_SWEEP = object()
+
+
+class Scheduler:
+    """Decides for all pools of one engine.
+
+    Args:
+        budget: what all instances together may take.
+        max_concurrent_starts: how many instances may be starting at once.
+        name: a part of instance names that makes them unique on the machine.
+    """
+
+    def __init__(self, *, budget: Budget | None = None, max_concurrent_starts: int = 8, name: str = "engine") -> None:
+        self._books = Books()
+        self._supply = Supply(self._books, budget or Budget(), max_concurrent_starts, name)
+        self._sweeping = False
+
+    # --- what requests do ---------------------------------------------------------------------------------------------
+
+    def requested(self, request: Request, now: float) -> list[Decision]:
+        """Somebody asks for an instance."""
+        books, pool = self._books, self._books.pool(request.spec)
+        key = (request.owner, request.scope)
+        if self._supply.closed:
+            books.refuse(request.id, refusals.closed(request.owner, request.spec.label))
+        elif (excess := self._supply.account.excess(pool.cost)) is not None:
+            books.refuse(request.id, refusals.too_large(request, excess))
+        elif (holding := pool.held.get(key)) is not None:
+            if holding.death is not None:
+                books.refuse(request.id, refusals.died(holding))
+            else:
+                books.claim(holding, request.id)
+        elif (waiter := pool.waiting.get(key)) is not None:
+            books.join(waiter, request)
+            books.set_deadline(request)
+        else:
+            self._queue(request, pool, now)
+        books.forget_if_empty(pool)
+        return self._done(now)
+
+    def cancelled(self, request: int, now: float) -> list[Decision]:
+        """Whoever made a request no longer waits for the answer. Nothing happens if it has been answered."""
+        if (waiter := self._books.waiters.get(request)) is not None:
+            self._books.withdraw(request)
+            self._serve(waiter.pool, now)
+        return self._done(now)
+
+    def declined(self, holding: int, now: float) -> list[Decision]:
+        """A request was granted a holding, but nobody was there to take it."""
+        if (held := self._books.holdings.get(holding)) is not None:
+            held.claims -= 1
+            if held.claims == 0:
+                self._release(held, now)
+        return self._done(now)
+
+    def released(self, holding: int, now: float) -> list[Decision]:
+        """An owner gives a holding back. Nothing happens if it is over."""
+        if (held := self._books.holdings.get(holding)) is not None:
+            self._release(held, now)
+        return self._done(now)
+
+    def owner_released(self, name: str, now: float) -> list[Decision]:
+        """An owner gives everything back and waits for nothing any more."""
+        if (owner := self._books.owners.get(name)) is not None:
+            waiters = list(owner.waiters.values())
+            for waiter in waiters:
+                self._books.fail(waiter, partial(refusals.owner_ended, name, waiter.pool.spec.label))
+            for held in list(owner.holdings.values()):
+                self._release(held, now)
+            for waiter in waiters:
+                self._serve(waiter.pool, now)
+        return self._done(now)
+
+    # --- what instances do --------------------------------------------------------------------------------------------
+
+    def started(self, name: str, now: float) -> list[Decision]:
+        """An instance came up."""
+        if (instance := self._books.in_state(name, InstanceState.STARTING)) is not None:
+            self._supply.started(instance, now)
+            self._rest(instance, now)
+            self._supply.start_what_fits(now)
+        return self._done(now)
+
+    def start_failed(self, name: str, error: BaseException, now: float) -> list[Decision]:
+        """An instance did not come up. What there is of it is yet to be removed."""
+        if (instance := self._books.in_state(name, InstanceState.STARTING)) is not None:
+            pool = instance.pool
+            self._supply.failed(instance, now)
+            if pool.unmet() > 0:
+                for waiter in pool.next_served():
+                    self._books.fail(waiter, partial(refusals.not_started, instance, error))
+            self._serve(pool, now)
+            self._supply.start_what_fits(now)
+        return self._done(now)
+
+    def reset_done(self, name: str, now: float) -> list[Decision]:
+        """An instance is clean and healthy again."""
+        if (instance := self._books.in_state(name, InstanceState.RESETTING)) is not None:
+            instance.checked = now
+            self._rest(instance, now)
+        return self._done(now)
+
+    def reset_failed(self, name: str, _error: BaseException, now: float) -> list[Decision]:
+        """An instance could not be cleaned, or is not healthy."""
+        if (instance := self._books.in_state(name, InstanceState.RESETTING)) is not None:
+            self._supply.stop(instance, now)
+            self._serve(instance.pool, now)
+        return self._done(now)
+
+    def died(self, name: str, error: BaseException, now: float) -> list[Decision]:
+        """An instance was found to be broken while idle or leased."""
+        if (instance := self._books.in_state(name, InstanceState.IDLE, InstanceState.LEASED)) is not None:
+            for held in list(instance.holdings.values()):
+                if held.scope is Scope.ROLLOUT:
+                    held.death = error
+                else:
+                    self._books.end(held)
+            instance.holdings.clear()
+            self._supply.stop(instance, now)
+            self._serve(instance.pool, now)
+        return self._done(now)
+
+    def stopped(self, name: str, now: float) -> list[Decision]:
+        """An instance is gone."""
+        if (instance := self._books.in_state(name, InstanceState.STOPPING, InstanceState.STUCK)) is not None:
+            self._supply.gone(instance)
+            self._serve(instance.pool, now)
+            self._supply.start_what_fits(now)
+        return self._done(now)
+
+    def stuck(self, name: str, now: float) -> list[Decision]:
+        """An instance was told to go and did not. It keeps counting until it is `stopped`."""
+        if (instance := self._books.in_state(name, InstanceState.STOPPING)) is not None:
+            self._supply.stuck(instance, now)
+            self._supply.start_what_fits(now)
+        return self._done(now)
+
+    # --- what time does -----------------------------------------------------------------------------------------------
+
+    def next_tick(self) -> float | None:
+        """When `tick` is due next."""
+        return self._books.timers.next()
+
+    def tick(self, now: float) -> list[Decision]:
+        """Time went by."""
+        for what in self._books.timers.due(now):
+            if isinstance(what, Request):
+                self._expire(what, now)
+            elif isinstance(what, Instance):
+                self._supply.look_after(what, now)
+                self._serve(what.pool, now)
+            elif isinstance(what, Pool):
+                self._serve(what, now)
+            else:
+                self._sweep(now)
+        return self._done(now)
+
+    def closed(self, now: float) -> list[Decision]:
+        """The engine closes: nobody gets anything any more, and everything is to be removed."""
+        self._supply.closed = True
+        for waiter in list(self._books.waiters.values()):
+            self._books.fail(waiter, partial(refusals.closed, waiter.owner, waiter.pool.spec.label))
+        for held in list(self._books.holdings.values()):
+            self._books.end(held)
+        for instance in self._books.instances.values():
+            if instance.state not in (InstanceState.STOPPING, InstanceState.STUCK):
+                self._supply.stop(instance, now)
+        return self._done(now)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Every pool that has an instance, a waiter or a warm count; to be read only."""
+        return list(self._books.pools.values())
+
+    @property
+    def owners(self) -> dict[str, Owner]:
+        """Everybody who holds or waits; to be read only."""
+        return self._books.owners
+
+    @property
+    def account(self) -> Account:
+        """What is spent of the budget; to be read only."""
+        return self._supply.account
+
+    @property
+    def starting(self) -> int:
+        """How many instances are starting."""
+        return self._supply.starting
+
+    # --- what it comes to ---------------------------------------------------------------------------------------------
+
+    def _queue(self, request: Request, pool: Pool, now: float) -> None:
+        """Have a request wait for its turn, which may be now."""
+        waiter = self._books.queue(request, pool, now)
+        self._serve(pool, now)
+        self._books.set_deadline(request)
+        if waiter.owner in self._books.entangled:
+            self._supply.start_missing(pool, now)
+            self._break_deadlock(waiter, now)
+
+    def _serve(self, pool: Pool, now: float) -> None:
+        """Give out what there is, and see that what is missing starts."""
+        while (waiter := pool.queue.first()) is not None and (instance := pool.seat(waiter.scope)) is not None:
+            self._books.grant(waiter, instance, now)
+            self._supply.take(instance, now)
+            if waiter.scope is Scope.GLOBAL:
+                instance.shared = True
+                pool.update_seats(instance)
+        while pool.queue.exclusive and pool.unmet() > 0 and (spare := pool.unused_shared()) is not None:
+            self._supply.reset(spare, now)
+        self._supply.demand(pool, now)
+        self._books.forget_if_empty(pool)
+
+    def _release(self, holding: Holding, now: float) -> None:
+        """A holding is over, and its place on the instance is free, unless the instance is gone already."""
+        instance, pool = holding.instance, holding.instance.pool
+        if self._books.end(holding):
+            if instance.shared:
+                pool.update_seats(instance)
+            if not instance.holdings:
+                self._vacate(instance, now)
+            self._serve(pool, now)
+        self._books.forget_if_empty(pool)
+
+    def _vacate(self, instance: Instance, now: float) -> None:
+        """The last owner of an instance has left."""
+        if self._supply.is_spent(instance, now):
+            self._supply.stop(instance, now)
+        elif instance.shared:
+            self._rest(instance, now)
+        else:
+            self._supply.reset(instance, now)
+
+    def _rest(self, instance: Instance, now: float) -> None:
+        """An instance has nobody: somebody may take it, in its own pool or in place of it."""
+        self._supply.rest(instance, now)
+        self._serve(instance.pool, now)
+        if instance.state is InstanceState.IDLE:
+            self._supply.offer_room(now)
+
+    def _expire(self, request: Request, now: float) -> None:
+        """A request has waited as long as it may."""
+        if (waiter := self._books.waiters.get(request.id)) is None:
+            return
+        error = refusals.timed_out(waiter, now, self._holdings_before(waiter))
+        self._books.withdraw(request.id)
+        self._books.refuse(request.id, error)
+        self._serve(waiter.pool, now)
+
+    def _sweep(self, now: float) -> None:
+        """Look for deadlocks among all who could be in one."""
+        self._sweeping = False
+        for owner in list(self._books.entangled.values()):
+            for waiter in list(owner.waiters.values()):
+                self._break_deadlock(waiter, now)
+
+    def _break_deadlock(self, waiter: Waiter, now: float) -> None:
+        """If a waiter waits in vain, fail the wait of the youngest holder among those who block each other."""
+        if not waiter.requests or not (knot := find_knot(waiter, self.owners, self._in_the_way)):
+            return
+        victim = youngest(knot, self.owners).name
+        for loser in [candidate for candidate in knot if candidate.owner == victim]:
+            self._books.fail(loser, partial(broken, victim, knot, now))
+            self._serve(loser.pool, now)
+
+    def _in_the_way(self, waiter: Waiter) -> list[Holding]:
+        """The holdings any one of which must end before a waiter can go on; none if something is moving anyway."""
+        pool = waiter.pool
+        if pool.is_moving() or self._supply.starts_are_full():
+            return []
+        if len(pool.instances) < pool.spec.capacity and (
+            self.account.fits(pool.cost) or any(i.state in MOVING for i in self._books.instances.values())
+        ):
+            return []
+        return self._holdings_before(waiter)
+
+    def _holdings_before(self, waiter: Waiter) -> list[Holding]:
+        """What is held of the pool, or of the budget if that is what is short."""
+        pool = waiter.pool
+        if len(pool.instances) >= pool.spec.capacity:
+            instances = list(pool.instances.values())
+        else:
+            instances = [i for i in self._books.instances.values() if self._supply.would_help(i, pool)]
+        return [holding for instance in instances for holding in instance.holdings.values()]
+
+    def _done(self, now: float) -> list[Decision]:
+        """What an event has come to."""
+        if self._books.entangled and not self._sweeping:
+            self._sweeping = True
+            self._books.timers.set(now + SWEEP_S, _SWEEP)
+        decisions, self._books.decisions = self._books.decisions, []
+        return decisions

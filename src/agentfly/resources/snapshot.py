@@ -1,0 +1,90 @@
+"""Snapshot: what an engine has and who has it, at one moment, for listings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentfly.resources.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class InstanceSnapshot:
+    """An instance.
+
+    Attributes:
+        name: its name.
+        state: starting, idle, leased, resetting, stopping or stuck.
+        owners: who holds it.
+        state_seconds: how long it has been in its state.
+        age_seconds: how long ago it started.
+        uses: how many owners it has had.
+    """
+
+    name: str
+    state: str
+    owners: tuple[str, ...]
+    state_seconds: float
+    age_seconds: float
+    uses: int
+
+
+@dataclass(frozen=True)
+class WaitSnapshot:
+    """A place in a pool's queue."""
+
+    owner: str
+    scope: str
+    priority: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """A pool: ``label`` is its spec's short name, ``spec`` the whole of it as text; the queue is in order."""
+
+    label: str
+    spec: str
+    capacity: int
+    instances: tuple[InstanceSnapshot, ...]
+    queue: tuple[WaitSnapshot, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Every pool of an engine."""
+
+    pools: tuple[PoolSnapshot, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The snapshot as a JSON-able mapping."""
+        return asdict(self)
+
+
+def take_snapshot(scheduler: Scheduler, now: float) -> Snapshot:
+    """What a scheduler knows at a time."""
+    return Snapshot(
+        tuple(
+            PoolSnapshot(
+                label=pool.spec.label,
+                spec=repr(pool.spec),
+                capacity=pool.spec.capacity,
+                instances=tuple(
+                    InstanceSnapshot(
+                        name=instance.name,
+                        state=instance.state.value,
+                        owners=tuple(holding.owner for holding in instance.holdings.values()),
+                        state_seconds=now - instance.since,
+                        age_seconds=now - instance.started,
+                        uses=instance.uses,
+                    )
+                    for instance in pool.instances.values()
+                ),
+                queue=tuple(
+                    WaitSnapshot(waiter.owner, waiter.scope.value, waiter.priority, now - waiter.since)
+                    for waiter in pool.queue
+                ),
+            )
+            for pool in scheduler.pools
+        )
+    )

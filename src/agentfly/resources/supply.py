@@ -1,0 +1,212 @@
+"""Supply: which instances start and stop, within the budget and the limit on concurrent starts."""
+
+from __future__ import annotations
+
+from agentfly.resources.books import Books
+from agentfly.resources.budget import Account, Budget, Cost
+from agentfly.resources.decisions import Check, Reset, Start, Stop
+from agentfly.resources.line import StartLine
+from agentfly.resources.pool import MOVING, Instance, InstanceState, Pool
+
+PATIENCE_S = 5.0
+"""Seconds that a request waits for the budget before a busy pool gives up an instance for it."""
+
+WARM_RETRY_S = 60.0
+"""The longest pause before another start for the warm count is tried after one that failed."""
+
+
+class Supply:
+    """Brings instances through their lives for all pools."""
+
+    def __init__(self, books: Books, budget: Budget, max_concurrent_starts: int, name: str) -> None:
+        self.account = Account(budget)
+        self.starting = 0
+        self.closed = False
+        self._books = books
+        self._max_starts = max_concurrent_starts
+        self._name = name
+        self._lines = {costly: StartLine() for costly in (False, True)}  # want of budget holds up no one who needs none
+        self._evictable: dict[str, Instance] = {}  # idle and of use to the budget; the longest idle is the first
+
+    # --- what starts --------------------------------------------------------------------------------------------------
+
+    def demand(self, pool: Pool, now: float) -> None:
+        """A pool's waiters or instances have changed: see that what it is missing starts, in its turn."""
+        if pool.missing() > 0:
+            line = self._lines[pool.costly]
+            line.join(pool)
+            self._advance(line, now)
+        elif pool.spec.warm:
+            self._warm_up(now)
+
+    def start_what_fits(self, now: float) -> None:
+        """A place to start or a part of the budget has come free: start what was waiting for it."""
+        entangled = self._books.entangled.values()
+        for pool in {waiter.pool: None for owner in entangled for waiter in owner.waiters.values()}:
+            self.start_missing(pool, now)
+        for line in self._lines.values():
+            self._advance(line, now)
+        self._warm_up(now)
+
+    def start_missing(self, pool: Pool, now: float) -> bool:
+        """Start what those who wait in a pool are missing; False if that cannot all start now."""
+        while pool.missing() > 0:
+            if self.starts_are_full():
+                return False
+            if not self.account.fits(pool.cost):
+                self._make_room(pool.cost, now)
+                return False
+            self._start(pool, now)
+        return True
+
+    def starts_are_full(self) -> bool:
+        """Whether as many instances are starting as may."""
+        return self.starting >= self._max_starts
+
+    def _advance(self, line: StartLine, now: float) -> None:
+        """Serve the pools of a line in order, as far as it goes."""
+        while (pool := line.first()) is not None and self.start_missing(pool, now):
+            line.leave(pool)
+
+    def _warm_up(self, now: float) -> None:
+        """Start instances for the warm counts if nobody who waits could use what they would take."""
+        if self.closed or any(line.first() for line in self._lines.values()):
+            return
+        for pool in self._books.warm_pools:
+            while pool.missing_warm(now) > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
+                self._start(pool, now)
+
+    def _make_room(self, cost: Cost, now: float) -> None:
+        """Evict idle instances until there will be enough, as far as they help."""
+        while any(short := self.account.short(cost)):
+            helpful = (idle for idle in self._evictable.values() if _eases(short, idle.pool.cost))
+            if (instance := next(helpful, None)) is None:
+                return
+            self.stop(instance, now)
+
+    def _start(self, pool: Pool, now: float) -> None:
+        label = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in pool.spec.label.lower())
+        name = f"{label[:24].strip('-')}-{self._name}-{next(self._books.numbers)}"
+        instance = Instance(name=name, pool=pool, state=InstanceState.STARTING, since=now, started=now)
+        self._books.instances[name] = instance
+        pool.enter(instance, InstanceState.STARTING, now)
+        self.starting += 1
+        self.account.spend(pool.cost)
+        self._books.decisions.append(Start(name, pool.spec))
+
+    # --- what happens to an instance ----------------------------------------------------------------------------------
+
+    def started(self, instance: Instance, now: float) -> None:
+        """A start is over, well."""
+        self.starting -= 1
+        instance.pool.failures = 0
+        instance.started = instance.checked = now
+        self._set_timer(instance, now)
+
+    def failed(self, instance: Instance, now: float) -> None:
+        """A start is over, badly."""
+        pool = instance.pool
+        self.stop(instance, now)
+        pool.failures += 1
+        pool.warm_from = now + min(2.0 ** (pool.failures - 1), WARM_RETRY_S)
+        if pool.spec.warm:
+            self._books.timers.set(pool.warm_from, pool)
+
+    def take(self, instance: Instance, now: float) -> None:
+        """An instance gets an owner."""
+        instance.uses += 1
+        if instance.state is not InstanceState.LEASED:
+            self._evictable.pop(instance.name, None)
+            instance.pool.enter(instance, InstanceState.LEASED, now)
+
+    def rest(self, instance: Instance, now: float) -> None:
+        """An instance has nobody: somebody may take it, in its own pool or in place of it."""
+        instance.pool.enter(instance, InstanceState.IDLE, now)
+        if instance.pool.costly:
+            self._evictable[instance.name] = instance
+
+    def offer_room(self, now: float) -> None:
+        """An instance stays idle: those who wait for the budget may have its room."""
+        self._advance(self._lines[True], now)
+
+    def reset(self, instance: Instance, now: float) -> None:
+        """Have an instance cleaned."""
+        self._evictable.pop(instance.name, None)
+        instance.pool.enter(instance, InstanceState.RESETTING, now)
+        self._books.decisions.append(Reset(instance.name))
+
+    def stop(self, instance: Instance, now: float) -> None:
+        """Have an instance removed, whatever it is doing."""
+        if instance.state is InstanceState.STARTING:
+            self.starting -= 1
+        self._evictable.pop(instance.name, None)
+        if instance.timer is not None:
+            self._books.timers.drop(instance.timer)
+        instance.pool.enter(instance, InstanceState.STOPPING, now)
+        self.account.expect(instance.pool.cost)
+        self._books.decisions.append(Stop(instance.name))
+
+    def stuck(self, instance: Instance, now: float) -> None:
+        """An instance was told to go and did not."""
+        self.account.give_up(instance.pool.cost)
+        instance.pool.enter(instance, InstanceState.STUCK, now)
+
+    def gone(self, instance: Instance) -> None:
+        """An instance is no more."""
+        if instance.state is InstanceState.STUCK:
+            self.account.expect(instance.pool.cost)
+        self.account.give_back(instance.pool.cost)
+        instance.pool.leave(instance)
+        del self._books.instances[instance.name]
+
+    def is_spent(self, instance: Instance, now: float) -> bool:
+        """Whether an instance that has just lost its last owner should go rather than stay."""
+        pool = instance.pool
+        if pool.worn_out(instance) or (pool.spec.reuse == "recreate" and not instance.shared):
+            return True
+        hungry = self._lines[True].first()
+        if hungry is None or hungry is pool or not self.would_help(instance, hungry):
+            return False
+        own, other = pool.queue.first(), hungry.queue.first()
+        assert other is not None  # a pool in the line has a waiter
+        return own is None or (other.order < own.order and now - other.since >= PATIENCE_S)
+
+    def would_help(self, instance: Instance, pool: Pool) -> bool:
+        """Whether an instance takes something of the budget that a pool's next start is short of."""
+        return _eases(self.account.short(pool.cost), instance.pool.cost)
+
+    # --- what time does to it -----------------------------------------------------------------------------------------
+
+    def look_after(self, instance: Instance, now: float) -> None:
+        """An instance may have been idle for too long, or is to be checked."""
+        spec, pool = instance.pool.spec, instance.pool
+        if instance.state in (InstanceState.STOPPING, InstanceState.STUCK):
+            return
+        if (
+            instance.state is InstanceState.IDLE
+            and spec.idle_timeout_s is not None
+            and now >= instance.since + spec.idle_timeout_s
+            and (instance.shared or len(pool.idle) > spec.warm)
+        ):
+            self.stop(instance, now)
+            return
+        if spec.check_interval_s is not None and now >= instance.checked + spec.check_interval_s:
+            instance.checked = now
+            if instance.state not in MOVING:
+                self._books.decisions.append(Check(instance.name))
+        self._set_timer(instance, now)
+
+    def _set_timer(self, instance: Instance, now: float) -> None:
+        """Have an instance looked after when something may be due; what it does meanwhile sets no timer."""
+        spec, due = instance.pool.spec, []
+        if spec.check_interval_s is not None:
+            due.append(instance.checked + spec.check_interval_s)
+        if spec.idle_timeout_s is not None:
+            idle_since = instance.since if instance.state is InstanceState.IDLE else now
+            ends = idle_since + spec.idle_timeout_s
+            due.append(ends if ends > now else now + spec.idle_timeout_s)
+        instance.timer = self._books.timers.set(min(due), instance) if due else None
+
+
+def _eases(short: tuple[bool, ...], cost: Cost) -> bool:
+    return any(lacking and amount > 0 for lacking, amount in zip(short, cost, strict=True))

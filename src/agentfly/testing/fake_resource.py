@@ -1,0 +1,108 @@
+"""A fake resource that fails, hangs, dawdles or dies as told, to test what uses resources.
+
+>>> world = FakeWorld()
+>>> spec = FakeSpec(world=world, capacity=2)
+
+``world.alive`` then says what exists, whatever the engine believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from agentfly.resources.registry import register
+from agentfly.resources.resource import Resource, Status
+from agentfly.resources.spec import ResourceSpec
+
+Behave = Callable[[str, str], Awaitable[None]]
+"""Called with an operation (``start``, ``reset``, ``status``, ``release``) and an instance's name while the operation
+is under way: it may take its time, raise, or never return."""
+
+
+async def behave_well(operation: str, instance: str) -> None:
+    """Let every operation succeed at once."""
+
+
+class FakeWorld:
+    """Where fake instances exist.
+
+    An instance comes into being before its ``start`` has succeeded, and ends only when a ``release`` succeeds, as it is
+    with real ones.
+
+    Attributes:
+        behave: what operations do; may be exchanged at any time.
+        alive: the instances that exist.
+        broken: those of them that have died, but have still to be released.
+        history: every operation that was begun, with its instance, in order.
+    """
+
+    def __init__(self, behave: Behave = behave_well) -> None:
+        self.behave = behave
+        self.alive: set[str] = set()
+        self.broken: set[str] = set()
+        self.history: list[tuple[str, str]] = []
+
+    def kill(self, instance: str) -> None:
+        """Have an instance die."""
+        self.broken.add(instance)
+
+    def count(self, operation: str) -> int:
+        """How often an operation was begun."""
+        return sum(begun == operation for begun, _ in self.history)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSpec(ResourceSpec["FakeResource"]):
+    """A fake resource in a world; ``name`` tells specs of one world apart."""
+
+    world: FakeWorld = field(default_factory=FakeWorld)
+    name: str = "fake"
+
+    @property
+    def label(self) -> str:
+        """The spec's name."""
+        return self.name
+
+
+class FakeResource(Resource):
+    """An instance in a `FakeWorld`.
+
+    Attributes:
+        contents: what owners have left in it; a reset empties it.
+    """
+
+    spec: FakeSpec
+
+    def __init__(self, spec: FakeSpec, instance: str) -> None:
+        super().__init__(spec, instance)
+        self.world = spec.world
+        self.contents: list[str] = []
+
+    async def start(self) -> None:
+        """Come into being, then behave."""
+        self.world.alive.add(self.instance)
+        await self._behave("start")
+
+    async def reset(self) -> None:
+        """Behave, then be clean."""
+        await self._behave("reset")
+        self.contents.clear()
+
+    async def status(self) -> Status:
+        """Behave, then say whether it lives."""
+        await self._behave("status")
+        lives = self.instance in self.world.alive and self.instance not in self.world.broken
+        return Status.HEALTHY if lives else Status.BROKEN
+
+    async def release(self) -> None:
+        """Behave, then be gone."""
+        await self._behave("release")
+        self.world.alive.discard(self.instance)
+
+    async def _behave(self, operation: str) -> None:
+        self.world.history.append((operation, self.instance))
+        await self.world.behave(operation, self.instance)
+
+
+register(FakeSpec, FakeResource, kind="fake")

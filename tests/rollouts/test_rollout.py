@@ -241,12 +241,12 @@ async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
 
 async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_sent():
     policy = ScriptedPolicy([call("add", a=1, b=1), "2"])
-    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_total_tokens=140)
+    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_total_tokens=110)
     result = await run(asked, ["go"], policy=policy)
     [trajectory] = result.trajectories
     assert len(trajectory.turns) == 1
     assert trajectory.finish is FinishReason.LENGTH
-    assert len(trajectory.sequences[0]) == 140
+    assert len(trajectory.sequences[0]) == 110
     assert trajectory.sequences[0].truncated
 
 

@@ -27,8 +27,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes, with control tokens written out."""
-        names = {control_id: token.encode() for token, control_id in self.control_tokens.items()}
-        return b"".join(names.get(i) or bytes((i,)) for i in ids).decode("utf-8", errors="replace")
+        characters = "".join(map(chr, ids))
+        for token, control_id in self.control_tokens.items():
+            characters = characters.replace(chr(control_id), token)
+        return characters.encode("latin-1").decode("utf-8", errors="replace")
 
     def render(
         self,

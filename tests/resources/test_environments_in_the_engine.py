@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,10 @@ from typing import Any
 import pytest
 
 from agentfly.errors import ResourceDied
+from agentfly.resources import orphans
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.identity import start_time
 
 
 class Catalogue:
@@ -94,3 +100,50 @@ async def test_a_cancelled_owner_does_not_cost_the_simulator(runs: Any, tmp_path
         lease = await engine.acquire(spec, "last")
         assert await lease.resource.put("item") == ["item"]
     assert (tmp_path / "lines").read_text().split() == ["loaded", "closed"]
+
+
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while start_time(pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return start_time(pid) is None
+
+
+OWNER = """
+    import asyncio, os, sys
+    from pathlib import Path
+    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.environments.spec import EnvironmentSpec
+
+    class Machine:
+        def pid(self):
+            return os.getpid()
+
+    async def main():
+        async with ResourceEngine(ledger=Path(sys.argv[1])) as engine:
+            lease = await engine.acquire(EnvironmentSpec(factory=Machine, runs="process"), "rollout")
+            print(await lease.resource.pid(), lease.resource.traces["pid"], flush=True)
+            await asyncio.sleep(300)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("keeper_alive", [True, False])
+async def test_after_the_owner_was_killed_the_ledger_leads_to_an_end_of_all(tmp_path: Path, keeper_alive: bool) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(textwrap.dedent(OWNER))
+    state = tmp_path / "state"
+    owner = subprocess.Popen([sys.executable, str(script), str(state)], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.to_thread(owner.stdout.readline)).split()]
+    assert all(start_time(pid) is not None for pid in pids)
+    if not keeper_alive:  # stopped, it cannot do its work, and a later process must
+        os.kill(pids[1], signal.SIGSTOP)
+    owner.kill()
+    await asyncio.to_thread(owner.wait)
+    owner.stdout.close()
+    (removed,) = await orphans.reap(state)
+    assert removed.kind == "environment"
+    assert all([await asyncio.to_thread(ends, pid) for pid in pids])
+    assert await orphans.reap(state) == []

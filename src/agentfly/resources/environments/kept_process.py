@@ -162,6 +162,7 @@ def reap(traces: Mapping[str, Any]) -> None:
         if pid is not None and start_time(pid) == started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sent)
+                os.kill(pid, signal.SIGCONT)  # a stopped one would not hear
         while time.monotonic() < deadline:
             if pid is None or start_time(pid) != started:
                 return

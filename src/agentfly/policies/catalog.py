@@ -1,0 +1,146 @@
+"""The catalogue of models: where a model's directory is, by name, and how it gets there if it is not there yet.
+
+A model is always a Hugging Face directory (config, safetensors, tokenizer, chat template). It can be named by
+
+* a name of the catalogue: ``tiny`` is part of this package; ``smollm2-135m`` is fetched when it is first needed;
+* a local directory;
+* a Hugging Face id such as ``Qwen/Qwen2.5-0.5B-Instruct``, taken from its local cache or fetched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.policies.load import require_training_packages
+
+Report = Callable[[str], None]
+"""Called with a line of text when something begins that takes a while."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class CatalogModel:
+    """A model that has a name of its own.
+
+    Attributes:
+        name: what to call it by.
+        summary: what it is, in a line.
+        parameters: number of weights.
+        licence: the weights' licence.
+        path: its directory, or None if it has not been fetched yet.
+    """
+
+    name: str
+    summary: str
+    parameters: int
+    licence: str
+    path: Path | None
+
+
+def list_models() -> list[CatalogModel]:
+    """The models of the catalogue."""
+    tiny, smollm2 = _tiny_path(), cache_dir() / "smollm2-135m"
+    return [
+        CatalogModel(
+            name="tiny",
+            summary="half a million parameters, made for tests; plays the tool-call format and learns in minutes",
+            parameters=500_000,
+            licence="Apache-2.0",
+            path=tiny if tiny.is_dir() else None,
+        ),
+        CatalogModel(
+            name="smollm2-135m",
+            summary="SmolLM2-135M-Instruct (4-bit weights, unpacked); a real pretrained model for a CPU",
+            parameters=134_515_008,
+            licence="Apache-2.0",
+            path=smollm2 if smollm2.is_dir() else None,
+        ),
+    ]
+
+
+def find_model(name: str | Path, *, report: Report | None = None) -> Path:
+    """The directory of a model, fetched first if it is not on this machine.
+
+    Without a system message, SmolLM2's chat template adds one of its own ("You are a helpful AI assistant named
+    SmolLM, trained by Hugging Face"), as the model was trained with: give the agent a system prompt to have another.
+
+    Raises:
+        ConfigError: there is no model of that name.
+        PrerequisiteError: the model cannot be had: no network, no disk space, no access, a package is missing.
+    """
+    if isinstance(name, str) and name == "tiny":
+        return _tiny_path()
+    if isinstance(name, str) and name == "smollm2-135m":
+        from agentfly.policies.smollm2 import get_smollm2
+
+        return get_smollm2(cache_dir() / "smollm2-135m", report)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked_directory(path)
+    if isinstance(name, str) and _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return _from_hub(name, report)
+    if path.is_absolute() or len(path.parts) > 1:
+        raise ConfigError(f"There is no model directory {path}.")
+    names = [model.name for model in list_models()]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"There is no model {str(name)!r}.{hint} Known names: {', '.join(names)}; or give a local directory or a "
+        "Hugging Face id (owner/name)."
+    )
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``$AGENTFLY_CACHE_DIR/models``, by default in the user's cache directory."""
+    root = os.environ.get("AGENTFLY_CACHE_DIR")
+    if root:
+        return Path(root) / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfly" / "models"
+
+
+def _tiny_path() -> Path:
+    return Path(__file__).parent / "models" / "tiny"
+
+
+def _checked_directory(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is not a model directory: it has no config.json.")
+    return path
+
+
+def _from_hub(name: str, report: Report | None) -> Path:
+    """The snapshot of a Hugging Face model, from the local cache or the hub."""
+    require_training_packages()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    if report:
+        report(f"Fetching {name} from the Hugging Face hub.")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise PrerequisiteError(
+            f"The model {name} asks for consent to its licence: give it on its page of the hub, then set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"The Hugging Face hub has no model {name}, or shows it with a token (HF_TOKEN) only."
+        ) from error
+    except Exception as error:
+        raise PrerequisiteError(
+            f"The model {name} is not on this machine and cannot be fetched ({type(error).__name__}). Check the "
+            "network and HF_ENDPOINT; or copy the model's directory here and give its path; or use the model 'tiny', "
+            "which is part of this package."
+        ) from error

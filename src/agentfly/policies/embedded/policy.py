@@ -1,0 +1,237 @@
+"""EmbeddedPolicy: a transformers model in this process, sampled in a running batch and shared with training."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from agentfly.errors import ConfigError, PolicyError, PromptTooLong
+from agentfly.policies.catalog import find_model
+from agentfly.policies.embedded.batch import Request, RunningBatch
+from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
+from agentfly.policies.embedded.sampler import Sampler
+from agentfly.policies.embedded.sampling import check_sampling
+from agentfly.policies.embedded.threads import choose_threads, set_threads
+from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.policies.policy import Generation, SamplingParams
+
+
+class EmbeddedPolicy:
+    """A policy whose model lives in this process.
+
+    Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
+    until it is forgotten, and what a prompt shares with any sequence in memory is copied rather than computed. The
+    weights are those of ``model``: a trainer updates them in place inside `exclusive`, so nothing is ever synchronised.
+
+    Sampling is repeatable: the random numbers of a generation depend on the policy's seed, the rollout's id and the
+    number of its turn only, not on which other rollouts run at the same time. (The logits of a token can still differ
+    in the last bit with the batch it is computed in, which seldom, but now and then, tips a draw.)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: HFTokenizer,
+        *,
+        max_concurrent: int = 64,
+        max_resident: int | None = None,
+        context_length: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Use a model that is already loaded.
+
+        Args:
+            model: a causal language model whose attention can be chosen (see `embedded.attention`).
+            tokenizer: its tokenizer.
+            max_concurrent: the most generations in the running batch; others wait, in their order.
+            max_resident: the most sequences whose keys and values are in memory, running ones included; by default
+                twice ``max_concurrent``.
+            context_length: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
+            seed: where all random numbers of the policy come from.
+
+        Raises:
+            ConfigError: a limit is out of its range.
+        """
+        longest = int(model.config.max_position_embeddings)
+        resident = 2 * max_concurrent if max_resident is None else max_resident
+        if max_concurrent < 1 or resident < max_concurrent:
+            raise ConfigError(
+                f"max_concurrent is {max_concurrent} and max_resident {resident}; they must be at least 1, and "
+                "max_resident no less than max_concurrent."
+            )
+        if context_length is not None and not 2 <= context_length <= longest:
+            raise ConfigError(f"context_length is {context_length}; this model can hold 2 to {longest} tokens.")
+        self.model = model
+        self._tokenizer = tokenizer
+        self._context_length = context_length or longest
+        self._max_concurrent = max_concurrent
+        self._max_resident = resident
+        self._seed = seed
+        self._version = 0
+        self._turns: Counter[str] = Counter()
+        self._exclusive = asyncio.Lock()
+        self._sampler: Sampler | None = None
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_concurrent: int = 64,
+        max_resident: int | None = None,
+        context_length: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """Load a model by name. It takes seconds, or minutes where the model must be fetched first.
+
+        Args:
+            name: a name of the catalogue, a local directory, or a Hugging Face id (see `catalog.find_model`).
+            device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` (see `loading.choose_dtype`).
+            threads: CPU threads to compute on; by default see `threads.choose_threads`.
+            max_concurrent, max_resident, context_length, seed: see the class.
+
+        Raises:
+            PrerequisiteError: the model cannot be had, or the machine lacks something.
+            ConfigError: a setting is out of its range, or the model is of a kind that cannot be run.
+        """
+        path = find_model(name)
+        chosen = choose_device(device)
+        model = load_model(path, chosen, choose_dtype(dtype, chosen))
+        if chosen.type == "cpu":
+            set_threads(threads or choose_threads(model.num_parameters()))
+        return cls(
+            model,
+            HFTokenizer.load(path),
+            max_concurrent=max_concurrent,
+            max_resident=max_resident,
+            context_length=context_length,
+            seed=seed,
+        )
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """The tokenizer of the model."""
+        return self._tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and sampled together, that a generation can hold."""
+        return self._context_length
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def version(self) -> int:
+        """How many times the weights have been updated."""
+        return self._version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
+        """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
+
+        Log-probs are float32, under the distribution that was sampled from; at temperature 0 they are those at
+        temperature 1 without cuts.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for one token.
+            PolicyError: the generation failed, or the policy is not entered.
+            ConfigError: the sampling settings are out of their ranges.
+        """
+        check_sampling(sampling)
+        sampler = self._require_open()
+        self._check_prompt(prompt_ids)
+        turn = self._turns[rollout_id]
+        self._turns[rollout_id] += 1
+        seed = sampling.seed if sampling.seed is not None else f"{self._seed}/{rollout_id}/{turn}"
+        request = Request(rollout_id, array("i", prompt_ids), sampling, random.Random(seed))
+        await sampler.complete(request)
+        assert request.finish is not None
+        return Generation(request.ids, request.logprobs, request.finish, request.version)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout has ended: its keys and values may go."""
+        self._turns.pop(rollout_id, None)
+        if self._sampler is not None:
+            self._sampler.order(lambda batch: batch.forget(rollout_id))
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[PreTrainedModel]:
+        """Have the model alone: waits until no generation runs, and keeps new ones waiting until the block ends.
+
+        A trainer updates the weights in a thread inside the block, and calls `weights_updated` before it ends.
+        """
+        async with self._exclusive:
+            sampler = self._sampler
+            try:
+                if sampler is not None:
+                    await sampler.hold()
+                yield self.model
+            finally:
+                self.model.eval()  # type: ignore[no-untyped-call]
+                if sampler is not None:
+                    sampler.resume()
+
+    def weights_updated(self, version: int | None = None) -> None:
+        """The weights have changed: counts a new version, and drops all keys and values. Called inside `exclusive`.
+
+        A resumed run gives the ``version`` that its weights had.
+        """
+        self._version = self._version + 1 if version is None else version
+        if self._sampler is not None:
+            version = self._version
+            self._sampler.order(lambda batch: batch.renew(version))
+
+    async def __aenter__(self) -> Self:
+        if self._sampler is not None:
+            raise PolicyError("The policy is already in use: it can be entered once at a time.")
+        batch = RunningBatch(
+            self.model,
+            max_concurrent=self._max_concurrent,
+            max_resident=self._max_resident,
+            context_length=self._context_length,
+            version=self._version,
+        )
+        self._sampler = Sampler(batch)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            await sampler.close()
+
+    def _require_open(self) -> Sampler:
+        if self._sampler is None:
+            raise PolicyError("The policy is not in use yet. Generate inside `async with policy:`.")
+        return self._sampler
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if len(prompt_ids) >= self._context_length:
+            raise PromptTooLong(
+                f"The prompt has {len(prompt_ids)} tokens and the policy holds {self._context_length}, prompt and "
+                "sampled together: no room is left. Shorten the prompt, or load the model with a longer context_length."
+            )
+        if not prompt_ids:
+            raise PolicyError("The prompt is empty: there is nothing to continue.")
+        vocabulary = int(self.model.config.vocab_size)
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
+            raise PolicyError(
+                f"The prompt holds token ids outside 0 to {vocabulary - 1}. Was it made with another model's tokenizer?"
+            )

@@ -1,0 +1,137 @@
+"""SlotTable: which sequence's keys and values lie in which slot, and who gets a slot next.
+
+It decides and does nothing else. Slots of running rows are never taken; an idle one keeps what a rollout computed in
+its earlier turns, until the rollout is forgotten or, least recently used first, until the slot is needed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+WORTH_COPYING = 8
+"""A common prefix shorter than this is computed again rather than copied from another slot."""
+
+WORTH_WAITING = 16
+"""If waiting for a running prefill makes at least this many more tokens available, a request waits for it."""
+
+
+@dataclass(eq=False)
+class Resident:
+    """A sequence in a slot.
+
+    Attributes:
+        slot: the slot.
+        rollout_id: the rollout it belongs to.
+        ids: its token ids; while it runs, all of its prompt, too.
+        computed: for how many of the ids keys and values lie in the slot.
+        running: whether a generation runs on it.
+        used: when it last ran, on the table's own clock.
+    """
+
+    slot: int
+    rollout_id: str
+    ids: array[int]
+    computed: int = 0
+    running: bool = True
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a prompt goes: its slot, with ``resident.computed`` tokens that lie there already or are to be copied.
+
+    ``copy_from`` is the slot to copy them from, or None.
+    """
+
+    resident: Resident
+    copy_from: int | None
+
+
+@dataclass
+class SlotTable:
+    """The residents of up to ``limit`` slots."""
+
+    limit: int
+    residents: dict[int, Resident] = field(default_factory=dict)
+    _clock: int = 0
+
+    def place(self, rollout_id: str, prompt: array[int]) -> Placement | None:
+        """Give a prompt a slot and mark it as running.
+
+        The prompt keeps the slot of its rollout's last turn if that is idle, and takes over the longest prefix that
+        any resident has. None if it has to wait: all slots are running, or a running prefill is computing a prefix
+        that the prompt shares.
+        """
+        best, usable, coming = self._longest_prefix(prompt)
+        if coming - usable >= WORTH_WAITING:
+            return None
+        own = self._own(rollout_id)
+        if best is not None and not best.running and best.rollout_id == rollout_id:
+            own = best
+        slot = own.slot if own is not None else self._free_slot(keep=best)
+        if slot is None:
+            return None
+        in_place = best is not None and best.slot == slot
+        if best is None or (not in_place and usable < WORTH_COPYING):
+            best, usable = None, 0
+        resident = Resident(slot, rollout_id, array("i", prompt), usable, used=self._tick())
+        self.residents[slot] = resident
+        return Placement(resident, None if best is None or in_place else best.slot)
+
+    def rest(self, resident: Resident) -> None:
+        """A generation on the resident has ended; what it computed stays until the slot is needed."""
+        del resident.ids[resident.computed :]
+        resident.running = False
+        resident.used = self._tick()
+
+    def forget(self, rollout_id: str) -> None:
+        """Free the idle slots of a rollout."""
+        self.residents = {
+            slot: kept for slot, kept in self.residents.items() if kept.running or kept.rollout_id != rollout_id
+        }
+
+    def clear(self) -> None:
+        """Free every idle slot, because its keys and values are of no use any more."""
+        self.residents = {slot: kept for slot, kept in self.residents.items() if kept.running}
+
+    def _longest_prefix(self, prompt: array[int]) -> tuple[Resident | None, int, int]:
+        """The resident with the longest computed prefix of the prompt, its length, and the longest that is coming.
+
+        The last token of the prompt is never taken over: its hidden state is needed for the first sampled token.
+        """
+        best, usable, coming = None, 0, 0
+        for resident in self.residents.values():
+            common = min(common_prefix(prompt, resident.ids), len(prompt) - 1)
+            coming = max(coming, common)
+            if min(common, resident.computed) > usable:
+                best, usable = resident, min(common, resident.computed)
+        return best, usable, coming
+
+    def _own(self, rollout_id: str) -> Resident | None:
+        """The idle resident of a rollout's last turn."""
+        own = [kept for kept in self.residents.values() if not kept.running and kept.rollout_id == rollout_id]
+        return max(own, key=lambda kept: kept.used, default=None)
+
+    def _free_slot(self, keep: Resident | None) -> int | None:
+        """An empty slot, or the one of the idle resident that was used longest ago, ``keep`` last of all."""
+        if len(self.residents) < self.limit:
+            return next(slot for slot in range(self.limit) if slot not in self.residents)
+        idle = [kept for kept in self.residents.values() if not kept.running]
+        oldest = min(idle, key=lambda kept: (kept is keep, kept.used), default=None)
+        return None if oldest is None else oldest.slot
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def common_prefix(left: array[int], right: array[int]) -> int:
+    """Length of the longest common prefix of two arrays of token ids."""
+    length = min(len(left), len(right))
+    if length == 0 or left[0] != right[0]:
+        return 0
+    different = np.flatnonzero(np.frombuffer(left, np.intc, length) != np.frombuffer(right, np.intc, length))
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,207 @@
+"""Control groups, version 1 and 2: the limits on memory, processes and processor time of a sandbox."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_CPU_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """The control group of one sandbox: one directory in version 2, one for each controller in version 1.
+
+    Args:
+        directories: by controller (``memory``, ``pids`` and, where there is one, ``cpu``).
+        version: 1 or 2.
+    """
+
+    directories: dict[str, Path]
+    version: int
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories, each once."""
+        return list(dict.fromkeys(self.directories.values()))
+
+    def create(self, *, memory: int, pids: int, cpus: float) -> None:
+        """Make the group and set its limits. `cpus` of 0 sets none."""
+        for path in self.paths:
+            path.mkdir(exist_ok=True)
+        memory_at, pids_at = self.directories["memory"], self.directories["pids"]
+        _write(pids_at / "pids.max", pids)
+        if self.version == 2:
+            _write(memory_at / "memory.max", memory)
+            _write_if_there(memory_at / "memory.swap.max", 0)
+        else:
+            _write(memory_at / "memory.limit_in_bytes", memory)
+            _write_if_there(memory_at / "memory.memsw.limit_in_bytes", memory)
+        if cpus:
+            quota, cpu_at = int(cpus * _CPU_PERIOD_US), self.directories["cpu"]
+            if self.version == 2:
+                _write(cpu_at / "cpu.max", f"{quota} {_CPU_PERIOD_US}")
+            else:
+                _write(cpu_at / "cpu.cfs_period_us", _CPU_PERIOD_US)
+                _write(cpu_at / "cpu.cfs_quota_us", quota)
+
+    def attach(self, pid: int) -> None:
+        """Move a process into the group; what it starts from then on is born there."""
+        for path in self.paths:
+            _write(path / "cgroup.procs", pid)
+
+    def out_of_memory_kills(self) -> int:
+        """How many processes of the group the kernel has killed because the group was over its memory limit."""
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        try:
+            lines = (self.directories["memory"] / name).read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+    def remove(self, patience_s: float = 2.0) -> None:
+        """Remove the group, whose processes have been killed; wait a little for the last of them to be gone.
+
+        Raises:
+            OSError: there still are processes in it.
+        """
+        remove(self.paths, patience_s)
+
+
+def remove(paths: list[Path], patience_s: float = 2.0) -> None:
+    """Remove directories of control groups; those that are gone already are fine."""
+    deadline = time.monotonic() + patience_s
+    for path in paths:
+        while True:
+            try:
+                path.rmdir()
+            except FileNotFoundError:
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.002)
+            else:
+                break
+
+
+def members(path: Path) -> list[int]:
+    """The processes in a control group's directory."""
+    try:
+        return [int(line) for line in (path / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class CgroupHome:
+    """Where this process may make control groups.
+
+    Args:
+        parents: the directory to make them in, by controller.
+        version: 1 or 2.
+    """
+
+    parents: dict[str, Path]
+    version: int
+
+    def cgroup(self, name: str) -> Cgroup:
+        """The (not yet made) control group of that name."""
+        return Cgroup({controller: parent / name for controller, parent in self.parents.items()}, self.version)
+
+
+@cache
+def cgroup_home() -> CgroupHome | None:
+    """Where this process may make control groups that limit memory and processes; None if nowhere."""
+    return _version_2_home() or _version_1_home()
+
+
+def _version_2_home() -> CgroupHome | None:
+    root = next((mount for kind, _, mount in _mounts() if kind == "cgroup2"), None)
+    own = _own_groups().get("")
+    if root is None or own is None:
+        return None
+    directory = root / own.lstrip("/")
+    while directory.is_relative_to(root):
+        controllers = _delegated(directory)
+        if {"memory", "pids"} <= controllers:
+            home = CgroupHome({name: directory for name in ("memory", "pids", "cpu") if name in controllers}, 2)
+            if _works(home):
+                return home
+        if directory == root:
+            break
+        directory = directory.parent
+    return None
+
+
+def _delegated(directory: Path) -> set[str]:
+    """The controllers that a child of this version 2 group would have, after asking for those that it could have."""
+    try:
+        for name in ("memory", "pids", "cpu"):
+            _write_if_there(directory / "cgroup.subtree_control", f"+{name}")
+        return set((directory / "cgroup.subtree_control").read_text().split())
+    except OSError:
+        return set()
+
+
+def _version_1_home() -> CgroupHome | None:
+    own = _own_groups()
+    parents: dict[str, Path] = {}
+    for kind, options, mount in _mounts():
+        if kind != "cgroup":
+            continue
+        for name in {"memory", "pids", "cpu"} & options:
+            directory = mount / own.get(name, "/").lstrip("/")
+            parents[name] = directory if directory.is_dir() else mount
+    home = CgroupHome(parents, 1)
+    return home if {"memory", "pids"} <= parents.keys() and _works(home) else None
+
+
+def _works(home: CgroupHome) -> bool:
+    """Whether a group with limits can be made there, and a process moved into it."""
+    group = home.cgroup(f"agentfly-probe-{os.getpid()}")
+    try:
+        group.create(memory=2**28, pids=64, cpus=1.0 if "cpu" in home.parents else 0)
+        return all(os.access(path / "cgroup.procs", os.W_OK) for path in group.paths)
+    except OSError:
+        return False
+    finally:
+        for path in group.paths:
+            if path.is_dir():
+                path.rmdir()
+
+
+def _own_groups() -> dict[str, str]:
+    """This process's group by controller; version 2 under the empty name."""
+    groups: dict[str, str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        groups |= dict.fromkeys(names.split(","), path)
+    return groups
+
+
+def _mounts() -> Iterator[tuple[str, set[str], Path]]:
+    """File system type, super options and mount point of each mount."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        yield kind, set(options.split(",")), Path(before.split(" ")[4])
+
+
+def _write(path: Path, value: int | str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, str(value).encode())
+    finally:
+        os.close(descriptor)
+
+
+def _write_if_there(path: Path, value: int | str) -> None:
+    try:
+        _write(path, value)
+    except OSError:
+        return

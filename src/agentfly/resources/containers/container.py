@@ -1,0 +1,218 @@
+"""Container: a sandbox as a resource, with a shell that lasts and files."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
+from agentfly.resources.containers.launcher import Launcher, launcher_aside, runtime_directory
+from agentfly.resources.containers.result import CommandResult
+from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.shell import Outcome, Request, Shell
+from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.containers.watchdog import MemoryWatchdog
+from agentfly.resources.resource import Resource, Status
+
+MAX_OUTPUT = 64 * 1024
+MAX_FILE = 64 * 2**20
+_FILE_TIMEOUT_S = 60.0
+_INSTANCE = re.compile(r"[\w.-]{1,100}")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_OUR_SCRIPTS = re.compile(rf"{INSIDE}/\d+\.(?:sh|cmd): ")
+
+
+class Container(Resource):
+    """A sandbox that runs commands: ``await box.run("python solve.py", timeout=60)``."""
+
+    spec: ContainerSpec
+
+    def __init__(self, spec: ContainerSpec, instance: str, *, launcher: Launcher | None = None) -> None:
+        """Make a handle; nothing is started before `start`.
+
+        Args:
+            spec: what to start.
+            instance: its name, unique on the machine: letters, digits, ``.``, ``_`` and ``-``.
+            launcher: what starts it; by default the launcher of this process.
+        """
+        super().__init__(spec, instance)
+        if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
+            raise UsageError(f"{instance!r} cannot be the name of a container: use letters, digits, '.', '_' and '-'.")
+        self._launcher = launcher
+        self._sandbox: Sandbox | None = None
+        self._shell: Shell | None = None
+        self._watchdog: MemoryWatchdog | None = None
+
+    # --- lifecycle --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring the sandbox up, and run the spec's setup commands.
+
+        Raises:
+            PrerequisiteError: the machine cannot do what the spec asks; the message says what to do.
+            ResourceStartError: the sandbox did not come up, or a setup command failed.
+        """
+        if self._launcher is None:
+            self._launcher = await launcher_aside()
+        self._launcher.capabilities.check(self.spec)
+        self._sandbox = Sandbox(self._launcher, self.spec, self.instance)
+        await self._sandbox.start()
+        self._shell = Shell(self._sandbox)
+        if self._sandbox.cgroup is None:
+            self._watchdog = MemoryWatchdog(self._sandbox)
+        try:
+            await self._shell.ready()
+        except ResourceDied:
+            raise ResourceStartError(
+                f"The shell of the sandbox {self.instance} ended before it was ready: {self._sandbox.complaint()}"
+            ) from None
+        for command in self.spec.setup:
+            result = await self.run(command, timeout=self.spec.start_timeout_s)
+            if result.exit_code:
+                raise ResourceStartError(f"The setup command {command!r} of {self.instance} failed:\n{result}")
+
+    async def reset(self) -> None:
+        """Begin again with an empty private layer, no processes but the shell, and the setup commands run."""
+        await self.release()
+        await self.start()
+
+    async def status(self) -> Status:
+        """Whether the sandbox is alive."""
+        alive = self._shell is not None and not self._shell.dead
+        return Status.HEALTHY if alive else Status.BROKEN
+
+    async def release(self) -> None:
+        """Kill every process inside, wherever it hid, and remove every trace of the sandbox."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._shell is not None:
+            self._shell.close()
+        if self._sandbox is not None:
+            await self._sandbox.end()
+        self._watchdog = self._shell = self._sandbox = None
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """The directory on the host, which names the control groups; and the process, once there is one."""
+        if self._sandbox is not None:
+            return self._sandbox.traces
+        return {"scratch": str(runtime_directory() / self.instance)}
+
+    # --- what tools use ---------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        command: str,
+        timeout: float = 60,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str | None = None,
+        max_output: int = MAX_OUTPUT,
+        new_process: bool = False,
+    ) -> CommandResult:
+        """Run bash source in the session, whose directory and variables last from one command to the next.
+
+        The call returns when the command has ended, whether or not it left processes behind; those go on, and end at
+        the latest with the sandbox.
+
+        Args:
+            command: any number of lines.
+            timeout: seconds after which it is killed with all that it started.
+            cwd: a directory for this command alone. With it, or with ``env``, the command runs in a subshell, so that
+                what it sets does not last.
+            env: variables for this command alone.
+            stdin: what it can read; None means that it finds the end of its input at once.
+            max_output: bytes kept of each of stdout and stderr, half from the start and half from the end.
+            new_process: run it in a bash of its own, that neither sees nor changes the session, at the same time as
+                whatever runs there.
+
+        Raises:
+            ResourceDied: the sandbox ended.
+            UsageError: a name in ``env`` is not one of a variable.
+        """
+        variables = dict(env or {})
+        for name in variables:
+            if not _VARIABLE.fullmatch(name):
+                raise UsageError(f"run(env=…): {name!r} cannot be the name of a shell variable.")
+        source = command.encode("utf-8", "surrogatepass")
+        read = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
+        request = Request(source, new_process, cwd, variables, read, max_output)
+        kills = self._memory_kills()
+        outcome = await self._live().run(request, timeout)
+        return self._result(outcome, timeout, kills)
+
+    async def read_file(self, path: str) -> bytes:
+        """The content of a file inside. A relative path is below the spec's workdir.
+
+        Raises:
+            ToolError: there is no such file, it cannot be read, or is longer than 64 MiB.
+            ResourceDied: the sandbox ended.
+        """
+        where = shlex.quote(posixpath.join(self.spec.workdir, path))
+        command = f"[[ -d {where} ]] || head -c {MAX_FILE + 1} -- {where} || exit 1; [[ ! -d {where} ]]"
+        outcome = await self._file_command(command, None, 2 * (MAX_FILE + 1))
+        if outcome.exit_code or outcome.timed_out:
+            raise ToolError(f"{path} could not be read: {_reason(outcome) or 'it is a directory'}")
+        if outcome.stdout.total > MAX_FILE:
+            raise ToolError(f"{path} is longer than {MAX_FILE} bytes, the most that can be read at once.")
+        return outcome.stdout.kept
+
+    async def write_file(self, path: str, data: bytes | str) -> None:
+        """Write a file inside, making its directories. A relative path is below the spec's workdir.
+
+        Raises:
+            ToolError: it cannot be written, for instance because the disk limit is reached.
+            ResourceDied: the sandbox ended.
+        """
+        where = posixpath.join(self.spec.workdir, path)
+        parent = shlex.quote(posixpath.dirname(where))
+        content = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        outcome = await self._file_command(f"mkdir -p -- {parent} && cat > {shlex.quote(where)}", content, MAX_OUTPUT)
+        if outcome.exit_code or outcome.timed_out:
+            raise ToolError(f"{path} could not be written: {_reason(outcome)}")
+
+    async def _file_command(self, command: str, stdin: bytes | None, max_output: int) -> Outcome:
+        request = Request(command.encode("utf-8", "surrogatepass"), True, None, {}, stdin, max_output)
+        return await self._live().run(request, _FILE_TIMEOUT_S)
+
+    def _live(self) -> Shell:
+        if self._shell is None:
+            raise ResourceDied(f"The container {self.instance} is not running: it was not started, or was released.")
+        return self._shell
+
+    def _memory_kills(self) -> int:
+        if self._watchdog is not None:
+            return self._watchdog.kills
+        sandbox = self._sandbox
+        return sandbox.cgroup.out_of_memory_kills() if sandbox is not None and sandbox.cgroup is not None else 0
+
+    def _result(self, outcome: Outcome, timeout: float, kills_before: int) -> CommandResult:
+        killed_by = None
+        if outcome.timed_out:
+            killed_by = "timeout"
+        elif outcome.exit_code and self._memory_kills() > kills_before:
+            killed_by = "memory"
+        elif outcome.exit_code == 137:
+            killed_by = "SIGKILL"
+        omitted = outcome.stdout.omitted + outcome.stderr.omitted
+        return CommandResult(
+            exit_code=outcome.exit_code,
+            stdout=_OUR_SCRIPTS.sub("bash: ", outcome.stdout.text()),
+            stderr=_OUR_SCRIPTS.sub("bash: ", outcome.stderr.text()),
+            truncated=omitted > 0,
+            timed_out=outcome.timed_out,
+            killed_by=killed_by,
+            omitted=omitted,
+            timeout=timeout,
+            note=outcome.lost,
+        )
+
+
+def _reason(outcome: Outcome) -> str:
+    if outcome.timed_out:
+        return f"it took longer than {_FILE_TIMEOUT_S:g} s"
+    return _OUR_SCRIPTS.sub("", outcome.stderr.text()).strip()

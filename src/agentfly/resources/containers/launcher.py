@@ -1,0 +1,320 @@
+"""Launcher: starts the sandboxes of this process, from a thread that keeps nothing of root but what mounting needs.
+
+A process that is root must not start a sandbox as root: bubblewrap would map the host's user 0 into it, and the sandbox
+could write the host's settings below /proc/sys. So one thread takes a private view of the mounts, becomes an ordinary
+user, and keeps the capability to mount for itself; the programs that it starts are that ordinary user without any
+capability. Sandboxes are bound to this thread: when it ends, however the process ends, the kernel kills them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from agentfly.errors import PrerequisiteError
+from agentfly.resources.containers import capabilities
+from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
+from agentfly.resources.containers.cgroups import CgroupHome, cgroup_home
+from agentfly.resources.containers.layout import ISOLATION, common_arguments
+from agentfly.resources.containers.program import Program, find_program
+from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.containers.syscalls import (
+    CAP_CHOWN,
+    CAP_DAC_OVERRIDE,
+    CAP_FOWNER,
+    CAP_SYS_ADMIN,
+    give_up_root,
+    unshare_mounts,
+)
+from agentfly.resources.containers.trees import BoundTrees, MountedTrees, Trees
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
+GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
+_WORKERS = 4
+_MOUNTER = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_ADMIN)
+_SESSION = Path(__file__).with_name("session.sh")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A bubblewrap that has been started and waits at its gate.
+
+    Args:
+        process: bubblewrap itself, the parent of the sandbox's process 1.
+        requests: file descriptor of the pipe to the shell.
+        reports: file descriptor of the pipe from the shell.
+        info: file descriptor from which bubblewrap's description of the sandbox can be read.
+        gate: file descriptor; a byte written to it lets process 1 go on.
+    """
+
+    process: subprocess.Popen[bytes]
+    requests: int
+    reports: int
+    info: int
+    gate: int
+
+
+class Launcher:
+    """Starts sandboxes in one way (a tier). `launcher` gives the one of this process."""
+
+    def __init__(self, tier: Tier, program: Program, home: CgroupHome | None) -> None:
+        """Start the launching thread and try a sandbox.
+
+        Raises:
+            OSError: the tier needs what this process may not do.
+            PrerequisiteError: bubblewrap does not work; the message says what to do.
+        """
+        self.tier = tier
+        self.cgroups = home
+        self.pid = os.getpid()
+        self.base = runtime_directory()
+        self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner that the sandbox's files need, if not us
+        self._program = program
+        self._session = _SESSION.read_text()
+        self._trees: Trees = BoundTrees()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
+        try:
+            self._thread.submit(self._enter).result()
+        except BaseException:
+            self.close()
+            raise
+        self.capabilities = SandboxCapabilities(
+            tier,
+            program=str(program.path),
+            memory="cgroup" if home else "watchdog",
+            pids="cgroup" if home else "rlimit",
+            cpus=home is not None and "cpu" in home.parents,
+            writable_system=tier is Tier.ROOT,
+            missing=() if home else (capabilities.CGROUPS_MISSING,),
+        )
+
+    def close(self) -> None:
+        """End the threads, and with them every sandbox that is left."""
+        self._thread.shutdown()
+        self._workers.shutdown()
+
+    async def on_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on the launching thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    async def aside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that blocks for a moment on a thread of the launcher's own, away from the event loop.
+
+        The event loop's default threads will not do: any number of sync tools may hold those for long.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, lambda: function(*args, **kwargs))
+
+    def scratch(self, instance: str) -> Path:
+        """The directory on the host that belongs to an instance."""
+        return self.base / instance
+
+    def launch(self, spec: ContainerSpec, scratch: Path, groups: list[Path]) -> Launched:
+        """Start a sandbox, which then waits at its gate. On the launching thread only.
+
+        Args:
+            spec: what to start.
+            scratch: a directory for it, which must not be there yet.
+            groups: the control groups that it is to be moved into, written down for `reap` before there is anything.
+
+        Raises:
+            ResourceStartError: the image or a mount is not there.
+            OSError: no memory, no processes, no disk.
+        """
+        exchange = scratch / "shell"
+        scratch.mkdir(mode=0o700)
+        exchange.mkdir(mode=0o711)
+        (exchange / _SESSION.name).write_text(self._session)
+        (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
+        os.mkfifo(exchange / "starts", 0o600)
+        program = self._program
+        if self.tier is Tier.USER and self.uid is not None:
+            program = program.copy_to(scratch)
+        arguments = [*self._trees.build(spec, scratch), *common_arguments(spec, exchange), "--chdir", spec.workdir]
+        # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
+        pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
+        command = ["/bin/bash", "--norc", "--noprofile", str(INSIDE / _SESSION.name), str(pids), str(memory)]
+        return self._start(program, arguments, command, scratch / "log")
+
+    def drop(self, scratch: Path) -> None:
+        """Undo what `launch` mounted. On the launching thread only, after the sandbox has ended."""
+        self._trees.drop(scratch)
+
+    def _start(self, program: Program, arguments: list[str], command: list[str], log: Path) -> Launched:
+        pipes = [os.pipe() for _ in range(4)]
+        (requests_out, requests), (reports, reports_in), (info, info_in), (gate_out, gate) = pipes
+        theirs, ours = (requests_out, reports_in, info_in, gate_out), (requests, reports, info, gate)
+        try:
+            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out)]
+            with log.open("wb") as errors:
+                process = subprocess.Popen(
+                    [str(program.path), *options, *arguments, "--", *command],
+                    stdin=requests_out,
+                    stdout=reports_in,
+                    stderr=errors,
+                    pass_fds=(info_in, gate_out),
+                    start_new_session=True,  # a Ctrl-C at the terminal is for us, not for the sandboxes
+                    cwd="/",
+                    env={},
+                )
+        except BaseException:
+            for descriptor in ours:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        for descriptor in (requests, reports, info):
+            os.set_blocking(descriptor, False)
+        return Launched(process, requests, reports, info, gate)
+
+    def _enter(self) -> None:
+        """The first thing the launching thread does: become what launching needs, and no more; then try it."""
+        if self.tier is Tier.ROOT:
+            unshare_mounts()
+            os.umask(0o022)  # this thread's own, since its mounts are
+            private = self.base / ".private"
+            private.mkdir(exist_ok=True)
+            give_up_root(SANDBOX_UID, keep=_MOUNTER)
+            self._trees = MountedTrees(private, SANDBOX_UID, self._open_userns)
+            self._program = self._program.copy_to(private)
+        elif self.uid is not None:
+            give_up_root(self.uid, keep=())
+        self._try()
+
+    def _try(self) -> None:
+        """Run one command in a sandbox, to learn what the machine forbids."""
+        with tempfile.TemporaryDirectory(dir=self.base, prefix=".try-") as directory:
+            program = self._program
+            if self.tier is Tier.USER and self.uid is not None:
+                program = program.copy_to(Path(directory))
+            shown = [*ISOLATION, "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+            command = [str(program.path), *shown, "--", "/bin/true"]
+            trial = subprocess.run(command, check=False, capture_output=True, cwd="/", env={})
+        if trial.returncode != 0:
+            raise PrerequisiteError(capabilities.user_namespace_cure(trial.stderr.decode(errors="replace")))
+
+    def _open_userns(self) -> int:
+        """A user namespace in which user 0 is the sandbox's user, kept open by the file descriptor returned."""
+        command = [str(self._program.path), "--unshare-user", "--uid", "0", "--gid", "0", "--die-with-parent"]
+        with subprocess.Popen(
+            [*command, "--bind", "/", "/", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            process.stdout.read(1)  # it runs: its namespace is mapped
+            child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            descriptor = os.open(f"/proc/{child[0] if child else process.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            process.stdin.close()
+        return descriptor
+
+
+def runtime_directory() -> Path:
+    """Where this user's sandboxes have their directories on the host. Short-lived, small files only.
+
+    Raises:
+        PrerequisiteError: there is no place that can be written, or somebody else has taken it.
+    """
+    root = os.geteuid() == 0
+    owner = SANDBOX_UID if root else os.geteuid()
+    places = ["/run", "/dev/shm"] if root else [os.environ.get("XDG_RUNTIME_DIR", "")]
+    for place in [place for place in (*places, tempfile.gettempdir()) if place]:
+        directory = Path(place) / ("agentfly" if place != tempfile.gettempdir() else f"agentfly-{os.geteuid()}")
+        try:
+            directory.mkdir(mode=0o711, exist_ok=True)
+            if root and directory.lstat().st_uid == 0:
+                os.chown(directory, owner, owner, follow_symlinks=False)
+        except OSError:
+            continue
+        if directory.is_symlink() or directory.stat().st_uid != owner:
+            continue  # somebody else's
+        return directory
+    raise PrerequisiteError(
+        "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
+        f"for temporary files ({tempfile.gettempdir()}) can be written. Set TMPDIR to one that can."
+    )
+
+
+def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | SandboxCapabilities:
+    """Try the tiers from the best down.
+
+    Args:
+        tier: try this one only.
+        cgroups: whether to use control groups where there are any.
+
+    Returns:
+        A launcher; or, where no tier works, what is missing.
+    """
+    program = find_program()
+    if program is None or not Path("/bin/bash").exists():
+        lacking = capabilities.PROGRAM_MISSING if program is None else capabilities.BASH_MISSING
+        return SandboxCapabilities(Tier.NONE, missing=(lacking,))
+    home = cgroup_home() if cgroups else None
+    missing: list[str] = []
+    tiers = [tier] if tier else [Tier.ROOT, Tier.USER] if os.geteuid() == 0 else [Tier.USER]
+    for candidate in tiers:
+        try:
+            launcher = Launcher(candidate, program, home)
+        except PrerequisiteError as error:
+            missing.append(str(error))
+        except OSError as error:
+            missing.append(capabilities.ROOT_MOUNTS_MISSING.format(reason=error))
+        else:
+            found = launcher.capabilities
+            launcher.capabilities = replace(found, missing=(*missing, *found.missing))
+            return launcher
+    return SandboxCapabilities(Tier.NONE, program=str(program.path), missing=tuple(dict.fromkeys(missing)))
+
+
+_making = threading.Lock()
+
+
+@cache
+def _made_in(pid: int) -> Launcher | SandboxCapabilities:
+    return make_launcher()
+
+
+def _own() -> Launcher | SandboxCapabilities:
+    with _making:
+        return _made_in(os.getpid())  # a forked child makes its own: its parent's threads are not in it
+
+
+def launcher() -> Launcher:
+    """The launcher of this process. The first call tries what the machine allows, which takes a moment.
+
+    Raises:
+        PrerequisiteError: sandboxes cannot be started here; the message says what to do.
+    """
+    found = _own()
+    if isinstance(found, Launcher):
+        return found
+    raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(found.missing))
+
+
+async def launcher_aside() -> Launcher:
+    """`launcher`, without holding up the event loop where it has to be made first."""
+    if _made_in.cache_info().currsize:
+        return launcher()
+    return await asyncio.to_thread(launcher)
+
+
+def probe() -> SandboxCapabilities:
+    """What sandboxes can do on this machine, found by trying, once for each process."""
+    found = _own()
+    return found.capabilities if isinstance(found, Launcher) else found

@@ -1,0 +1,114 @@
+"""The processes of a sandbox, seen from the host: who there is, and how to end some of them.
+
+A process is only ever signalled through a pidfd, after checking that it belongs to the sandbox's process namespace, so
+that a reused process id cannot hit anybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROUNDS = 100
+
+
+@dataclass(frozen=True)
+class ProcessNamespace:
+    """The process namespace of a sandbox.
+
+    Args:
+        first: the host's process id of the namespace's process 1.
+        inode: which namespace it is.
+    """
+
+    first: int
+    inode: int
+
+    @classmethod
+    def of(cls, first: int) -> ProcessNamespace:
+        """The namespace that `first` is process 1 of."""
+        return cls(first, Path(f"/proc/{first}/ns/pid").stat().st_ino)
+
+    def signal(self, pid: int, number: signal.Signals) -> bool:
+        """Send a signal to a process of this namespace; False if it is gone or was never of it."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        try:
+            if Path(f"/proc/{pid}/ns/pid").stat().st_ino != self.inode:
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def find(self, inside: int, parent: int) -> int | None:
+        """The host's process id of the child of `parent` that has the id `inside` in the sandbox."""
+        return next((pid for pid in children(parent) if _inside_id(pid) == inside), None)
+
+    def kill_trees(self, roots: set[int]) -> None:
+        """Kill processes and all that descend from them. None gets away by forking: all are stopped before any dies."""
+        stopped: set[int] = set()
+        for _ in range(_ROUNDS):
+            found = set(roots)
+            for root in roots:
+                found |= descendants(root)
+            fresh = found - stopped
+            if not fresh:
+                break
+            for pid in fresh:
+                self.signal(pid, signal.SIGSTOP)
+            stopped |= fresh
+        for pid in stopped:
+            self.signal(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, whichever of its threads made them."""
+    found: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    except OSError:
+        pass  # it, or a thread of it, is gone
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below a process."""
+    found: set[int] = set()
+    edge = children(pid)
+    while edge:
+        found.update(edge)
+        edge = [below for above in edge for below in children(above) if below not in found]
+    return found
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in clock ticks since boot; None if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
+
+
+def private_memory(pid: int) -> int:
+    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def _inside_id(pid: int) -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[-1]) for line in status.splitlines() if line.startswith("NSpid:")), None)

@@ -1,0 +1,206 @@
+"""How the root file system of a sandbox is put together: by mounting it first, or by bubblewrap's own arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from agentfly.errors import ResourceStartError
+from agentfly.resources.containers import layout
+from agentfly.resources.containers.spec import HOST_IMAGE, ContainerSpec
+from agentfly.resources.containers.syscalls import MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, attach_idmapped, mount, unmount
+
+_PLAIN = MS_NOSUID | MS_NODEV
+# below /usr and its like, directories down to this depth take new files (in the private layer)
+_WRITABLE_DEPTH = 2
+_WRITABLE_WHOLE = "usr/local"
+
+
+class Trees(Protocol):
+    """Makes the root file systems of sandboxes. Called on the launching thread only."""
+
+    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
+        """Prepare a root file system and return the bubblewrap arguments that show it.
+
+        Args:
+            spec: what it is to hold.
+            scratch: the sandbox's own directory on the host.
+
+        Raises:
+            ResourceStartError: the image or a mount is not there.
+        """
+        ...
+
+    def drop(self, scratch: Path) -> None:
+        """Undo what `build` did; fine if that was nothing, or only a part."""
+        ...
+
+
+class MountedTrees:
+    """Roots made of overlay mounts, each with one size-limited private layer for everything that is written.
+
+    For a thread that may mount and has the mounts for itself; what it mounts is gone when the process is.
+    """
+
+    def __init__(self, home: Path, uid: int, userns: Callable[[], int]) -> None:
+        """Prepare what all sandboxes share.
+
+        Args:
+            home: an empty directory, which gets a file system of its own.
+            uid: the ordinary user of the host that sandboxes run as, and this thread is.
+            userns: opens a user namespace that maps user and group 0 to `uid`.
+        """
+        self._uid = uid
+        self._userns = userns
+        self._home = home
+        self._images: dict[str, Path] = {}
+        mount("tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0755,uid={uid},gid={uid}")
+        self._skeleton = home / "skeleton"
+        self._skeleton.mkdir()
+        layout.make_skeleton(self._skeleton)
+        self._lowers = {name: self._writable_system(name) for name in layout.system_directories()}
+
+    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
+        """See `Trees.build`."""
+        tree = scratch / "tree"
+        tree.mkdir()
+        options = f"size={spec.disk_limit},mode=0755,uid={self._uid},gid={self._uid}"
+        mount("tmpfs", tree, "tmpfs", _PLAIN, options)
+        layers = self._layers(spec)
+        self._make_private(spec, tree, layers)
+        for number, (name, lower) in enumerate(layers.items()):
+            upper, work = tree / f"upper{number}", tree / f"work{number}"
+            work.mkdir()
+            where = f"lowerdir={lower},upperdir={upper},workdir={work}"
+            mount("overlay", tree / "root" / name, "overlay", _PLAIN, where)
+        arguments = ["--bind", str(tree / "root"), "/", "--dev", "/dev", "--bind", str(tree / "shm"), "/dev/shm"]
+        arguments += ["--remount-ro", "/dev"]
+        for number, (source, target) in enumerate(spec.mounts):
+            arguments += ["--ro-bind", str(self._show(Path(source), tree / f"mount{number}")), target]
+        return arguments
+
+    def drop(self, scratch: Path) -> None:
+        """See `Trees.drop`."""
+        unmount(scratch / "tree")
+
+    def _layers(self, spec: ContainerSpec) -> dict[str, str]:
+        """What lies below the private layer, by where in the root; the root itself first, under the empty name."""
+        if spec.image != HOST_IMAGE:
+            return {"": str(self._image(spec.image))}
+        return {"": str(self._skeleton), **self._lowers}
+
+    def _make_private(self, spec: ContainerSpec, tree: Path, layers: dict[str, str]) -> None:
+        (tree / "root").mkdir()
+        (tree / "shm").mkdir()
+        (tree / "shm").chmod(0o1777)
+        uppers = {name: tree / f"upper{number}" for number, name in enumerate(layers)}
+        for upper in uppers.values():
+            upper.mkdir()
+        for path, mode in layout.private_directories(spec):
+            first, _, rest = path.lstrip("/").partition("/")
+            directory = uppers[first] / rest if first in uppers else uppers[""] / path.lstrip("/")
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(mode)
+
+    def _image(self, image: str) -> Path:
+        """The unpacked image, shown with root's files owned by the sandbox's user, so that they can be overlaid."""
+        source = _checked_image(image)
+        if image not in self._images:
+            target = self._home / f"image{len(self._images)}"
+            target.mkdir()
+            try:
+                attach_idmapped(source, target, self._userns())
+            except OSError:  # an older kernel or another file system: its system directories stay read-only inside
+                mount(str(source), target, None, MS_BIND)
+            self._images[image] = target
+        return self._images[image]
+
+    def _writable_system(self, name: str) -> str:
+        """The lower layers of a system directory of the host: its upper directories, ours, on top of it.
+
+        The host's files keep their owner, so what only root may read stays unreadable inside. New files, and renames
+        over old ones, are up to the directory, and the directories on top belong to the sandbox's user.
+        """
+        shell, host = self._home / f"system-{name}", self._home / f"host-{name}"
+        host.mkdir()
+        mount(f"/{name}", host, None, MS_BIND)
+        _copy_directories(Path("/") / name, shell, _WRITABLE_DEPTH)
+        whole = Path("/") / _WRITABLE_WHOLE
+        if name == whole.parts[1] and whole.is_dir():
+            _copy_directories(whole, shell / "local", 6)
+        return f"{shell}:{host}"
+
+    def _show(self, source: Path, target: Path) -> Path:
+        if not source.exists():
+            raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
+        if source.is_dir():
+            target.mkdir()
+        else:
+            target.touch()
+        mount(str(source), target, None, MS_BIND | MS_REC)
+        return target
+
+
+class BoundTrees:
+    """Roots that bubblewrap makes itself, for a user who cannot mount: system directories are read-only.
+
+    Each private directory has the size limit for itself.
+    """
+
+    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
+        """See `Trees.build`."""
+        if spec.image == HOST_IMAGE:
+            files = scratch / "etc"
+            files.mkdir()
+            for name, text in layout.FILES.items():
+                (files / name).write_text(text)
+                (files / name).chmod(0o644)
+            arguments = layout.host_arguments(spec, files)
+        else:
+            arguments = ["--overlay-src", str(_checked_image(spec.image)), "--tmp-overlay", "/"]
+        arguments += ["--dev", "/dev"]
+        sized = ["--size", str(spec.disk_limit)]
+        for path, mode in [("/dev/shm", 0o1777), *layout.private_directories(spec)]:
+            if path in (spec.workdir, spec.home) and spec.image != HOST_IMAGE and Path(spec.image + path).is_dir():
+                continue  # what the image has there is shown
+            arguments += [*sized, "--perms", f"{mode:o}", "--tmpfs", path]
+        for source, target in spec.mounts:
+            if not Path(source).exists():
+                raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
+            arguments += ["--ro-bind", source, target]
+        return [*arguments, "--remount-ro", "/dev"]
+
+    def drop(self, scratch: Path) -> None:
+        """Nothing: all of it ends with the sandbox."""
+
+
+def _checked_image(image: str) -> Path:
+    path = Path(image)
+    if not (path / "bin" / "bash").exists() and not (path / "usr" / "bin" / "bash").exists():
+        raise ResourceStartError(
+            f"ContainerSpec(image={image!r}): no directory with an unpacked root file system that has /bin/bash is "
+            "there on this host."
+        )
+    return path.resolve()
+
+
+def _copy_directories(source: Path, target: Path, depth: int) -> None:
+    """Copy the directories that anybody may enter, without what is in them."""
+    target.mkdir(exist_ok=True)
+    if depth == 0:
+        return
+    with os.scandir(source) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if mode & stat.S_IROTH and mode & stat.S_IXOTH:
+                    _copy_directories(Path(entry.path), target / entry.name, depth - 1)
+
+
+def remove_scratch(scratch: Path) -> None:
+    """Remove a sandbox's directory on the host. Only for a thread that does not see the sandboxes' mounts."""
+    shutil.rmtree(scratch, ignore_errors=True)

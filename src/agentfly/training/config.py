@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -56,7 +57,7 @@ class TrainConfig(BaseModel):
     """The gradient's Euclidean norm is scaled down to this."""
     updates_per_step: PositiveInt = 1
     """Number of updates made with each batch, each from the whole batch."""
-    micro_batch_tokens: PositiveInt = 8192
+    micro_batch_tokens: PositiveInt = 4096
     """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
     clip_low: NonNegativeFloat = 0.2
     """A sampled token's probability ratio is clipped below 1 minus this."""
@@ -83,7 +84,7 @@ class TrainConfig(BaseModel):
     """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
     max_concurrent_rollouts: PositiveInt = 256
     """Number of rollouts that run at a time."""
-    max_failure_share: NonNegativeFloat = 0.5
+    max_failure_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

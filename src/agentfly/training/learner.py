@@ -70,9 +70,7 @@ class Learner:
             weight if weight.dtype == torch.float32 else torch.nn.Parameter(weight.detach().float())
             for weight in self._weights
         ]
-        self._optimizer = torch.optim.AdamW(
-            self._masters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.999)
-        )
+        self._optimizer = torch.optim.AdamW(self._masters, lr=config.learning_rate, weight_decay=config.weight_decay)
         self.steps = 0
 
     def learn(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
     CheckpointSaved,
     EvaluationFinished,
@@ -46,7 +46,7 @@ from agentfly.training.checkpoints import (
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner
 from agentfly.training.resume import forget_after, require_empty, require_same_run
-from agentfly.training.rows import rows_from_trajectories
+from agentfly.training.rows import RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.worker_thread import in_thread
@@ -136,6 +136,7 @@ class Trainer:
 
         Raises:
             TooManyFailures: infrastructure spoiled too large a share of a batch.
+            UsageError: not one rollout of a step can be trained on.
             AgentFlyError: something is missing or wrong before the first rollout starts.
         """
         started = time.perf_counter()
@@ -260,6 +261,7 @@ class Trainer:
         self, policy: TrainablePolicy, learner: Learner, trajectories: list[Trajectory]
     ) -> dict[str, float]:
         batch = rows_from_trajectories(trajectories)
+        _require_rows(batch)
         advantages = ALGORITHMS[self._config.algorithm].estimate(batch.rows)
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
@@ -294,6 +296,20 @@ class Trainer:
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self._config.steps or (every is not None and step % every == 0)
+
+
+def _require_rows(batch: RowBatch) -> None:
+    """Raise if there is nothing to train on: going on would look like training and be none.
+
+    Raises:
+        UsageError: no trajectory gave a row; the message has the causes.
+    """
+    if not batch.rows:
+        causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(batch.left_out.items()))
+        raise UsageError(
+            f"No rollout of this step can be trained on: {causes}. Unscored rollouts need a reward (or tools that give "
+            "one); rollouts without log-probs, a policy that returns them."
+        )
 
 
 def _training_temperature(agent: Agent, config: TrainConfig) -> float:

@@ -1,0 +1,51 @@
+"""train: one blocking call that leaves a whole run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.errors import ConfigError
+from agentfly.training.train import train
+from agentfly.viewing.run_directory import RunDirectory
+
+AGENT = Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
+
+
+@reward
+def brief(response: str) -> float:
+    """The fewer distinct characters, the better."""
+    return 1.0 / (1.0 + len(set(response)))
+
+
+def test_a_run_is_kept_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(AGENT, ["a", "b"], brief, steps=1, tasks_per_step=2, attempts=2)
+    run = RunDirectory(result.run_dir)
+    assert run.path.parent.name == "runs"
+    assert run.metrics()[0].values["reward/mean"] == pytest.approx(result.metrics[1]["reward/mean"])
+    assert run.events_file.stat().st_size > 0
+    assert any(run.tensorboard.iterdir())
+    assert result.checkpoint.is_dir()
+
+
+def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
+    settings = {"run_dir": tmp_path / "run", "tasks_per_step": 1, "attempts": 2}
+    train(AGENT, ["a", "b"], brief, steps=1, **settings)
+    result = train(AGENT, ["a", "b"], brief, steps=2, resume=True, **settings)
+    assert list(result.metrics) == [2]
+    assert [row.step for row in RunDirectory(result.run_dir).metrics()] == [1, 2]
+
+
+def test_a_misspelt_setting_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'learning_rate'"):
+        train(AGENT, ["a"], brief, run_dir=tmp_path / "run", learning_rat=1e-3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_going_on_needs_to_know_with_which_run() -> None:
+    with pytest.raises(ConfigError, match="resume=True needs run_dir"):
+        train(AGENT, ["a"], brief, resume=True)

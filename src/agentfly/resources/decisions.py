@@ -46,6 +46,7 @@ class Reset:
     """Bring an instance back to a clean and healthy state; report `reset_done` or `reset_failed`."""
 
     instance: str
+    spec: ResourceSpec[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Check:
     """Ask an instance, which may be in use, for its health; report `died` if it is broken."""
 
     instance: str
+    spec: ResourceSpec[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Stop:
     """End whatever is under way with an instance and remove it; report `stopped` once it is gone, or `stuck`."""
 
     instance: str
+    spec: ResourceSpec[Any]
 
 
 Decision = Start | Grant | Fail | End | Reset | Check | Stop

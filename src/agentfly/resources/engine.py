@@ -6,32 +6,35 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Hashable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from agentfly.errors import ConfigError, ResourceDied, ResourceError, UsageError
+from agentfly.errors import ConfigError, ResourceError, UsageError
 from agentfly.events import (
     EventStream,
     LeaseGranted,
     LeaseRefused,
     LeaseReleased,
     LeaseRequested,
+    ResourceEvent,
 )
 from agentfly.resources import orphans
 from agentfly.resources.budget import Budget
+from agentfly.resources.crew import Crew
 from agentfly.resources.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
 from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
-from agentfly.resources.lifecycle import Lifecycle, abandon, see_through
+from agentfly.resources.lifecycle import Lifecycle
 from agentfly.resources.pool import Holding, Request
 from agentfly.resources.registry import kind_of
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.snapshot import Snapshot, take_snapshot
 from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.work import see_through
 
 __all__ = ["Budget", "ResourceEngine"]
 
@@ -39,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Resource)
 T = TypeVar("T")
-
-STUCK_RETRY_S = (5.0, 300.0)
-"""Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
 
 
 class ResourceEngine:
@@ -70,21 +70,19 @@ class ResourceEngine:
             raise ConfigError(f"ResourceEngine(max_concurrent_starts={max_concurrent_starts}): give at least 1.")
         self._directory = state_directory(ledger)
         self._events = events
-        self._lifecycle = Lifecycle(Ledger(self._directory), events)
+        self._lifecycle = Lifecycle(Ledger(self._directory))
         self._scheduler = Scheduler(
             budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
         )
+        self._crew = Crew(self._scheduler, self._lifecycle, self._carry_out, self._emit, self._is_leased)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request_ids = count(1)
         self._answers: dict[int, asyncio.Future[Lease[Any]]] = {}
         self._leases: dict[int, Lease[Any]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._under_way: dict[str, asyncio.Task[Any]] = {}  # a start or reset, by instance
         self._decided: deque[Decision] = deque()
         self._carrying_out = False
         self._alarm: asyncio.TimerHandle | None = None
-        self._closing = asyncio.Event()
-        self._closed: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
@@ -150,8 +148,7 @@ class ResourceEngine:
         )
         answer: asyncio.Future[Lease[R]] = loop.create_future()
         self._answers[request.id] = answer
-        if self._events is not None:
-            self._events.emit(LeaseRequested(pool=spec.label, owner=owner, scope=scope.value))
+        self._emit(LeaseRequested, spec, owner=owner, scope=scope.value)
         try:
             self._carry_out(self._scheduler.requested(request, now))
             lease = answer.result() if answer.done() else await answer
@@ -164,16 +161,8 @@ class ResourceEngine:
             raise
         finally:
             del self._answers[request.id]
-        if self._events is not None:
-            self._events.emit(
-                LeaseGranted(
-                    pool=spec.label,
-                    owner=owner,
-                    scope=scope.value,
-                    instance=lease.instance,
-                    waited_seconds=loop.time() - now,
-                )
-            )
+        waited = loop.time() - now
+        self._emit(LeaseGranted, spec, owner=owner, scope=scope.value, instance=lease.instance, waited_seconds=waited)
         if lease.id not in self._leases:
             raise ResourceError(
                 f"{owner} was given {lease.instance}, but everything of {owner} was released meanwhile."
@@ -196,7 +185,7 @@ class ResourceEngine:
         self._own_loop()
         if self._leases.get(lease.id) is not lease:
             return Status.BROKEN
-        task = self._spawn(self._check(lease.instance), f"check {lease.instance}")
+        task = self._crew.check(lease.instance, lease.spec)
         await asyncio.wait({task})
         return task.result()
 
@@ -208,11 +197,10 @@ class ResourceEngine:
         if self._loop is None:
             return
         loop = self._own_loop()
-        if self._closed is None:
-            self._closing.set()
-            self._closed = loop.create_task(self._shut_down(), name="close the resource engine")
-        await see_through({self._closed})
-        self._closed.result()
+        if self._closing is None:
+            self._closing = loop.create_task(self._shut_down(), name="close the resource engine")
+        await see_through({self._closing})
+        self._closing.result()
 
     def snapshot(self) -> Snapshot:
         """All pools, with instances, their states, owners and ages, and who waits."""
@@ -233,7 +221,6 @@ class ResourceEngine:
         self._set_alarm()
 
     def _carry_out_one(self, decision: Decision) -> None:
-        life = self._lifecycle
         match decision:
             case Grant(request=request, holding=holding):
                 self._grant(request, holding)
@@ -243,16 +230,14 @@ class ResourceEngine:
                     answer.set_exception(error)
             case End(holding=holding):
                 self._end(holding)
-            case Reset(instance=name):
-                work = self._work(name, life.reset(name), self._scheduler.reset_done, self._scheduler.reset_failed)
-                self._under_way[name] = self._spawn(work, f"reset {name}")
+            case Reset(instance=name, spec=spec):
+                self._crew.reset(name, spec)
             case Start(instance=name, spec=spec):
-                work = self._work(name, life.start(name, spec), self._scheduler.started, self._scheduler.start_failed)
-                self._under_way[name] = self._spawn(work, f"start {name}")
-            case Check(instance=name):
-                self._spawn(self._check(name), f"check {name}")
-            case Stop(instance=name):
-                self._spawn(self._stop(name, self._under_way.pop(name, None)), f"stop {name}")
+                self._crew.start(name, spec)
+            case Check(instance=name, spec=spec):
+                self._crew.check(name, spec)
+            case Stop(instance=name, spec=spec):
+                self._crew.stop(name, spec)
 
     def _grant(self, request: int, holding: Holding) -> None:
         lease = self._leases.get(holding.id)
@@ -274,119 +259,39 @@ class ResourceEngine:
             self._carry_out(self._scheduler.cancelled(request.id, self._now()))
 
     def _end(self, holding: Holding) -> None:
-        if (lease := self._leases.pop(holding.id, None)) is not None and self._events is not None:
-            self._events.emit(
-                LeaseReleased(
-                    pool=lease.spec.label,
-                    owner=lease.owner,
-                    scope=lease.scope.value,
-                    instance=lease.instance,
-                    held_seconds=self._now() - holding.since,
-                )
+        if (lease := self._leases.pop(holding.id, None)) is not None:
+            held = self._now() - holding.since
+            scope = lease.scope.value
+            self._emit(
+                LeaseReleased, lease.spec, owner=lease.owner, scope=scope, instance=lease.instance, held_seconds=held
             )
 
     def _tell_refused(self, request: Request, error: str, since: float) -> None:
+        waited, scope = self._now() - since, request.scope.value
+        self._emit(LeaseRefused, request.spec, owner=request.owner, scope=scope, error=error, waited_seconds=waited)
+
+    def _is_leased(self, instance: str) -> bool:
+        return any(lease.instance == instance for lease in self._leases.values())
+
+    def _emit(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None:
         if self._events is not None:
-            self._events.emit(
-                LeaseRefused(
-                    pool=request.spec.label,
-                    owner=request.owner,
-                    scope=request.scope.value,
-                    error=error,
-                    waited_seconds=self._now() - since,
-                )
-            )
+            self._events.emit(event(pool=spec.label, **fields))
 
-    # --- what goes on in the background -------------------------------------------------------------------------------
-
-    async def _work(
-        self,
-        name: str,
-        work: Coroutine[Any, Any, None],
-        done: Callable[[str, float], list[Decision]],
-        failed: Callable[[str, BaseException, float], list[Decision]],
-    ) -> None:
-        """Start or reset an instance and report how it went."""
-        try:
-            await work
-        except BaseException as error:
-            self._under_way.pop(name, None)
-            self._carry_out(failed(name, error, self._now()))
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self._under_way.pop(name, None)
-            self._carry_out(done(name, self._now()))
-
-    async def _check(self, name: str) -> Status:
-        if name not in self._lifecycle:
-            return Status.BROKEN
-        try:
-            await self._lifecycle.check(name)
-        except ResourceDied as error:
-            self._carry_out(self._scheduler.died(name, error, self._now()))
-            return Status.BROKEN
-        except TimeoutError as error:
-            if any(lease.instance == name for lease in self._leases.values()):
-                logger.warning("%s is in use and does not say how it is: %s", name, error)
-                return Status.HEALTHY
-            self._carry_out(self._scheduler.died(name, error, self._now()))
-            return Status.BROKEN
-        return Status.HEALTHY
-
-    async def _stop(self, name: str, under_way: asyncio.Task[Any] | None) -> None:
-        """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""
-        pause, longest = STUCK_RETRY_S
-        try:
-            if under_way is not None:
-                await abandon(under_way)
-            while True:
-                closing = self._closing.is_set()
-                try:
-                    return await self._lifecycle.remove(name)
-                except ResourceError as error:
-                    self._carry_out(self._scheduler.stuck(name, self._now()))
-                    logger.error("%s. It keeps its place in the pool and is tried again: %s", name, error)
-                    if closing:
-                        return None
-                await self._rest(pause)
-                pause = min(2 * pause, longest)
-        finally:
-            if name not in self._lifecycle:
-                self._carry_out(self._scheduler.stopped(name, self._now()))
-
-    async def _rest(self, seconds: float) -> None:
-        """Wait for a time, or until the engine closes."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            pass
+    # --- time and the end ---------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
         self._carry_out(self._scheduler.closed(self._now()))
         try:
-            await see_through(self._tasks)
+            await self._crew.finish()
         finally:
             if self._alarm is not None:
                 self._alarm.cancel()
             await self._lifecycle.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = self._own_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("The resource engine failed to %s.", task.get_name(), exc_info=error)
-
     def _set_alarm(self) -> None:
         """Have the scheduler told of the time when something is due."""
         due = self._scheduler.next_tick()
-        if due is None or self._closing.is_set() or (self._alarm is not None and self._alarm.when() <= due):
+        if due is None or self._closing is not None or (self._alarm is not None and self._alarm.when() <= due):
             return
         if self._alarm is not None:
             self._alarm.cancel()
@@ -397,7 +302,8 @@ class ResourceEngine:
         self._carry_out(self._scheduler.tick(self._now()))
 
     def _now(self) -> float:
-        return self._own_loop().time()
+        assert self._loop is not None  # only called once entered
+        return self._loop.time()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

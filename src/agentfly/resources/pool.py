@@ -28,7 +28,7 @@ MOVING = frozenset({InstanceState.STARTING, InstanceState.RESETTING, InstanceSta
 """States that end without any owner doing anything."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """Somebody asks for an instance.
 
@@ -142,7 +142,9 @@ class Queue:
 
     def first(self) -> Waiter | None:
         """Whose turn it is."""
-        return next(iter(self), None)
+        for lane in self._lanes.values():
+            return next(iter(lane.values()))
+        return None
 
     def _count(self, waiter: Waiter, by: int) -> None:
         if waiter.scope is Scope.GLOBAL:

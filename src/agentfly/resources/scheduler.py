@@ -63,7 +63,7 @@ class Scheduler:
         key = (request.owner, request.scope)
         if self._supply.closed:
             books.refuse(request.id, refusals.closed(request.owner, request.spec.label))
-        elif (excess := self._supply.account.excess(pool.cost)) is not None:
+        elif pool.costly and (excess := self._supply.account.excess(pool.cost)) is not None:
             books.refuse(request.id, refusals.too_large(request, excess))
         elif (holding := pool.held.get(key)) is not None:
             if holding.death is not None:
@@ -140,7 +140,7 @@ class Scheduler:
             self._rest(instance, now)
         return self._done(now)
 
-    def reset_failed(self, name: str, _error: BaseException, now: float) -> list[Decision]:
+    def reset_failed(self, name: str, now: float) -> list[Decision]:
         """An instance could not be cleaned, or is not healthy."""
         if (instance := self._books.in_state(name, InstanceState.RESETTING)) is not None:
             self._supply.stop(instance, now)
@@ -248,6 +248,9 @@ class Scheduler:
             if waiter.scope is Scope.GLOBAL:
                 instance.shared = True
                 pool.update_seats(instance)
+        if not pool.queue and not pool.spec.warm:
+            self._books.forget_if_empty(pool)
+            return
         while pool.queue.exclusive and pool.unmet() > 0 and (spare := pool.unused_shared()) is not None:
             self._supply.reset(spare, now)
         self._supply.demand(pool, now)

@@ -133,7 +133,7 @@ class Supply:
         """Have an instance cleaned."""
         self._evictable.pop(instance.name, None)
         instance.pool.enter(instance, InstanceState.RESETTING, now)
-        self._books.decisions.append(Reset(instance.name))
+        self._books.decisions.append(Reset(instance.name, instance.pool.spec))
 
     def stop(self, instance: Instance, now: float) -> None:
         """Have an instance removed, whatever it is doing."""
@@ -144,7 +144,7 @@ class Supply:
             self._books.timers.drop(instance.timer)
         instance.pool.enter(instance, InstanceState.STOPPING, now)
         self.account.expect(instance.pool.cost)
-        self._books.decisions.append(Stop(instance.name))
+        self._books.decisions.append(Stop(instance.name, instance.pool.spec))
 
     def stuck(self, instance: Instance, now: float) -> None:
         """An instance was told to go and did not."""
@@ -193,7 +193,7 @@ class Supply:
         if spec.check_interval_s is not None and now >= instance.checked + spec.check_interval_s:
             instance.checked = now
             if instance.state not in MOVING:
-                self._books.decisions.append(Check(instance.name))
+                self._books.decisions.append(Check(instance.name, spec))
         self._set_timer(instance, now)
 
     def _set_timer(self, instance: Instance, now: float) -> None:

@@ -1,0 +1,188 @@
+"""Crew: does in the background what the scheduler decides about instances, and reports how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from agentfly.errors import ResourceDied, ResourceError
+from agentfly.events import (
+    ResourceBroke,
+    ResourceEvent,
+    ResourceReset,
+    ResourceStarted,
+    ResourceStartFailed,
+    ResourceStarting,
+    ResourceStopped,
+    ResourceStuck,
+)
+from agentfly.resources.decisions import Decision
+from agentfly.resources.lifecycle import Lifecycle, say
+from agentfly.resources.resource import Status
+from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.work import Work, see_through
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STUCK_RETRY_S = (5.0, 300.0)
+"""Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
+
+Spec = ResourceSpec[Any]
+
+
+class Emit(Protocol):
+    """Tells whoever listens that something happened to a pool."""
+
+    def __call__(self, event: type[ResourceEvent], spec: Spec, **fields: Any) -> None: ...
+
+
+class Crew:
+    """Starts, resets, checks and stops instances, all at once.
+
+    Args:
+        scheduler: gets the reports.
+        lifecycle: has the resources.
+        carry_out: gets what the scheduler makes of a report.
+        emit: tells what happened.
+        is_leased: whether somebody holds an instance.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lifecycle: Lifecycle,
+        carry_out: Callable[[list[Decision]], None],
+        emit: Emit,
+        is_leased: Callable[[str], bool],
+    ) -> None:
+        self._scheduler = scheduler
+        self._lifecycle = lifecycle
+        self._carry_out = carry_out
+        self._emit = emit
+        self._is_leased = is_leased
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._under_way: dict[str, Work] = {}  # a start or reset, by instance
+        self._finishing = asyncio.Event()
+
+    def start(self, name: str, spec: Spec) -> None:
+        """Start an instance."""
+        began = _now()
+
+        def report(error: BaseException | None) -> None:
+            self._under_way.pop(name, None)
+            if error is None:
+                self._emit(ResourceStarted, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.started(name, _now()))
+            else:
+                self._emit(ResourceStartFailed, spec, instance=name, error=say(error))
+                self._carry_out(self._scheduler.start_failed(name, error, _now()))
+
+        self._emit(ResourceStarting, spec, instance=name)
+        operation = partial(self._lifecycle.start, name, spec)
+        self._work(name, Work(operation, spec.start_timeout_s, f"start() of {name}", report))
+
+    def reset(self, name: str, spec: Spec) -> None:
+        """Clean an instance and see that it is healthy."""
+        began = _now()
+
+        def report(error: BaseException | None) -> None:
+            self._under_way.pop(name, None)
+            if error is None:
+                self._emit(ResourceReset, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.reset_done(name, _now()))
+            else:
+                self._emit(ResourceBroke, spec, instance=name, error=say(error))
+                self._carry_out(self._scheduler.reset_failed(name, _now()))
+
+        operation = partial(self._lifecycle.reset, name)
+        self._work(name, Work(operation, spec.reset_timeout_s, f"reset() of {name}", report))
+
+    def check(self, name: str, spec: Spec) -> asyncio.Task[Status]:
+        """Ask an instance how it is."""
+        return self._spawn(self._check(name, spec), f"check {name}")
+
+    def stop(self, name: str, spec: Spec) -> None:
+        """Remove an instance, whatever it is doing."""
+        self._spawn(self._stop(name, spec, self._under_way.pop(name, None)), f"stop {name}")
+
+    async def finish(self) -> None:
+        """Wait until nothing goes on any more. What is stuck is tried once more."""
+        self._finishing.set()
+        await see_through(self._tasks)
+
+    async def _check(self, name: str, spec: Spec) -> Status:
+        if name not in self._lifecycle:
+            return Status.BROKEN
+        try:
+            await self._lifecycle.check(name)
+        except (ResourceDied, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and self._is_leased(name):
+                logger.warning("%s is in use and does not say how it is: %s", name, error)
+                return Status.HEALTHY
+            self._emit(ResourceBroke, spec, instance=name, error=say(error))
+            self._carry_out(self._scheduler.died(name, error, _now()))
+            return Status.BROKEN
+        return Status.HEALTHY
+
+    async def _stop(self, name: str, spec: Spec, under_way: Work | None) -> None:
+        """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""
+        began, (pause, longest) = _now(), STUCK_RETRY_S
+        try:
+            if under_way is not None:
+                await under_way.cancel()
+            while True:
+                last = self._finishing.is_set()
+                if await self._try_to_remove(name, spec) or last:
+                    return
+                await self._rest(pause)
+                pause = min(2 * pause, longest)
+        finally:
+            if name not in self._lifecycle:
+                self._emit(ResourceStopped, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.stopped(name, _now()))
+
+    async def _try_to_remove(self, name: str, spec: Spec) -> bool:
+        try:
+            await self._lifecycle.remove(name)
+        except ResourceError as error:
+            logger.error("%s. It keeps its place in the pool and is tried again now and then.", error)
+            self._emit(ResourceStuck, spec, instance=name, error=str(error))
+            self._carry_out(self._scheduler.stuck(name, _now()))
+            return False
+        return True
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait for a time, or until the end."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._finishing.wait()
+        except TimeoutError:
+            pass
+
+    def _work(self, name: str, work: Work) -> None:
+        self._under_way[name] = work
+        self._keep(work.task)
+
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._keep(task)
+        return task
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The resource engine failed to %s.", task.get_name(), exc_info=error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

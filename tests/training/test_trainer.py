@@ -268,6 +268,27 @@ async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up
             pass
 
 
+async def test_a_policy_hears_of_new_weights_also_from_a_step_that_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned, whole = threading.Event(), Learner.learn
+
+    def learn(self: Learner, rows: Any, advantages: Any, stop: threading.Event) -> dict[str, float]:
+        metrics = whole(self, rows, advantages)
+        learned.set()
+        assert stop.wait(60)
+        return metrics
+
+    monkeypatch.setattr(Learner, "learn", learn)
+    async with load_policy("tiny") as policy:
+        running = asyncio.create_task(trained(tmp_path, policy=policy))
+        assert await asyncio.to_thread(learned.wait, 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert policy.version == 1
+
+
 @pytest.mark.slow
 async def test_the_tiny_model_learns_a_trivial_task(tmp_path: Path) -> None:
     @reward

@@ -49,6 +49,10 @@ class Learner:
         config: the run's settings.
         temperature: divided the logits when the tokens were sampled.
         reference: the policy before training, for the divergence from it; needed if ``config.kl_coefficient`` is set.
+
+    Attributes:
+        steps: how many steps have been made, those before a resume included.
+        updates: how many times this object has changed the weights.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Learner:
         ]
         self._optimizer = torch.optim.AdamW(self._masters, lr=config.learning_rate, weight_decay=config.weight_decay)
         self.steps = 0
+        self.updates = 0
 
     def learn(
         self, rows: Sequence[Row], advantages: Sequence[Floats], stop: threading.Event | None = None
@@ -95,18 +100,20 @@ class Learner:
         batches = self._micro_batches(rows, advantages)
         tokens = sum(len(row.targets) for row in rows)
         tally = Tally()
-        updates = 0
+        updates = self.updates
         try:
             if self._reference is not None:
                 batches = [self._with_reference(batch, stop) for batch in batches]
             for number in range(self._config.updates_per_step):
                 for batch in batches:
                     self._accumulate(batch, tokens, tally, stop, first=number == 0)
-                updates += self._apply(tally) if any(batch.learns for batch in batches) else 0
+                if any(batch.learns for batch in batches):
+                    self._apply(tally)
         finally:
+            self._model.zero_grad(set_to_none=True)
             self._optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        made = {"policy/learning_rate": rate, "policy/updates": float(updates)}
+        made = {"policy/learning_rate": rate, "policy/updates": float(self.updates - updates)}
         return {"policy/grad_norm": 0.0, **tally.metrics(), **made}
 
     def state(self) -> dict[str, Any]:
@@ -120,8 +127,7 @@ class Learner:
         self._optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
             for (master, weight), saved in zip(self._pairs(), state["masters"], strict=True):
-                if master is not weight:
-                    master.copy_(weight if saved is None else saved)
+                master.copy_(weight if saved is None else saved)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self._masters, self._weights, strict=True))
@@ -208,21 +214,20 @@ class Learner:
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 weight.grad = None
 
-    def _apply(self, tally: Tally) -> bool:
+    def _apply(self, tally: Tally) -> None:
         """Step along the gathered gradient, and forget it. A gradient that is not finite is left out."""
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._config.max_grad_norm))
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             tally.mean("policy/grad_norm", torch.tensor([norm]))
             self._optimizer.step()
             with torch.no_grad():
                 for master, weight in self._pairs():
                     if master is not weight:
                         weight.copy_(master)
+            self.updates += 1
         else:
             logger.warning("The gradient of step %d is not finite (norm %s); the weights stay.", self.steps + 1, norm)
         self._optimizer.zero_grad(set_to_none=True)
-        return finite
 
 
 def split(pairs: Sequence[tuple[Row, Floats]], tokens: int) -> list[list[tuple[Row, Floats]]]:

@@ -266,9 +266,12 @@ class Trainer:
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
         async with policy.exclusive():
-            learned = await in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
-            if learned["policy/updates"]:
-                policy.weights_updated()
+            updates = learner.updates
+            try:
+                learned = await in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
+            finally:
+                if learner.updates != updates:  # also when the step was cancelled after the weights had changed
+                    policy.weights_updated()
         return metrics | learned
 
     async def _evaluate(self, runner: Runner, step: int) -> dict[str, float]:

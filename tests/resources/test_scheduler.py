@@ -1,0 +1,616 @@
+"""The scheduler, driven by hand: what it decides and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+from agentfly.errors import (
+    AcquireTimeout,
+    ConfigError,
+    DeadlockBroken,
+    EngineClosed,
+    ResourceDied,
+    ResourceError,
+    ResourceStartError,
+)
+from agentfly.resources.budget import Budget
+from agentfly.resources.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.pool import InstanceState, Request
+from agentfly.resources.scheduler import SWEEP_S, Scheduler
+from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.supply import PATIENCE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThingSpec(ResourceSpec):
+    name: str = "thing"
+    check_interval_s: float | None = None
+    idle_timeout_s: float | None = None
+
+    @property
+    def label(self):
+        return self.name
+
+
+class Desk:
+    """Drives a scheduler and keeps what it decided."""
+
+    def __init__(self, **settings):
+        self.scheduler = Scheduler(**settings)
+        self.now = 0.0
+        self.ids = count(1)
+        self.waiting, self.granted, self.failed = {}, {}, {}
+        self.starting, self.resetting, self.stopping, self.checks = [], [], [], []
+
+    def take(self, decisions):
+        for decision in decisions:
+            match decision:
+                case Grant(request=request, holding=holding):
+                    self.waiting.pop(request)
+                    self.granted[request] = holding
+                case Fail(request=request, error=error):
+                    self.waiting.pop(request)
+                    self.failed[request] = error
+                case Start(instance=name):
+                    self.starting.append(name)
+                case Reset(instance=name):
+                    self.resetting.append(name)
+                case Stop(instance=name):
+                    for names in (self.starting, self.resetting):
+                        if name in names:
+                            names.remove(name)
+                    self.stopping.append(name)
+                case Check(instance=name):
+                    self.checks.append(name)
+                case End():
+                    pass
+
+    def ask(self, spec, owner="a", **fields):
+        request = Request(id=next(self.ids), spec=spec, owner=owner, **fields)
+        self.waiting[request.id] = request
+        self.take(self.scheduler.requested(request, self.now))
+        return request.id
+
+    def has(self, spec, owner="a", **fields):
+        """Ask, let everything that starts come up, and expect to get it."""
+        request = self.ask(spec, owner, **fields)
+        self.start_all()
+        return self.granted[request]
+
+    def start_all(self):
+        while self.starting:
+            self.take(self.scheduler.started(self.starting.pop(0), self.now))
+
+    def reset_all(self):
+        while self.resetting:
+            self.take(self.scheduler.reset_done(self.resetting.pop(0), self.now))
+
+    def stop_all(self):
+        while self.stopping:
+            self.take(self.scheduler.stopped(self.stopping.pop(0), self.now))
+
+    def settle(self):
+        while self.starting or self.resetting or self.stopping:
+            self.start_all()
+            self.reset_all()
+            self.stop_all()
+
+    def release(self, holding):
+        self.take(self.scheduler.released(holding.id, self.now))
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.take(self.scheduler.tick(self.now))
+
+
+def test_the_same_owner_gets_the_same_instance_also_while_the_first_request_still_waits():
+    desk = Desk()
+    spec = ThingSpec()
+    first, second = desk.ask(spec), desk.ask(spec)
+    assert len(desk.starting) == 1
+    desk.start_all()
+    third = desk.ask(spec)
+    assert desk.granted[first] is desk.granted[second] is desk.granted[third]
+
+
+def test_cancelling_one_of_two_joined_requests_leaves_the_other_its_place():
+    desk = Desk()
+    first, second = desk.ask(ThingSpec()), desk.ask(ThingSpec())
+    desk.take(desk.scheduler.cancelled(first, desk.now))
+    desk.start_all()
+    assert second in desk.granted
+    assert first not in desk.granted
+
+
+def test_a_grant_that_nobody_takes_gives_the_instance_back_unless_another_request_of_the_owner_took_it():
+    desk = Desk()
+    first, _ = desk.ask(ThingSpec()), desk.ask(ThingSpec())
+    desk.start_all()
+    holding = desk.granted[first]
+    desk.take(desk.scheduler.declined(holding.id, desk.now))
+    assert not desk.resetting
+    desk.take(desk.scheduler.declined(holding.id, desk.now))
+    assert desk.resetting == [holding.instance.name]
+
+
+def test_specs_that_differ_in_any_field_share_no_instance():
+    desk = Desk()
+    one = desk.has(ThingSpec(start_timeout_s=60))
+    other = desk.has(ThingSpec(start_timeout_s=61))
+    assert one.instance is not other.instance
+
+
+def test_call_scope_gives_each_request_an_instance_of_its_own():
+    desk = Desk()
+    spec = ThingSpec(capacity=2)
+    one, other = desk.has(spec, scope=Scope.CALL), desk.has(spec, scope=Scope.CALL)
+    assert one.instance is not other.instance
+
+
+def test_a_pool_serves_first_come_first_served_within_a_priority():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    holding = desk.has(spec, "holder")
+    plain = [desk.ask(spec, f"plain{n}") for n in range(3)]
+    urgent = [desk.ask(spec, f"urgent{n}", priority=1) for n in range(2)]
+    for expected in urgent + plain:
+        desk.release(holding)
+        desk.settle()
+        assert expected in desk.granted
+        holding = desk.granted[expected]
+    assert not desk.waiting
+
+
+def test_an_instance_is_reset_before_its_next_owner_gets_it():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    holding = desk.has(spec, "a")
+    waiting = desk.ask(spec, "b")
+    desk.release(holding)
+    assert waiting in desk.waiting
+    desk.reset_all()
+    assert desk.granted[waiting].instance is holding.instance
+
+
+@pytest.mark.parametrize("fields", [{"reuse": "recreate"}, {"max_uses": 1}])
+def test_an_instance_that_is_used_up_is_replaced_and_its_place_is_free_only_once_it_is_gone(fields):
+    desk = Desk()
+    spec = ThingSpec(capacity=1, **fields)
+    holding = desk.has(spec, "a")
+    waiting = desk.ask(spec, "b")
+    desk.release(holding)
+    assert desk.stopping == [holding.instance.name]
+    assert not desk.starting
+    desk.settle()
+    assert desk.granted[waiting].instance is not holding.instance
+
+
+def test_a_failed_reset_replaces_the_instance():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    holding = desk.has(spec, "a")
+    waiting = desk.ask(spec, "b")
+    desk.release(holding)
+    desk.take(desk.scheduler.reset_failed(desk.resetting.pop(), desk.now))
+    assert desk.stopping == [holding.instance.name]
+    desk.settle()
+    assert waiting in desk.granted
+
+
+def test_a_failed_start_fails_the_request_it_was_for_with_its_cause_and_the_next_gets_its_own():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    first, second = desk.ask(spec, "a"), desk.ask(spec, "b")
+    cause = OSError("no such image")
+    desk.take(desk.scheduler.start_failed(desk.starting.pop(), cause, desk.now))
+    assert isinstance(desk.failed[first], ResourceStartError)
+    assert desk.failed[first].__cause__ is cause
+    assert "no such image" in str(desk.failed[first])
+    assert second in desk.waiting
+    desk.settle()
+    assert second in desk.granted
+
+
+def test_a_failed_start_harms_nobody_if_another_instance_is_coming_for_them():
+    desk = Desk()
+    spec = ThingSpec(capacity=2)
+    holding = desk.has(spec, "a")
+    waiting = desk.ask(spec, "b")
+    desk.release(holding)
+    desk.take(desk.scheduler.start_failed(desk.starting.pop(), OSError(), desk.now))
+    assert not desk.failed
+    desk.reset_all()
+    assert waiting in desk.granted
+
+
+def test_a_failed_start_of_a_shared_instance_fails_all_whom_it_would_have_served():
+    desk = Desk()
+    spec = ThingSpec(capacity=1, max_concurrency=2)
+    requests = [desk.ask(spec, owner, scope=Scope.GLOBAL) for owner in "abc"]
+    desk.take(desk.scheduler.start_failed(desk.starting.pop(), OSError("x"), desk.now))
+    assert set(desk.failed) == set(requests[:2])
+    desk.settle()
+    assert requests[2] in desk.granted
+
+
+def test_no_more_start_at_once_than_may():
+    desk = Desk(max_concurrent_starts=2)
+    spec = ThingSpec(capacity=9)
+    for n in range(5):
+        desk.ask(spec, f"o{n}")
+    assert len(desk.starting) == 2
+    desk.take(desk.scheduler.started(desk.starting.pop(0), desk.now))
+    assert len(desk.starting) == 2
+
+
+def test_a_global_instance_is_shared_up_to_its_concurrency_and_another_is_started_beyond_that():
+    desk = Desk()
+    spec = ThingSpec(capacity=2, max_concurrency=2)
+    holdings = [desk.has(spec, owner, scope=Scope.GLOBAL) for owner in "abcd"]
+    assert [h.instance.name for h in holdings[:2]] == [holdings[0].instance.name] * 2
+    assert len({h.instance.name for h in holdings}) == 2
+    waiting = desk.ask(spec, "e", scope=Scope.GLOBAL)
+    assert waiting in desk.waiting
+    desk.release(holdings[0])
+    assert desk.granted[waiting].instance is holdings[0].instance
+    assert not desk.resetting
+
+
+def test_an_unused_global_instance_is_reset_before_somebody_gets_it_alone():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    desk.release(desk.has(spec, "a", scope=Scope.GLOBAL))
+    waiting = desk.ask(spec, "b")
+    assert waiting in desk.waiting
+    desk.reset_all()
+    assert waiting in desk.granted
+
+
+def test_who_waits_for_an_instance_alone_is_not_starved_by_those_who_share_it():
+    desk = Desk()
+    spec = ThingSpec(capacity=1, max_concurrency=9)
+    sharing = desk.has(spec, "a", scope=Scope.GLOBAL)
+    alone, later = desk.ask(spec, "b"), desk.ask(spec, "c", scope=Scope.GLOBAL)
+    assert later in desk.waiting
+    desk.release(sharing)
+    desk.reset_all()
+    assert alone in desk.granted
+    assert later in desk.waiting
+
+
+def test_idle_instances_of_other_pools_make_room_in_the_budget_the_longest_idle_first():
+    desk = Desk(budget=Budget(cpus=2))
+    specs = [ThingSpec(name=name, cpus=1) for name in ("old", "new", "wanted")]
+    holdings = []
+    for spec in specs[:2]:
+        holdings.append(desk.has(spec))
+        desk.now += 1
+    for holding in holdings:
+        desk.release(holding)
+        desk.reset_all()
+        desk.now += 1
+    waiting = desk.ask(specs[2], "b")
+    assert desk.stopping == [holdings[0].instance.name]
+    assert not desk.starting
+    desk.settle()
+    assert waiting in desk.granted
+
+
+def test_an_instance_that_does_not_help_the_budget_is_not_evicted():
+    desk = Desk(budget=Budget(cpus=1, memory_bytes=1000))
+    holding = desk.has(ThingSpec(name="memory", memory=10))
+    desk.release(holding)
+    desk.reset_all()
+    desk.has(ThingSpec(name="holder", cpus=1), "a")
+    desk.ask(ThingSpec(name="wanted", cpus=1), "b")
+    assert not desk.stopping
+
+
+def test_a_large_request_is_not_starved_by_small_ones_that_came_later():
+    desk = Desk(budget=Budget(cpus=4))
+    small, large = ThingSpec(name="small", cpus=1), ThingSpec(name="large", cpus=4)
+    holdings = [desk.has(small, f"s{n}") for n in range(4)]
+    waiting = desk.ask(large, "big")
+    for n in range(4, 8):
+        desk.ask(ThingSpec(name="other", cpus=1), f"s{n}")
+    desk.now += PATIENCE_S
+    for holding in holdings:
+        desk.release(holding)
+        desk.settle()
+    assert waiting in desk.granted
+
+
+def test_a_pool_that_is_never_idle_gives_up_an_instance_to_an_older_request_of_another_pool():
+    desk = Desk(budget=Budget(cpus=1))
+    busy, other = ThingSpec(name="busy", cpus=1), ThingSpec(name="other", cpus=1)
+    holding = desk.has(busy, "b0")
+    waiting = desk.ask(other, "o")
+    for n in range(1, 50):
+        following = desk.ask(busy, f"b{n}")
+        desk.now += 1
+        desk.release(holding)
+        desk.settle()
+        if waiting in desk.granted:
+            break
+        holding = desk.granted[following]
+    assert waiting in desk.granted
+
+
+def test_a_budget_that_is_short_does_not_hold_up_what_takes_nothing_of_it():
+    desk = Desk(budget=Budget(cpus=1))
+    desk.has(ThingSpec(name="cpu", cpus=1), "a")
+    desk.ask(ThingSpec(name="cpu2", cpus=1), "b")
+    desk.has(ThingSpec(name="free"), "c")
+
+
+def test_a_spec_larger_than_the_budget_fails_at_once_and_says_what_is_too_large():
+    desk = Desk(budget=Budget(cpus=2, memory_bytes=2**30))
+    request = desk.ask(ThingSpec(cpus=4, memory="2GiB"), "a")
+    assert isinstance(desk.failed[request], ConfigError)
+    assert "cpus 4 of 2" in str(desk.failed[request])
+    assert not desk.scheduler.pools
+
+
+def test_fractions_of_the_budget_add_up_exactly():
+    desk = Desk(budget=Budget(cpus=1))
+    spec = ThingSpec(cpus=0.1, capacity=20)
+    for n in range(10):
+        desk.has(spec, f"o{n}")
+    desk.ask(spec, "late")
+    assert not desk.starting
+
+
+def test_a_wait_that_takes_too_long_names_the_holders_with_their_ages_and_the_queue():
+    desk = Desk()
+    spec = ThingSpec(capacity=2)
+    desk.has(spec, "first")
+    desk.now += 30
+    desk.has(spec, "second")
+    request = desk.ask(spec, "late", deadline=desk.now + 5)
+    desk.ask(spec, "later")
+    assert desk.scheduler.next_tick() == desk.now + 5
+    desk.wait(5)
+    message = str(desk.failed[request])
+    assert isinstance(desk.failed[request], AcquireTimeout)
+    assert "late waited 5.0 s for thing" in message
+    assert f"first has {desk.granted[1].instance.name} since 35.0 s" in message
+    assert "Queue: 2 waiting" in message
+
+
+def test_two_owners_who_wait_for_each_other_lose_only_the_wait_of_the_younger():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
+    desk.has(box, "old")
+    desk.now += 1
+    young = desk.has(judge, "young")
+    waits = desk.ask(judge, "old")
+    desk.now += 1
+    lost = desk.ask(box, "young")
+    assert isinstance(desk.failed[lost], DeadlockBroken)
+    assert "old waits for judge" in str(desk.failed[lost])
+    assert "young waits for box" in str(desk.failed[lost])
+    assert waits in desk.waiting
+    desk.release(young)
+    desk.settle()
+    assert waits in desk.granted
+
+
+def test_it_is_no_deadlock_while_one_holder_of_several_can_go_on():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=2), ThingSpec(name="judge", capacity=1)
+    desk.has(box, "old")
+    desk.has(box, "free")
+    desk.has(judge, "young")
+    desk.ask(judge, "old")
+    desk.ask(box, "young")
+    desk.wait(SWEEP_S)
+    assert not desk.failed
+
+
+def test_a_deadlock_over_seats_of_a_shared_instance_is_broken_too():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=2), ThingSpec(name="judge", capacity=1, max_concurrency=2)
+    for owner in ("a", "b"):
+        desk.has(box, owner)
+    for owner in ("c", "d"):
+        desk.has(judge, owner, scope=Scope.GLOBAL)
+    for owner in ("a", "b"):
+        desk.ask(judge, owner, scope=Scope.GLOBAL)
+    for owner in ("c", "d"):
+        desk.ask(box, owner)
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_a_deadlock_over_the_budget_is_broken_too():
+    desk = Desk(budget=Budget(cpus=2))
+    one, other = ThingSpec(name="one", cpus=1), ThingSpec(name="other", cpus=1)
+    desk.has(one, "a")
+    desk.has(other, "b")
+    desk.ask(other, "a")
+    desk.ask(one, "b")
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_a_deadlock_that_comes_about_by_a_grant_is_found_in_time():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
+    held = desk.has(box, "first")
+    desk.has(judge, "young")
+    desk.ask(box, "old", caller="one call")
+    desk.ask(judge, "old", caller="another call")  # holds nothing yet, and waits for both
+    desk.ask(box, "young")
+    assert not desk.failed
+    desk.release(held)
+    desk.settle()
+    desk.wait(SWEEP_S)
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+@pytest.mark.parametrize("held", [Scope.CALL, Scope.ROLLOUT])
+def test_asking_for_a_second_instance_of_a_pool_of_one_fails_at_once(held):
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    desk.has(spec, "a", scope=held, caller="call")
+    second = desk.ask(spec, "a", scope=Scope.CALL, caller="call")
+    assert isinstance(desk.failed[second], DeadlockBroken)
+    assert "only itself could give back" in str(desk.failed[second])
+
+
+def test_two_calls_of_one_owner_side_by_side_are_no_deadlock():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    first = desk.has(spec, "a", scope=Scope.CALL, caller="one call")
+    second = desk.ask(spec, "a", scope=Scope.CALL, caller="another call")
+    desk.wait(SWEEP_S)
+    assert second in desk.waiting
+    desk.release(first)
+    desk.settle()
+    assert second in desk.granted
+
+
+def test_a_rollout_whose_instance_died_is_told_so_and_gets_no_other_until_it_has_released():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    holding = desk.has(spec, "a")
+    desk.take(desk.scheduler.died(holding.instance.name, ResourceDied("killed"), desk.now))
+    desk.settle()
+    again = desk.ask(spec, "a")
+    assert isinstance(desk.failed[again], ResourceDied)
+    desk.has(spec, "b")
+    desk.release(holding)
+    assert desk.ask(spec, "a") in desk.waiting
+
+
+def test_owners_of_a_shared_instance_that_died_get_another():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    holding = desk.has(spec, "a", scope=Scope.GLOBAL)
+    desk.take(desk.scheduler.died(holding.instance.name, ResourceDied("killed"), desk.now))
+    again = desk.ask(spec, "a", scope=Scope.GLOBAL)
+    desk.settle()
+    assert desk.granted[again].instance is not holding.instance
+
+
+def test_releasing_an_owner_ends_its_leases_and_its_waits():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
+    desk.has(judge, "other")
+    held = desk.has(box, "a")
+    waiting = desk.ask(judge, "a")
+    desk.take(desk.scheduler.owner_released("a", desk.now))
+    assert isinstance(desk.failed[waiting], ResourceError)
+    assert desk.resetting == [held.instance.name]
+    assert "a" not in desk.scheduler.owners
+
+
+def test_the_warm_count_is_kept_ready_and_yields_to_those_who_wait():
+    desk = Desk(budget=Budget(cpus=3))
+    spec = ThingSpec(capacity=4, warm=1, cpus=1)
+    desk.has(spec, "a")
+    desk.settle()
+    (pool,) = desk.scheduler.pools
+    assert len(pool.idle) == 1
+    desk.has(spec, "b")
+    desk.settle()
+    assert len(pool.idle) == 1
+    other = desk.ask(ThingSpec(name="other", cpus=1), "c")
+    assert len(desk.stopping) == 1
+    desk.settle()
+    assert other in desk.granted
+    assert len(pool.idle) == 0
+
+
+def test_a_start_for_the_warm_count_that_fails_is_not_tried_again_at_once():
+    desk = Desk()
+    desk.has(ThingSpec(capacity=2, warm=1), "a")
+    desk.ask(ThingSpec(capacity=2, warm=1), "b")
+    desk.settle()
+    desk.take(desk.scheduler.released(desk.granted[1].id, desk.now))
+    desk.take(desk.scheduler.reset_failed(desk.resetting.pop(), desk.now))
+    desk.take(desk.scheduler.stopped(desk.stopping.pop(), desk.now))
+    for pause in (1, 2, 4):
+        desk.take(desk.scheduler.start_failed(desk.starting.pop(), OSError(), desk.now))
+        desk.stop_all()
+        assert not desk.starting
+        desk.wait(pause)
+        assert len(desk.starting) == 1
+    assert not desk.failed
+
+
+def test_an_instance_that_stands_idle_too_long_is_stopped_except_for_the_warm_ones():
+    desk = Desk()
+    spec = ThingSpec(capacity=3, warm=1, idle_timeout_s=10)
+    holdings = [desk.has(spec, owner) for owner in "ab"]
+    desk.settle()
+    for holding in holdings:
+        desk.release(holding)
+    desk.settle()
+    (pool,) = desk.scheduler.pools
+    for _ in range(40):
+        desk.wait(1)
+        desk.settle()
+    assert len(pool.instances) == 1
+
+
+def test_a_pool_is_forgotten_when_its_last_instance_is_gone():
+    desk = Desk()
+    desk.release(desk.has(ThingSpec(idle_timeout_s=10)))
+    desk.settle()
+    for _ in range(21):
+        desk.wait(1)
+    desk.settle()
+    assert not desk.scheduler.pools
+    assert not desk.scheduler.owners
+
+
+def test_live_instances_are_checked_now_and_then():
+    desk = Desk()
+    holding = desk.has(ThingSpec(check_interval_s=10))
+    for _ in range(25):
+        desk.wait(1)
+    assert desk.checks == [holding.instance.name] * 2
+
+
+def test_an_instance_that_does_not_go_keeps_its_place_until_it_does():
+    desk = Desk(budget=Budget(cpus=1))
+    spec = ThingSpec(capacity=1, cpus=1, reuse="recreate")
+    desk.release(desk.has(spec, "a"))
+    stuck = desk.stopping.pop()
+    desk.take(desk.scheduler.stuck(stuck, desk.now))
+    waiting = desk.ask(spec, "b")
+    desk.wait(100)
+    assert not desk.starting
+    desk.take(desk.scheduler.stopped(stuck, desk.now))
+    desk.settle()
+    assert waiting in desk.granted
+
+
+def test_closing_fails_who_waits_ends_what_is_held_and_stops_everything():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", warm=1)
+    desk.has(box, "a")
+    waiting = desk.ask(box, "b")
+    starting = desk.ask(judge, "c")
+    desk.take(desk.scheduler.closed(desk.now))
+    assert isinstance(desk.failed[waiting], EngineClosed)
+    assert isinstance(desk.failed[starting], EngineClosed)
+    desk.settle()
+    assert all(not pool.instances for pool in desk.scheduler.pools)
+    late = desk.ask(box, "d")
+    assert isinstance(desk.failed[late], EngineClosed)
+    assert not desk.starting
+
+
+def test_a_late_report_about_an_instance_that_is_being_stopped_changes_nothing():
+    desk = Desk()
+    desk.ask(ThingSpec(), "a")
+    (name,) = desk.starting
+    desk.take(desk.scheduler.closed(desk.now))
+    before = {pool.spec: dict(pool.counts) for pool in desk.scheduler.pools}
+    for report in (desk.scheduler.started, desk.scheduler.reset_done, desk.scheduler.reset_failed):
+        desk.take(report(name, desk.now))
+    assert {pool.spec: dict(pool.counts) for pool in desk.scheduler.pools} == before
+    assert before[ThingSpec()][InstanceState.STOPPING] == 1

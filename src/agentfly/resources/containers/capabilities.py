@@ -78,7 +78,7 @@ PROGRAM_MISSING = (
 )
 
 
-def user_namespace_cure(complaint: str) -> str:
+def user_namespace_cure(complaint: str, settings: Path = Path("/proc/sys")) -> str:
     """What to do about a bubblewrap that could not make its namespaces, by the switches that are known to forbid it."""
     switches = (
         ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -90,7 +90,7 @@ def user_namespace_cure(complaint: str) -> str:
         ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
     )
     for name, forbids, cure in switches:
-        path = Path("/proc/sys") / name
+        path = settings / name
         if path.is_file() and path.read_text().strip() == forbids:
             return (
                 f"Ordinary users may not make user namespaces here ({name.replace('/', '.')} is {forbids}). "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _CPU_PERIOD_US = 100_000
+_OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,14 @@ class Cgroup:
         """How many processes of the group the kernel has killed because the group was over its memory limit."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         try:
-            lines = (self.directories["memory"] / name).read_text().splitlines()
+            descriptor = os.open(f"{self.directories['memory']}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return 0
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        try:
+            found = _OOM_KILLS.search(os.read(descriptor, 4096))
+        finally:
+            os.close(descriptor)
+        return int(found[1]) if found else 0
 
     def remove(self, patience_s: float = 2.0) -> None:
         """Remove the group, whose processes have been killed; wait a little for the last of them to be gone.
@@ -109,9 +115,10 @@ class CgroupHome:
     parents: dict[str, Path]
     version: int
 
-    def cgroup(self, name: str) -> Cgroup:
-        """The (not yet made) control group of that name."""
-        return Cgroup({controller: parent / name for controller, parent in self.parents.items()}, self.version)
+    def cgroup(self, name: str, *, cpus: float = 0) -> Cgroup:
+        """The (not yet made) control group of that name, with the controllers that its limits need."""
+        needed = ("memory", "pids", "cpu") if cpus else ("memory", "pids")
+        return Cgroup({controller: self.parents[controller] / name for controller in needed}, self.version)
 
 
 @cache
@@ -163,9 +170,10 @@ def _version_1_home() -> CgroupHome | None:
 
 def _works(home: CgroupHome) -> bool:
     """Whether a group with limits can be made there, and a process moved into it."""
-    group = home.cgroup(f"agentfly-probe-{os.getpid()}")
+    cpus = 1.0 if "cpu" in home.parents else 0
+    group = home.cgroup(f"agentfly-probe-{os.getpid()}", cpus=cpus)
     try:
-        group.create(memory=2**28, pids=64, cpus=1.0 if "cpu" in home.parents else 0)
+        group.create(memory=2**28, pids=64, cpus=cpus)
         return all(os.access(path / "cgroup.procs", os.W_OK) for path in group.paths)
     except OSError:
         return False

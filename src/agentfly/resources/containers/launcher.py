@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import subprocess
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from agentfly.resources.containers.syscalls import (
     CAP_FOWNER,
     CAP_SYS_ADMIN,
     give_up_root,
+    unmount,
     unshare_mounts,
 )
 from agentfly.resources.containers.trees import BoundTrees, MountedTrees, Trees
@@ -41,6 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
+EXCHANGE = "shell"  # what a sandbox's directory has for its shell
 GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
 _WORKERS = 4
 _MOUNTER = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_ADMIN)
@@ -82,6 +85,7 @@ class Launcher:
         self.base = runtime_directory()
         self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner that the sandbox's files need, if not us
         self._program = program
+        self._out_of_reach = False  # of the user that runs it, as in the home directory of root
         self._session = _SESSION.read_text()
         self._trees: Trees = BoundTrees()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
@@ -135,15 +139,13 @@ class Launcher:
             ResourceStartError: the image or a mount is not there.
             OSError: no memory, no processes, no disk.
         """
-        exchange = scratch / "shell"
+        exchange = scratch / EXCHANGE
         scratch.mkdir(mode=0o700)
         exchange.mkdir(mode=0o711)
         (exchange / _SESSION.name).write_text(self._session)
         (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
-        program = self._program
-        if self.tier is Tier.USER and self.uid is not None:
-            program = program.copy_to(scratch)
+        program = self._program.copy_to(scratch) if self._out_of_reach else self._program
         arguments = [*self._trees.build(spec, scratch), *common_arguments(spec, exchange), "--chdir", spec.workdir]
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
         pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
@@ -186,6 +188,9 @@ class Launcher:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
         if self.tier is Tier.ROOT:
             unshare_mounts()
+            unmount(
+                Path("/sys/fs/cgroup")
+            )  # bubblewrap copies and reads all mounts at each start, and needs none of these
             os.umask(0o022)  # this thread's own, since its mounts are
             private = self.base / ".private"
             private.mkdir(exist_ok=True)
@@ -194,14 +199,13 @@ class Launcher:
             self._program = self._program.copy_to(private)
         elif self.uid is not None:
             give_up_root(self.uid, keep=())
+            self._out_of_reach = not os.access(self._program.path, os.X_OK)
         self._try()
 
     def _try(self) -> None:
         """Run one command in a sandbox, to learn what the machine forbids."""
         with tempfile.TemporaryDirectory(dir=self.base, prefix=".try-") as directory:
-            program = self._program
-            if self.tier is Tier.USER and self.uid is not None:
-                program = program.copy_to(Path(directory))
+            program = self._program.copy_to(Path(directory)) if self._out_of_reach else self._program
             shown = [*ISOLATION, "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
             command = [str(program.path), *shown, "--", "/bin/true"]
             trial = subprocess.run(command, check=False, capture_output=True, cwd="/", env={})
@@ -231,20 +235,25 @@ def runtime_directory() -> Path:
     Raises:
         PrerequisiteError: there is no place that can be written, or somebody else has taken it.
     """
-    root = os.geteuid() == 0
-    owner = SANDBOX_UID if root else os.geteuid()
-    places = ["/run", "/dev/shm"] if root else [os.environ.get("XDG_RUNTIME_DIR", "")]
-    for place in [place for place in (*places, tempfile.gettempdir()) if place]:
-        directory = Path(place) / ("agentfly" if place != tempfile.gettempdir() else f"agentfly-{os.geteuid()}")
+    user = os.geteuid()
+    owner = user or SANDBOX_UID
+    own = Path("/run") if user == 0 else Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    shared = Path(tempfile.gettempdir())
+    places = (
+        Path(f"/dev/shm/agentfly-{user}"),
+        own / "agentfly",
+        shared / f"agentfly-{user}",
+    )  # in memory, if it can be
+    for directory in places:
         try:
             directory.mkdir(mode=0o711, exist_ok=True)
-            if root and directory.lstat().st_uid == 0:
+            if user == 0 and directory.lstat().st_uid == 0:
                 os.chown(directory, owner, owner, follow_symlinks=False)
+            found = directory.lstat()
         except OSError:
             continue
-        if directory.is_symlink() or directory.stat().st_uid != owner:
-            continue  # somebody else's
-        return directory
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # else somebody else's
+            return directory
     raise PrerequisiteError(
         "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
         f"for temporary files ({tempfile.gettempdir()}) can be written. Set TMPDIR to one that can."

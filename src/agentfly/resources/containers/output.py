@@ -1,52 +1,85 @@
-"""OutputPipe: the host's end of the pipe that one command's output goes to."""
+"""OutputPipes: the host's ends of the two named pipes that a command's output goes to."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 
 from agentfly.resources.containers.result import BoundedOutput
 
 _CHUNK = 65536
+_DRAIN = 4  # chunks; a pipe holds one, and somebody else may be filling it for ever
 
 
-class OutputPipe:
-    """A named pipe, read as it fills into a bounded buffer.
+class OutputPipes:
+    """The pipes of one command at a time, for stdout and stderr, each read as it fills into a bounded buffer.
 
     A process that outlives its command may go on printing: that is read and thrown away, so that it neither blocks nor
-    fails, and holds nothing up.
+    fails, and holds nothing up. Once nobody can write to them any more, the pipes serve the next command.
     """
 
-    def __init__(self, path: Path, owner: int | None, limit: int) -> None:
-        """Make the pipe at `path`, for user `owner` of the host (None: this one), and read it on the running loop."""
-        self.output = BoundedOutput(limit)
-        self._path = path
-        self._finished = False
-        os.mkfifo(path, 0o600)
-        if owner is not None:
-            os.chown(path, owner, owner)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._read)
+    def __init__(self, path: str, owner: int | None) -> None:
+        """Make the pipes at `path` with ``.out`` and ``.err`` added.
 
-    @property
-    def closed(self) -> bool:
-        """Whether every process that could write to it is gone, or it was closed here."""
-        return self._descriptor < 0
+        Args:
+            path: where, on the host.
+            owner: the user of the host who is to write to them; None for this one.
+        """
+        self._ends = [_End(path + suffix, owner) for suffix in (".out", ".err")]
+        self._in_use = False
+
+    def begin(self, limit: int) -> tuple[BoundedOutput, BoundedOutput]:
+        """Collect the output of the next command, of each stream at most `limit` bytes."""
+        self._in_use = True
+        stdout, stderr = (end.begin(limit) for end in self._ends)
+        return stdout, stderr
 
     def finish(self) -> None:
         """Take what the command wrote before it ended; what others write later is thrown away."""
-        if not self.closed:
-            for _ in range(4):  # a pipe holds a chunk; somebody else may be filling it for ever
-                if not self._read():
-                    break
-        self._finished = True
-        self._path.unlink(missing_ok=True)
+        for end in self._ends:
+            end.finish()
+        self._in_use = False
+
+    @property
+    def free(self) -> bool:
+        """Whether their command is finished, and nobody can write to them any more."""
+        return not self._in_use and not any(end.reading for end in self._ends)
 
     def close(self) -> None:
         """Stop reading. A process that still writes gets an error."""
-        if not self.closed:
+        for end in self._ends:
+            end.close()
+
+
+class _End:
+    def __init__(self, path: str, owner: int | None) -> None:
+        os.mkfifo(path, 0o600)
+        if owner is not None:
+            os.chown(path, owner, owner)
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = -1
+        self._output: BoundedOutput | None = None
+
+    @property
+    def reading(self) -> bool:
+        return self._descriptor >= 0
+
+    def begin(self, limit: int) -> BoundedOutput:
+        self._output = BoundedOutput(limit)
+        # opened anew for each command: until its first writer comes, a pipe opened just now is not at its end
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._loop.add_reader(self._descriptor, self._read)
+        return self._output
+
+    def finish(self) -> None:
+        for _ in range(_DRAIN):
+            if not self.reading or not self._read():
+                break
+        self._output = None
+
+    def close(self) -> None:
+        if self.reading:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
@@ -56,9 +89,9 @@ class OutputPipe:
             chunk = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
             return False
-        if not chunk:
+        if not chunk:  # nobody has it open for writing any more
             self.close()
             return False
-        if not self._finished:
-            self.output.add(chunk)
+        if self._output is not None:
+            self._output.add(chunk)
         return True

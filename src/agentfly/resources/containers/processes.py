@@ -6,6 +6,7 @@ that a reused process id cannot hit anybody else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from dataclasses import dataclass
@@ -79,6 +80,18 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def children_of_shell(pid: int) -> list[int]:
+    """The children of a process that has one thread, as every shell has: `children`, for once a command."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        return [int(word) for word in os.read(descriptor, 65536).split()]
+    finally:
+        os.close(descriptor)
+
+
 def descendants(pid: int) -> set[int]:
     """All processes below a process."""
     found: set[int] = set()
@@ -87,6 +100,18 @@ def descendants(pid: int) -> set[int]:
         found.update(edge)
         edge = [below for above in edge for below in children(above) if below not in found]
     return found
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process that has not been waited for, and its children.
+
+    A bubblewrap that dies before its child is set up leaves it waiting for ever, so the child goes first.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # no child can come or go now
+        for child in children(pid):
+            os.kill(child, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def start_time(pid: int) -> int | None:

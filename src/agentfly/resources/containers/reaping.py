@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.resources.containers.cgroups import members, remove
-from agentfly.resources.containers.launcher import GROUPS
-from agentfly.resources.containers.processes import start_time
+from agentfly.resources.containers.launcher import EXCHANGE, GROUPS
 from agentfly.resources.containers.trees import remove_scratch
 
 _PATIENCE_S = 10.0
@@ -22,10 +22,9 @@ def reap(traces: dict[str, Any]) -> None:
     Raises:
         OSError: a process of it does not die.
     """
-    pid = traces.get("pid")
-    if pid is not None and start_time(pid) == traces.get("start_time"):
-        _kill(pid)
     scratch = Path(traces["scratch"])
+    for pid in _started_for(scratch):
+        _kill(pid)
     try:
         groups = [Path(line) for line in (scratch / GROUPS).read_text().splitlines()]
     except OSError:  # it was not started, or is gone
@@ -40,6 +39,18 @@ def reap(traces: dict[str, Any]) -> None:
         time.sleep(0.01)
     remove(groups)
     remove_scratch(scratch)
+
+
+def _started_for(scratch: Path) -> list[int]:
+    """The bubblewraps, parent and child, that were started for a sandbox: they name a directory that is its alone."""
+    exchange = os.fsencode(scratch / EXCHANGE)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if exchange in (entry / "cmdline").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 def _kill(pid: int) -> None:

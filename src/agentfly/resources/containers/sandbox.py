@@ -13,8 +13,8 @@ from typing import Any
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers.cgroups import Cgroup
-from agentfly.resources.containers.launcher import Launched, Launcher
-from agentfly.resources.containers.processes import ProcessNamespace, start_time
+from agentfly.resources.containers.launcher import EXCHANGE, Launched, Launcher
+from agentfly.resources.containers.processes import ProcessNamespace, kill_with_children, start_time
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.trees import remove_scratch
 
@@ -30,7 +30,8 @@ class Sandbox:
         self.spec = spec
         self.launcher = launcher
         self.scratch = launcher.scratch(instance)
-        self.cgroup: Cgroup | None = launcher.cgroups.cgroup(f"agentfly-{instance}") if launcher.cgroups else None
+        home = launcher.cgroups
+        self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{instance}", cpus=spec.cpus) if home else None
         self.processes: ProcessNamespace | None = None
         self.launched: Launched | None = None
         self.ended = asyncio.Event()  # bubblewrap, and so every process of the sandbox, is gone
@@ -41,7 +42,7 @@ class Sandbox:
     @property
     def exchange(self) -> Path:
         """The host's directory of the shell's pipes and scripts."""
-        return self.scratch / "shell"
+        return self.scratch / EXCHANGE
 
     @property
     def traces(self) -> dict[str, Any]:
@@ -65,20 +66,21 @@ class Sandbox:
             self._limiting = asyncio.ensure_future(launcher.aside(self._make_cgroup, self.cgroup))
         try:
             self.launched = await asyncio.shield(self._launching)
-            if self._limiting is not None:
+            self._watch_exit(self.launched.process)
+            first = await self._process_1(self.launched.info)
+            self.processes = ProcessNamespace.of(first)
+            if self._limiting is not None and self.cgroup is not None:
                 await asyncio.shield(self._limiting)
+                await launcher.aside(self.cgroup.attach, first)
+            os.write(self.launched.gate, b"\n")
         except OSError as error:
             raise ResourceStartError(f"The sandbox {self.scratch.name} could not be started: {error}") from error
-        self._watch_exit(self.launched.process)
-        first = await self._process_1(self.launched.info)
-        self.processes = ProcessNamespace.of(first)
-        if self.cgroup is not None:
-            await self.launcher.aside(self.cgroup.attach, first)
-        os.write(self.launched.gate, b"\n")
 
     async def end(self) -> None:
         """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time."""
         await self._settle()
+        if self._foreign():
+            return
         if self.launched is not None:
             if not self.ended.is_set():
                 self.kill()
@@ -100,12 +102,17 @@ class Sandbox:
         if self.launched is not None and self._exit_descriptor is None and not self.ended.is_set():
             self._watch_exit(self.launched.process)
 
+    def _foreign(self) -> bool:
+        """Whether the directory was there before: then it, and all that goes by the name, is another sandbox's."""
+        launching = self._launching
+        return launching is not None and isinstance(launching.exception(), FileExistsError)
+
     def kill(self) -> None:
         """Kill every process, at once."""
         if self.processes is not None:
             self.processes.signal(self.processes.first, signal.SIGKILL)  # the kernel then kills the whole namespace
         elif self.launched is not None:
-            self.launched.process.kill()  # and its child dies with it
+            kill_with_children(self.launched.process.pid)
 
     def complaint(self) -> str:
         """What bubblewrap printed before the sandbox was up."""

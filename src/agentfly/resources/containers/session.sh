@@ -49,11 +49,11 @@ while :; do
             trap __agentfly_keep EXIT
             trap 'exit 143' TERM
             printf 'h %s\n' "$BASHPID" >&201
-            while IFS=' ' builtin read -r -u 200 __agentfly_id __agentfly_in; do
+            while IFS=' ' builtin read -r -u 200 __agentfly_id __agentfly_in __agentfly_out; do
                 builtin printf 'b %s 0\n' "$__agentfly_id" >&201
                 {
                     . "/run/agentfly/$__agentfly_id.sh"
-                } 200<&- 201>&- <"$__agentfly_in" >"/run/agentfly/$__agentfly_id.out" 2>"/run/agentfly/$__agentfly_id.err"
+                } 200<&- 201>&- <"$__agentfly_in" >"$__agentfly_out.out" 2>"$__agentfly_out.err"
                 builtin printf 'd %s %s\n' "$__agentfly_id" $? >&201
             done
         ) &
@@ -64,12 +64,12 @@ while :; do
             exec 200<&-
             trap '' TERM
             printf 'f %s\n' "$BASHPID" >&201
-            while IFS=' ' read -r -u 202 id in; do
+            while IFS=' ' read -r -u 202 id in out; do
                 (
                     printf 'b %s %s\n' "$id" "$BASHPID" >&201
                     (
                         trap - TERM
-                        exec 201>&- 202<&- <"$in" >"/run/agentfly/$id.out" 2>"/run/agentfly/$id.err"
+                        exec 201>&- 202<&- <"$in" >"$out.out" 2>"$out.err"
                         exec /bin/bash "/run/agentfly/$id.sh"
                     )
                     printf 'd %s %s\n' "$id" $? >&201

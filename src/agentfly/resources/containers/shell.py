@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.errors import ResourceDied
-from agentfly.resources.containers.output import OutputPipe
-from agentfly.resources.containers.processes import children
+from agentfly.resources.containers.output import OutputPipes
+from agentfly.resources.containers.processes import children, children_of_shell
 from agentfly.resources.containers.result import BoundedOutput
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import INSIDE
@@ -72,20 +72,26 @@ class Outcome:
 class _Running:
     """A command on its way."""
 
-    def __init__(self, name: str, request: Request, exchange: Path, owner: int | None, before: set[int]) -> None:
+    def __init__(self, name: str, request: Request, pipes: OutputPipes, before: set[int]) -> None:
         self.name = name
-        self.request = request
+        self.own_process = request.own_process
         self.before = before  # processes that were there already, which its end must not touch
         self.begun = False
         self.process = 0  # its process id inside, if it has one of its own
         self.lost = ""
-        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.stdout = OutputPipe(exchange / f"{name}.out", owner, request.max_output)
-        self.stderr = OutputPipe(exchange / f"{name}.err", owner, request.max_output)
+        self.ended = asyncio.Event()
+        self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
+        self.pipes = pipes
+        self.stdout, self.stderr = pipes.begin(request.max_output)
 
     def finish(self, exit_code: int) -> None:
-        if not self.done.done():
-            self.done.set_result(exit_code)
+        self.ended.set()
+        if not self.waiter.done():
+            self.waiter.set_result(exit_code)
+
+    def expire(self) -> None:
+        if not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Shell:
@@ -97,14 +103,14 @@ class Shell:
         assert sandbox.processes is not None
         self._sandbox = sandbox
         self._launcher = sandbox.launcher
-        self._exchange = sandbox.exchange
+        self._exchange = str(sandbox.exchange)
         self._processes = sandbox.processes
         self._requests, self._reports = sandbox.launched.requests, sandbox.launched.reports
-        self._starts = os.open(self._exchange / "starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._starts = os.open(f"{self._exchange}/starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
         self._running: dict[str, _Running] = {}
-        self._lingering: list[OutputPipe] = []
+        self._pipes: dict[int, OutputPipes] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._buffer = b""
@@ -139,8 +145,9 @@ class Shell:
     def close(self) -> None:
         """Let go of the sandbox, which is about to end or has."""
         self._die()
-        for pipe in self._lingering:
-            pipe.close()
+        for pipes in self._pipes.values():
+            pipes.close()
+        self._pipes.clear()
         if self._starts >= 0:
             os.close(self._starts)
             self._starts = -1
@@ -150,22 +157,22 @@ class Shell:
             await asyncio.wait(self._kills)
         self._check()
         running = await self._send(request)
-        timed_out = False
+        timer = self._loop.call_later(timeout, running.expire)
         try:
-            await asyncio.wait([running.done], timeout=timeout)
-            if not running.done.done():
-                timed_out = True
+            exit_code = await running.waiter
+            if exit_code is None:
                 await asyncio.shield(self._begin_kill(running))
         except asyncio.CancelledError:
-            if not running.done.done():
+            if not running.ended.is_set():
                 self._begin_kill(running)
             raise
         finally:
-            self._forget(running)
-        if not running.done.done() or self.dead:
-            self._check()
-        exit_code = 124 if timed_out else running.done.result()
-        return Outcome(exit_code, running.stdout.output, running.stderr.output, timed_out, running.lost)
+            timer.cancel()
+            self._forget(running, request)
+        self._check()
+        return Outcome(
+            124 if exit_code is None else exit_code, running.stdout, running.stderr, exit_code is None, running.lost
+        )
 
     def _check(self) -> None:
         if self.dead:
@@ -177,22 +184,30 @@ class Shell:
 
     async def _send(self, request: Request) -> _Running:
         name = str(next(self._names))
-        before = set(children(self._processes.first))
+        before = set(children_of_shell(self._processes.first))
         if self._session is not None and not request.own_process:
-            before.update(children(self._session))
+            before.update(children_of_shell(self._session))
         source = "/dev/null"
         if request.stdin is not None:
-            source = str(INSIDE / f"{name}.in")
+            source = f"{INSIDE}/{name}.in"
             await self._launcher.aside(self._write, f"{name}.in", request.stdin)
         self._write_script(name, request)
-        running = _Running(name, request, self._exchange, self._launcher.uid, before)
-        self._running[name] = running
-        line = f"{name} {source}\n".encode()
+        number, pipes = self._free_pipes()
+        running = self._running[name] = _Running(name, request, pipes, before)
+        line = f"{name} {source} {INSIDE}/{number}\n".encode()
         try:
             os.write(self._starts if request.own_process else self._requests, line)
         except OSError:
             self._die()
         return running
+
+    def _free_pipes(self) -> tuple[int, OutputPipes]:
+        for number, pipes in self._pipes.items():
+            if pipes.free:
+                return number, pipes
+        number = len(self._pipes)
+        pipes = self._pipes[number] = OutputPipes(f"{self._exchange}/{number}", self._launcher.uid)
+        return number, pipes
 
     def _write_script(self, name: str, request: Request) -> None:
         script = request.command
@@ -207,7 +222,8 @@ class Shell:
         self._write(f"{name}.sh", script)
 
     def _write(self, name: str, content: bytes) -> None:
-        descriptor = os.open(self._exchange / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = f"{self._exchange}/{name}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if self._launcher.uid is not None:
                 os.fchown(descriptor, self._launcher.uid, self._launcher.uid)
@@ -217,17 +233,15 @@ class Shell:
         finally:
             os.close(descriptor)
 
-    def _forget(self, running: _Running) -> None:
-        for pipe in (running.stdout, running.stderr):
-            pipe.finish()
-        self._lingering = [pipe for pipe in (*self._lingering, running.stdout, running.stderr) if not pipe.closed]
-        request = running.request
+    def _forget(self, running: _Running, request: Request) -> None:
+        """Let go of a command. Its script goes too: a request that was never read must not run later."""
+        running.pipes.finish()
+        self._running.pop(running.name, None)
         suffixes = (
             ["sh"] + ["in"] * (request.stdin is not None) + ["cmd"] * (request.cwd is not None or bool(request.env))
         )
         for suffix in suffixes:
-            (self._exchange / f"{running.name}.{suffix}").unlink(missing_ok=True)
-        self._running.pop(running.name, None)
+            Path(f"{self._exchange}/{running.name}.{suffix}").unlink(missing_ok=True)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +267,7 @@ class Shell:
                     running.begun, running.process = True, process
             case "d", [name, exit_code]:
                 if running := self._running.get(str(name)):
-                    self._served = self._served or not running.request.own_process
+                    self._served = self._served or not running.own_process
                     running.finish(exit_code)
             case "h", [inside]:
                 self._session = self._processes.find(inside, self._processes.first)
@@ -275,7 +289,7 @@ class Shell:
         self._ready.clear()
         self._session = None
         for running in self._running.values():
-            if running.begun and not running.request.own_process and not running.done.done():
+            if running.begun and not running.own_process and not running.ended.is_set():
                 if not kept:
                     where = self._directory or self._sandbox.spec.workdir
                     running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
@@ -293,7 +307,7 @@ class Shell:
     # --- ending a command -------------------------------------------------------------------------------------------
 
     def _begin_kill(self, running: _Running) -> asyncio.Task[None]:
-        kill = self._kill_process(running) if running.request.own_process else self._kill_in_session(running)
+        kill = self._kill_process(running) if running.own_process else self._kill_in_session(running)
         task = asyncio.create_task(kill)
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
@@ -319,7 +333,8 @@ class Shell:
     async def _kill_process(self, running: _Running) -> None:
         """Kill a command that has a process of its own."""
         await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
-        await asyncio.wait([running.done], timeout=_KEEP_GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
         if not running.begun and self._session is not None and self._starter not in children(self._processes.first):
             self._processes.signal(self._session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)

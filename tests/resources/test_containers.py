@@ -1,0 +1,500 @@
+"""Containers: what a sandbox's shell does with commands, and what is left when it is reset or released."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import ConfigError, ResourceDied, ResourceStartError, ToolError, UsageError
+from agentfly.resources.containers.cgroups import cgroup_home
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.launcher import probe, runtime_directory
+from agentfly.resources.containers.reaping import reap
+from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.registry import make_resource
+from agentfly.resources.resource import Status
+
+pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+
+_numbers = itertools.count()
+SPEC = ContainerSpec(memory="256MiB", pids=64)
+
+
+def name() -> str:
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Container]:
+    box = Container(SPEC, name())
+    try:
+        await box.start()
+        yield box
+    finally:
+        await box.release()
+
+
+def processes_with(marker: str) -> list[int]:
+    """The host's processes that have the marker in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if marker.encode() in command and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def traces_of(instance: str) -> list[Path]:
+    """Directories on the host that go by the name of an instance."""
+    home = cgroup_home()
+    groups = [parent / f"agentfly-{instance}" for parent in home.parents.values()] if home else []
+    return [path for path in (runtime_directory() / instance, *groups) if path.exists()]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (what is waited for happens in other processes)
+            await asyncio.sleep(0.01)
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+async def test_directory_variables_and_functions_last_from_one_command_to_the_next(box: Container) -> None:
+    await box.run("mkdir -p /tmp/deep && cd /tmp/deep; X=5; export Y=6; f() { echo from f; }")
+    result = await box.run("pwd; echo $X; sh -c 'echo $Y'; f")
+    assert result.stdout == "/tmp/deep\n5\n6\nfrom f\n"
+    assert result.exit_code == 0
+
+
+async def test_a_command_begins_in_the_workdir() -> None:
+    box = Container(ContainerSpec(workdir="/srv/job"), name())
+    try:
+        await box.start()
+        assert (await box.run("pwd; touch here; ls")).stdout == "/srv/job\nhere\n"
+    finally:
+        await box.release()
+
+
+async def test_stdout_stderr_and_exit_code_are_told_apart(box: Container) -> None:
+    result = await box.run("echo out; echo err >&2; (exit 7)")
+    assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 7)
+    assert str(result) == "out\nerr\n[exit code 7]"
+
+
+async def test_exit_ends_the_command_and_not_the_container(box: Container) -> None:
+    await box.run("cd /tmp; X='a \"quoted\" value'; f() { echo kept; }")
+    result = await box.run("exit 3")
+    assert (result.exit_code, result.note) == (3, "")
+    assert (await box.run('pwd; echo "$X"; f')).stdout == '/tmp\na "quoted" value\nkept\n'
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 'never closed",
+        "cat <<END\nnever closed",
+        "if true; then",
+        ")",
+        "set -e; false",
+        "set -eu; echo $NO_SUCH_VARIABLE",
+        "exec true",
+        "exec >/dev/null 2>&1 </dev/null",
+        "kill -9 $BASHPID",
+        "kill -9 -1",
+        "trap '' TERM INT; exit 1",
+        "readonly printf=1; printf() { :; }; read() { :; }",
+        "unset PATH HOME IFS",
+        "set -x; true",
+        "return 4",
+        "while read line; do echo $line; done",
+        "\x00\x01\x02",
+        "",
+    ],
+)
+async def test_no_command_can_wedge_the_session(box: Container, command: str) -> None:
+    await box.run(command, timeout=20)
+    result = await box.run("echo alive", timeout=20)
+    assert (result.exit_code, result.stdout) == (0, "alive\n")
+    assert await box.read_file("/etc/passwd")
+
+
+async def test_a_session_that_stops_reading_is_replaced(box: Container) -> None:
+    first = await box.run("cd /tmp; set -n", timeout=1)
+    second = await box.run("echo alive", timeout=1)
+    third = await box.run("echo alive")
+    assert first.timed_out or second.timed_out
+    assert third.stdout == "alive\n"
+
+
+async def test_a_syntax_error_says_where_in_the_command_it_is(box: Container) -> None:
+    result = await box.run("echo one\necho two )")
+    assert result.stderr.startswith("bash: line 2: syntax error")
+
+
+async def test_exec_gives_the_exit_code_of_what_took_the_shell_over_and_says_what_is_lost(box: Container) -> None:
+    await box.run("X=5")
+    result = await box.run("exec sh -c 'echo other; exit 9'")
+    assert (result.exit_code, result.stdout) == (9, "other\n")
+    assert "variables and functions are lost" in str(result)
+
+
+async def test_a_command_that_waits_for_input_finds_its_end(box: Container) -> None:
+    assert (await box.run("cat; read line; echo read $?", timeout=20)).stdout == "read 1\n"
+
+
+async def test_stdin_is_given_to_the_command_whatever_its_size(box: Container) -> None:
+    given = "line\n" * 100_000
+    assert (await box.run("wc -c", stdin=given)).stdout.strip() == str(len(given))
+
+
+async def test_cwd_and_env_are_for_one_command_alone(box: Container) -> None:
+    result = await box.run("pwd; echo $A", cwd="/tmp", env={"A": "it's $HOME"})
+    assert result.stdout == "/tmp\nit's $HOME\n"
+    assert (await box.run("pwd; echo $A")).stdout == "/workspace\n\n"
+    assert (await box.run("true", cwd="/no/such")).exit_code == 1
+    with pytest.raises(UsageError, match="name of a shell variable"):
+        await box.run("true", env={"A; rm": "x"})
+
+
+async def test_a_new_process_knows_nothing_of_the_session_and_does_not_wait_for_it(box: Container) -> None:
+    await box.run("X=5; cd /tmp; ls() { echo fooled; }")
+    running = asyncio.create_task(box.run("read < <(sleep 60)", timeout=60))
+    result = await box.run("echo [$X]; pwd; ls /usr/bin/env; exit 4", new_process=True, timeout=20)
+    assert (result.stdout, result.exit_code) == ("[]\n/workspace\n/usr/bin/env\n", 4)
+    assert not running.done()
+    running.cancel()
+
+
+async def test_many_commands_at_once_each_get_their_own_output(box: Container) -> None:
+    new = [box.run(f"echo new {n}; echo err {n} >&2", new_process=True) for n in range(12)]
+    old = [box.run(f"echo old {n}") for n in range(12)]
+    results = await asyncio.gather(*new, *old)
+    assert [r.stdout for r in results] == [f"new {n}\n" for n in range(12)] + [f"old {n}\n" for n in range(12)]
+
+
+# --- processes left behind, timeouts, cancellation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [("sleep 7301 & echo done", "done\n"), ("setsid sleep 7301 >/dev/null & echo hi", "hi\n")],
+)
+async def test_a_child_left_behind_holds_no_call_open_and_is_gone_at_release(
+    box: Container, command: str, output: str
+) -> None:
+    before = time.monotonic()
+    result = await box.run(command, timeout=30)
+    assert result.stdout == output
+    assert time.monotonic() - before < 15
+    await eventually(lambda: processes_with("7301") != [])
+    await box.release()
+    assert processes_with("7301") == []
+
+
+async def test_what_a_child_left_behind_prints_later_is_in_nobodys_output_and_does_not_break_it(box: Container) -> None:
+    await box.run("(sleep 0.2; echo late; echo late >&2; echo survived > /tmp/mark) & echo now")
+    result = await box.run("sleep 0.6; echo mine; cat /tmp/mark")
+    assert (result.stdout, result.stderr) == ("mine\nsurvived\n", "")
+
+
+async def test_a_timeout_kills_all_that_the_command_started_and_keeps_the_session(box: Container) -> None:
+    await box.run("cd /tmp; X=5; sleep 7302 & disown")
+    result = await box.run("Y=6; sleep 7303 & (setsid sleep 7303 &); sleep 7303; touch /tmp/went-on", timeout=0.5)
+    assert (result.timed_out, result.exit_code, result.killed_by) == (True, 124, "timeout")
+    assert "killed after 0.5 s" in str(result)
+    await eventually(lambda: processes_with("7303") == [])
+    assert processes_with("7302") != []
+    assert (await box.run("pwd; echo $X $Y; ls /tmp")).stdout == "/tmp\n5 6\n"
+
+
+@pytest.mark.parametrize("command", ["while :; do :; done", "trap '' TERM; while :; do sleep 0.01; done"])
+async def test_a_timeout_ends_what_the_shell_itself_does(box: Container, command: str) -> None:
+    await box.run("cd /tmp")
+    result = await box.run(command, timeout=0.5)
+    assert result.timed_out
+    assert (await box.run("pwd")).stdout == "/tmp\n"
+
+
+async def test_a_timeout_ends_a_command_with_a_process_of_its_own(box: Container) -> None:
+    result = await box.run("sleep 7304 & sleep 7304", timeout=0.5, new_process=True)
+    assert result.timed_out
+    await eventually(lambda: processes_with("7304") == [])
+
+
+async def test_output_before_a_timeout_is_kept(box: Container) -> None:
+    result = await box.run("echo early; sleep 7305", timeout=0.5)
+    assert result.stdout == "early\n"
+
+
+@pytest.mark.parametrize("new_process", [False, True])
+async def test_cancelling_a_call_ends_its_command(box: Container, new_process: bool) -> None:
+    await box.run("X=5")
+    call = asyncio.create_task(box.run("sleep 7306", new_process=new_process))
+    await eventually(lambda: processes_with("7306") != [])
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await box.run("echo $X")).stdout == "5\n"
+    assert processes_with("7306") == []
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+async def test_huge_output_keeps_both_ends_and_counts_what_was_left_out(box: Container) -> None:
+    result = await box.run("echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo; echo last", max_output=1000)
+    assert result.truncated
+    assert result.stdout.startswith("first\nxxx")
+    assert result.stdout.endswith("xxx\nlast\n")
+    assert result.omitted == 5_000_000 + len("first\n\nlast\n") - 1000
+    assert f"{result.omitted} bytes left out" in result.stdout
+    assert len(result.stdout) < 1100
+
+
+async def test_endless_output_is_bounded_and_the_command_ends_in_time(box: Container) -> None:
+    result = await box.run("yes", timeout=1)
+    assert result.timed_out
+    assert result.truncated
+    assert len(result.stdout) < 70_000
+
+
+async def test_binary_output_is_replaced_and_never_raised(box: Container) -> None:
+    result = await box.run(r"printf 'a\xff\xfeb\0c\n'")
+    assert result.stdout == "a\ufffd\ufffdb\0c\n"
+
+
+async def test_text_is_never_cut_inside_a_character(box: Container) -> None:
+    result = await box.run("for i in $(seq 3000); do printf 'äöü€'; done", max_output=999)
+    assert "\ufffd" not in result.stdout
+
+
+async def test_no_output_is_said(box: Container) -> None:
+    assert str(await box.run("true")) == "[no output]"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+async def test_files_are_read_back_as_written(box: Container) -> None:
+    content = bytes(range(256)) * 4000
+    await box.write_file("deep/down/it's here.bin", content)
+    assert await box.read_file("/workspace/deep/down/it's here.bin") == content
+    await box.write_file("text", "grüße")
+    assert (await box.run("cat text")).stdout == "grüße"
+
+
+async def test_files_can_be_read_while_the_session_is_busy(box: Container) -> None:
+    busy = asyncio.create_task(box.run("sleep 60"))
+    await box.write_file("a", b"b")
+    assert await box.read_file("a") == b"b"
+    busy.cancel()
+
+
+@pytest.mark.parametrize(("path", "reason"), [("none", "No such file"), ("/tmp", "directory")])
+async def test_a_file_that_cannot_be_read_is_a_matter_for_the_model(box: Container, path: str, reason: str) -> None:
+    with pytest.raises(ToolError, match=reason):
+        await box.read_file(path)
+
+
+async def test_a_file_that_never_ends_is_refused(box: Container) -> None:
+    with pytest.raises(ToolError, match="longer than"):
+        await box.read_file("/dev/zero")
+
+
+# --- lifecycle ------------------------------------------------------------------------------------------------------
+
+
+async def test_reset_brings_back_the_state_after_start() -> None:
+    box = Container(ContainerSpec(setup=("echo ready > /workspace/setup; S=1; cd /tmp",)), name())
+    try:
+        await box.start()
+        await box.run("echo x > /workspace/mine; echo x > ~/mine; echo x > /var/tmp/mine; echo x > /dev/shm/mine")
+        await box.run("rm /workspace/setup; X=5; cd /; sleep 7307 & echo x > /usr/local/bin/mine")
+        await box.reset()
+        assert processes_with("7307") == []
+        left = await box.run("pwd; echo x$X $S; find /workspace /home /var/tmp /tmp /dev/shm /usr/local -name mine")
+        assert left.stdout == "/tmp\nx 1\n"
+        assert await box.read_file("setup") == b"ready\n"
+        assert await box.status() is Status.HEALTHY
+    finally:
+        await box.release()
+
+
+async def test_a_setup_command_that_fails_fails_the_start_with_its_output() -> None:
+    box = Container(ContainerSpec(setup=("true", "echo because; exit 5")), name())
+    with pytest.raises(ResourceStartError, match=r"because[\s\S]*exit code 5"):
+        await box.start()
+    await box.release()
+    assert traces_of(box.instance) == []
+
+
+async def test_release_leaves_no_process_directory_or_control_group(box: Container) -> None:
+    await box.run("setsid sleep 7308 >/dev/null 2>&1 & (setsid sh -c 'trap \"\" TERM HUP INT; sleep 7308' &)")
+    await eventually(lambda: len(processes_with("7308")) >= 2)
+    assert traces_of(box.instance) != []
+    await box.release()
+    assert processes_with("7308") == []
+    assert traces_of(box.instance) == []
+    await box.release()
+
+
+async def test_release_before_start_and_after_a_failed_start_is_fine() -> None:
+    box = Container(SPEC, name())
+    await box.release()
+    other = Container(ContainerSpec(image="/no/such/image"), name())
+    with pytest.raises(ResourceStartError, match="no directory with an unpacked root file system"):
+        await other.start()
+    await other.release()
+    assert traces_of(other.instance) == []
+
+
+async def test_a_name_that_is_taken_harms_nobody(box: Container) -> None:
+    twin = Container(SPEC, box.instance)
+    with pytest.raises(ResourceStartError):
+        await twin.start()
+    await twin.release()
+    assert (await box.run("echo alive")).stdout == "alive\n"
+
+
+async def test_a_killed_sandbox_is_broken_and_its_commands_fail_as_infrastructure(box: Container) -> None:
+    call = asyncio.create_task(box.run("sleep 60"))
+    await asyncio.sleep(0.05)
+    os.kill(box.traces["pid"], 9)
+    with pytest.raises(ResourceDied):
+        await call
+    assert await box.status() is Status.BROKEN
+    with pytest.raises(ResourceDied):
+        await box.run("true")
+
+
+async def test_a_start_cancelled_at_any_point_leaves_nothing() -> None:
+    for wait in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012):
+        box = Container(SPEC, name())
+        start = asyncio.create_task(box.start())
+        await asyncio.sleep(wait)
+        start.cancel()
+        await asyncio.wait([start])
+        await box.release()
+        assert traces_of(box.instance) == []
+
+
+async def test_sixteen_start_work_and_end_at_once() -> None:
+    boxes = [Container(SPEC, name()) for _ in range(16)]
+    try:
+        await asyncio.gather(*(box.start() for box in boxes))
+        results = await asyncio.gather(*(box.run(f"echo {n} > mine; cat mine") for n, box in enumerate(boxes)))
+        assert [result.stdout for result in results] == [f"{n}\n" for n in range(16)]
+    finally:
+        await asyncio.gather(*(box.release() for box in boxes))
+    assert [traces_of(box.instance) for box in boxes] == [[]] * 16
+
+
+async def test_the_event_loop_is_never_held_up() -> None:
+    probe()
+    gaps = []
+
+    async def heartbeat() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - before)
+
+    beat = asyncio.create_task(heartbeat())
+    box = Container(SPEC, name())
+    await box.start()
+    await box.run("sleep 0.5 & head -c 20000000 /dev/zero", timeout=30)
+    await box.release()
+    beat.cancel()
+    assert len(gaps) > 20
+
+
+@pytest.mark.slow
+async def test_sandboxes_die_with_a_process_that_is_killed_and_reap_removes_their_traces() -> None:
+    instance = name()
+    program = f"""
+import asyncio, json
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.spec import ContainerSpec
+async def main():
+    box = Container(ContainerSpec(memory="256MiB"), {instance!r})
+    before = box.traces
+    await box.start()
+    await box.run("setsid sleep 7309 >/dev/null 2>&1 &")
+    print(json.dumps([before, box.traces]), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    before, after = json.loads(await owner.stdout.readline())
+    owner.kill()
+    await owner.wait()
+    await eventually(lambda: processes_with("7309") == [])
+    assert traces_of(instance) != []
+    assert before["scratch"] == after["scratch"]
+    reap(before)
+    assert traces_of(instance) == []
+    reap(after)
+
+
+async def test_reap_ends_a_sandbox_that_still_runs_and_no_other(box: Container) -> None:
+    other = Container(SPEC, name())
+    await other.start()
+    traces = other.traces
+    await asyncio.to_thread(reap, traces)
+    assert traces_of(other.instance) == []
+    assert (await box.run("echo alive")).stdout == "alive\n"
+    await eventually(lambda: other._shell is not None and other._shell.dead)
+    await other.release()
+
+
+# --- specs ----------------------------------------------------------------------------------------------------------
+
+
+def test_specs_are_values_and_make_containers() -> None:
+    spec = ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
+    assert spec == ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
+    assert len({spec, ContainerSpec(), ContainerSpec(network=True)}) == 3
+    assert isinstance(make_resource(ContainerSpec(), "some-box"), Container)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image": "python:3.11"}, "absolute path of a directory"),
+        ({"pids": 2}, "at least 8"),
+        ({"memory": "1MiB"}, "at least 16MiB"),
+        ({"memory": "64MiB", "disk": "64MiB"}, "not below its memory"),
+        ({"disk": "much"}, "not a size"),
+        ({"workdir": "relative"}, "cannot be a directory inside"),
+        ({"workdir": "/proc"}, "cannot be a directory inside"),
+        ({"mounts": (("data", "/data"),)}, "not absolute"),
+        ({"mounts": [("/data", "/data")]}, "write a tuple"),
+        ({"env": {"A": "b"}}, r"tuple\(\{\.\.\.\}\.items\(\)\)"),
+        ({"env": (("A=", "b"),)}, "name of an environment variable"),
+        ({"user": "somebody"}, "'agent' or 'root'"),
+        ({"backend": "docker"}, "'auto' and 'bubblewrap'"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ContainerSpec(**fields)  # type: ignore[arg-type]
+
+
+def test_a_container_needs_a_name_that_can_be_a_directory() -> None:
+    with pytest.raises(UsageError, match="cannot be the name"):
+        Container(SPEC, "../escape")

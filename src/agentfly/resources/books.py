@@ -58,7 +58,6 @@ class Books:
             owner=request.owner,
             scope=request.scope,
             priority=request.priority,
-            caller=request.caller,
             since=now,
             pool=pool,
         )
@@ -105,9 +104,9 @@ class Books:
 
     def grant(self, waiter: Waiter, instance: Instance, now: float) -> Holding:
         """Answer all requests of a waiter with a holding of an instance."""
-        pool, requests = waiter.pool, list(waiter.requests)
+        pool, requests = waiter.pool, list(waiter.requests.values())
         for request in requests:
-            self.withdraw(request)
+            self.withdraw(request.id)
         holding = Holding(
             id=next(self.numbers),
             owner=waiter.owner,
@@ -115,7 +114,7 @@ class Books:
             instance=instance,
             since=now,
             waited=now - waiter.since,
-            caller=waiter.caller,
+            caller=requests[0].caller,
             claims=len(requests),
         )
         instance.holdings[holding.id] = holding
@@ -125,7 +124,7 @@ class Books:
         owner = self.owners.setdefault(waiter.owner, Owner(waiter.owner))
         owner.holdings[holding.id] = holding
         self._note(owner)
-        self.decisions += [Grant(request, holding) for request in requests]
+        self.decisions += [Grant(request.id, holding) for request in requests]
         return holding
 
     def claim(self, holding: Holding, request: int) -> None:

@@ -42,7 +42,7 @@ def waits_of(holding: Holding, owners: Mapping[str, Owner]) -> list[Waiter]:
     """What keeps a holder from giving back. What is held for a call ends with the call, so only its own waits do."""
     waits = owners[holding.owner].waiters.values()
     if holding.scope is Scope.CALL:
-        return [waiter for waiter in waits if waiter.caller == holding.caller]
+        return [waiter for waiter in waits if any(r.caller == holding.caller for r in waiter.requests.values())]
     return list(waits)
 
 

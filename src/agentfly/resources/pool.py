@@ -88,7 +88,6 @@ class Waiter:
     owner: str
     scope: Scope
     priority: int
-    caller: Hashable
     since: float
     pool: Pool
     requests: dict[int, Request] = field(default_factory=dict)

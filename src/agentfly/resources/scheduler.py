@@ -248,9 +248,6 @@ class Scheduler:
             if waiter.scope is Scope.GLOBAL:
                 instance.shared = True
                 pool.update_seats(instance)
-        if not pool.queue and not pool.spec.warm:
-            self._books.forget_if_empty(pool)
-            return
         while pool.queue.exclusive and pool.unmet() > 0 and (spare := pool.unused_shared()) is not None:
             self._supply.reset(spare, now)
         self._supply.demand(pool, now)
@@ -280,8 +277,6 @@ class Scheduler:
         """An instance has nobody: somebody may take it, in its own pool or in place of it."""
         self._supply.rest(instance, now)
         self._serve(instance.pool, now)
-        if instance.state is InstanceState.IDLE:
-            self._supply.offer_room(now)
 
     def _expire(self, request: Request, now: float) -> None:
         """A request has waited as long as it may."""

@@ -32,11 +32,10 @@ class Supply:
 
     def demand(self, pool: Pool, now: float) -> None:
         """A pool's waiters or instances have changed: see that what it is missing starts, in its turn."""
-        if pool.missing() > 0:
-            line = self._lines[pool.costly]
-            line.join(pool)
-            self._advance(line, now)
-        elif pool.spec.warm:
+        if pool.queue and pool.missing() > 0:
+            self._lines[pool.costly].join(pool)
+        self.advance(now)
+        if pool.spec.warm:
             self._warm_up(now)
 
     def start_what_fits(self, now: float) -> None:
@@ -44,8 +43,7 @@ class Supply:
         entangled = self._books.entangled.values()
         for pool in {waiter.pool: None for owner in entangled for waiter in owner.waiters.values()}:
             self.start_missing(pool, now)
-        for line in self._lines.values():
-            self._advance(line, now)
+        self.advance(now)
         self._warm_up(now)
 
     def start_missing(self, pool: Pool, now: float) -> bool:
@@ -63,10 +61,11 @@ class Supply:
         """Whether as many instances are starting as may."""
         return self.starting >= self._max_starts
 
-    def _advance(self, line: StartLine, now: float) -> None:
-        """Serve the pools of a line in order, as far as it goes."""
-        while (pool := line.first()) is not None and self.start_missing(pool, now):
-            line.leave(pool)
+    def advance(self, now: float) -> None:
+        """Serve the pools in line in their order, as far as it goes."""
+        for line in self._lines.values():
+            while (pool := line.first()) is not None and self.start_missing(pool, now):
+                line.leave(pool)
 
     def _warm_up(self, now: float) -> None:
         """Start instances for the warm counts if nobody who waits could use what they would take."""
@@ -124,10 +123,6 @@ class Supply:
         instance.pool.enter(instance, InstanceState.IDLE, now)
         if instance.pool.costly:
             self._evictable[instance.name] = instance
-
-    def offer_room(self, now: float) -> None:
-        """An instance stays idle: those who wait for the budget may have its room."""
-        self._advance(self._lines[True], now)
 
     def reset(self, instance: Instance, now: float) -> None:
         """Have an instance cleaned."""

@@ -100,7 +100,7 @@ class _Session:
 def _bare_start(spec: ContainerSpec, program: str, number: int) -> float:
     """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it."""
     home = cgroup_home()
-    group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}") if home else None
+    group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}", cpus=spec.cpus) if home else None
     with tempfile.TemporaryDirectory() as directory:
         shown = _bare_arguments(spec, Path(directory))
         before = time.perf_counter()
@@ -136,4 +136,4 @@ def _bare_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
             arguments += ["--overlay-src", str(host), "--tmp-overlay", str(host)]
     arguments += ["--overlay-src", "/etc", "--tmp-overlay", "/etc", "--dev", "/dev"]
     arguments += ["--size", str(spec.disk_limit), "--tmpfs", spec.workdir, "--dir", "/tmp", "--dir", spec.home]
-    return [*arguments, *common_arguments(spec, exchange), "--chdir", spec.workdir]
+    return [*arguments, *common_arguments(spec, exchange), "--remount-ro", "/dev"]

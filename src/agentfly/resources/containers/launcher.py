@@ -146,7 +146,7 @@ class Launcher:
         (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
         program = self._program.copy_to(scratch) if self._out_of_reach else self._program
-        arguments = [*self._trees.build(spec, scratch), *common_arguments(spec, exchange), "--chdir", spec.workdir]
+        arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
         pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
         command = ["/bin/bash", "--norc", "--noprofile", str(INSIDE / _SESSION.name), str(pids), str(memory)]

@@ -157,7 +157,7 @@ def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
     arguments += ["--die-with-parent", "--as-pid-1", "--clearenv"]
     for name, value in environment(spec).items():
         arguments += ["--setenv", name, value]
-    arguments += ["--proc", "/proc", "--ro-bind", str(exchange), str(INSIDE)]
+    arguments += ["--proc", "/proc", "--ro-bind", str(exchange), str(INSIDE), "--chdir", spec.workdir]
     if spec.network and Path("/etc/resolv.conf").exists():
         arguments += ["--ro-bind", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
     return arguments

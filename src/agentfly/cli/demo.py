@@ -27,11 +27,11 @@ def demo(
     from importlib.resources import as_file, files
 
     from agentfly.cli.config_file import load_config
-    from agentfly.cli.train import new_run, run_training
+    from agentfly.cli.train import run_training
 
     overrides = [f"training.seed={seed}"]
     with as_file(files("agentfly.tasks.stockroom").joinpath(f"{model.value}.yaml")) as path:
         config = load_config(path, overrides)
     if run_dir is not None:
         config = config.model_copy(update={"run_dir": str(run_dir)})
-    run_training(config, new_run(config))
+    run_training(config)

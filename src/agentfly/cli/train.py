@@ -32,12 +32,11 @@ def train(
         run = RunDirectory(resume)
         if not run.config_file.is_file():
             raise ConfigError(f"{resume} holds no run to go on with: there is no {run.config_file}.")
-        run_training(load_config(run.config_file, words), run, resume=True)
+        run_training(load_config(run.config_file, words), resumed=run)
         return
     if not words:
         raise ConfigError("Say what to train: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR.")
-    config = load_config(Path(words[0]), words[1:])
-    run_training(config, new_run(config))
+    run_training(load_config(Path(words[0]), words[1:]))
 
 
 def new_run(config: RunConfig) -> RunDirectory:
@@ -50,30 +49,46 @@ def new_run(config: RunConfig) -> RunDirectory:
     return RunDirectory.create(path.parent, path.name)
 
 
-def run_training(config: RunConfig, run: RunDirectory, *, resume: bool = False) -> None:
-    """Train as configured, with progress on the console, and close with a report."""
+def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None:
+    """Train as configured, with progress on the console, and close with a report.
+
+    Args:
+        config: the configuration.
+        resumed: the run to go on with; a new one begins if it is None.
+    """
     from rich.console import Console
 
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
+    from agentfly.events import Event, EventStream, TrainingStarted
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
     experiment = Experiment.of(config)
     experiment.fetch_model()
-    save_config(config, run.ensure().config_file)
+    run = resumed or new_run(config)
+    events = EventStream()
+
+    def keep_configuration(event: Event) -> None:
+        """Write the configuration once it is known that the run can be begun, or gone on with, as it says."""
+        if isinstance(event, TrainingStarted):
+            save_config(config, run.config_file)
+
     try:
-        train_agent(
-            experiment.agent,
-            experiment.tasks,
-            experiment.reward,
-            eval_tasks=experiment.eval_tasks,
-            run_dir=run.path,
-            resume=resume,
-            progress=True,
-            **config.training.model_dump(),
-        )
+        with events.subscribed(keep_configuration):
+            train_agent(
+                experiment.agent,
+                experiment.tasks,
+                experiment.reward,
+                eval_tasks=experiment.eval_tasks,
+                run_dir=run.path,
+                resume=resumed is not None,
+                progress=True,
+                events=events,
+                **config.training.model_dump(),
+            )
     except KeyboardInterrupt:
-        typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
+        if run.config_file.is_file():
+            typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
         raise
     Console().print(training_report(run))

@@ -65,15 +65,15 @@ def training_report(run: RunDirectory) -> RenderableType:
     return Group(*parts)
 
 
-def metrics_table(metrics: dict[str, float], title: str) -> Table:
+def metrics_table(metrics: dict[str, float], title: str) -> RenderableType:
     """Metrics by name; those that are 0 because nothing of their kind happened are left out."""
-    table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=False)
+    table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in metrics.items():
         if value or "/mean" in name:
             table.add_row(Text(name), f"{value:.4g}")
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
 def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory | None]:
@@ -103,13 +103,13 @@ def _most_changed(first: list[Trajectory], last: list[Trajectory]) -> tuple[Traj
 
 
 def _figures(summary: RunSummary) -> RenderableType:
-    table = Table(title=f"{summary.steps} training steps", title_justify="left", title_style="bold")
+    table = Table()
     table.add_column("")
     table.add_column("start", justify="right")
     table.add_column("end", justify="right")
     table.add_row("mean reward", _number(summary.reward_start), _number(summary.reward_end))
     table.add_row("held-out tasks solved", _share(summary.success_before), _share(summary.success_after))
-    return table
+    return Group(Text(f"{summary.steps} training steps", style="bold"), table)
 
 
 def _files(run: RunDirectory) -> RenderableType:

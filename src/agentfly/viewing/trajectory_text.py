@@ -76,7 +76,7 @@ def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
 def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
     call = result.call
     if call.arguments is None:
-        shown = f"{call.name} (not executed: {call.error})"
+        shown = f"{call.name} (not executed)"  # the observation says why
     else:
         arguments = ", ".join(
             f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()
@@ -94,7 +94,8 @@ def _append_end(text: Text, trajectory: Trajectory) -> None:
     reward = "unscored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     finish = trajectory.finish or "not finished"
     text.append(f"{reward}", "bold")
-    text.append(f"  {finish} after {len(trajectory.turns)} turns", _QUIET)
+    turns = len(trajectory.turns)
+    text.append(f"  {finish} after {turns} {'turn' if turns == 1 else 'turns'}", _QUIET)
     total = trajectory.seconds.get("total")
     text.append(f", {total:.2f} s\n" if total is not None else "\n", _QUIET)
     for name, value in trajectory.metrics.items():

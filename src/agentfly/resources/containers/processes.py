@@ -114,14 +114,6 @@ def kill_with_children(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start_time(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None if there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return None
-
-
 def private_memory(pid: int) -> int:
     """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
     try:

@@ -14,9 +14,10 @@ from typing import Any
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers.cgroups import Cgroup
 from agentfly.resources.containers.launcher import EXCHANGE, Launched, Launcher
-from agentfly.resources.containers.processes import ProcessNamespace, kill_with_children, start_time
+from agentfly.resources.containers.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.trees import remove_scratch
+from agentfly.resources.identity import start_time
 
 
 class Sandbox:

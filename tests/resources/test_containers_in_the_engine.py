@@ -1,0 +1,100 @@
+"""Containers as the engine gives them: few sandboxes for many rollouts, nothing of one seen by the next, none left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import PrerequisiteError, ResourceDied
+from agentfly.resources import orphans
+from agentfly.resources.containers.launcher import probe, runtime_directory
+from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.resource import Status
+
+pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+
+SPEC = ContainerSpec(memory="128MiB", pids=64, capacity=4)
+
+
+async def test_rollouts_share_few_sandboxes_and_never_see_what_another_left(tmp_path: Path) -> None:
+    used: set[str] = set()
+
+    async def rollout(engine: ResourceEngine, owner: str) -> None:
+        lease = await engine.acquire(SPEC, owner)
+        again = await engine.acquire(SPEC, owner)
+        assert again is lease
+        used.add(lease.instance)
+        box = lease.resource
+        assert str(await box.run("ls -A /workspace /tmp; echo -n $SECRET")) == "/tmp:\n\n/workspace:"
+        await box.run(f"SECRET={owner}; echo {owner} > /workspace/secret; sleep 600 & cd /tmp; touch mine")
+        assert (await box.run("cat /workspace/secret; echo $SECRET")).stdout == f"{owner}\n{owner}\n"
+        await engine.release_owner(owner)
+
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        await asyncio.gather(*(rollout(engine, f"rollout-{n}") for n in range(24)))
+        assert len(used) <= 4
+    assert not any((runtime_directory() / instance).exists() for instance in used)
+
+
+async def test_a_sandbox_that_dies_is_replaced_for_the_next_owner(tmp_path: Path) -> None:
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        lease = await engine.acquire(SPEC, "first")
+        os.kill(lease.resource.traces["pid"], 9)
+        with pytest.raises(ResourceDied):
+            await lease.resource.run("sleep 60")
+        assert await engine.check(lease) is Status.BROKEN
+        await engine.release_owner("first")
+        other = await engine.acquire(SPEC, "second")
+        assert str(await other.resource.run("echo alive")) == "alive"
+
+
+async def test_a_spec_that_cannot_be_enforced_fails_its_request_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = PrerequisiteError("Leave cpus at 0, or do this.")
+
+    def check(*_: object) -> None:
+        raise refuses
+
+    monkeypatch.setattr("agentfly.resources.containers.capabilities.SandboxCapabilities.check", check)
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        with pytest.raises(Exception, match="Leave cpus at 0, or do this"):
+            await engine.acquire(SPEC, "first")
+
+
+@pytest.mark.slow
+async def test_the_next_engine_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    program = """
+    import asyncio, sys
+    from pathlib import Path
+    from agentfly.resources.containers.spec import ContainerSpec
+    from agentfly.resources.engine import ResourceEngine
+
+    async def main():
+        async with ResourceEngine(ledger=Path(sys.argv[1])) as engine:
+            spec = ContainerSpec(memory="128MiB", pids=64)
+            leases = [await engine.acquire(spec, f"rollout-{n}") for n in range(3)]
+            await leases[0].resource.reset()
+            print(*(lease.instance for lease in leases), flush=True)
+            await asyncio.sleep(60)
+
+    asyncio.run(main())
+    """
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(program), str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    instances = (await owner.stdout.readline()).decode().split()
+    owner.kill()
+    await owner.wait()
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        assert [(runtime_directory() / instance).exists() for instance in instances] == [False] * 3
+        lease = await engine.acquire(SPEC, "next")
+        assert await orphans.reap(tmp_path) == []
+        assert str(await lease.resource.run("echo alive")) == "alive"

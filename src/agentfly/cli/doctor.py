@@ -137,19 +137,23 @@ def gpu() -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("GPU", Verdict.OK, ", ".join(names))
-    return Finding("GPU", Verdict.NOTE, "none; models run on the processor")
+    return Finding("GPU", Verdict.OK, "none; models run on the processor")
 
 
 def sandbox() -> Finding:
     """Whether tools can have a sandbox, and which limits it can hold."""
-    from agentfly.errors import AgentFlyError
-    from agentfly.resources.containers import probe
+    from agentfly.resources.containers.capabilities import Tier
+    from agentfly.resources.containers.launcher import probe
 
-    try:
-        capabilities = probe()
-    except AgentFlyError as error:
-        return Finding("sandbox", Verdict.MISSING, "none", str(error))
-    return Finding("sandbox", Verdict.OK, str(capabilities))
+    able = probe()
+    cure = " ".join(able.missing)
+    if able.tier is Tier.NONE:
+        return Finding("sandbox", Verdict.MISSING, "cannot be started on this machine", cure)
+    started_by = "root, who becomes an ordinary user first" if able.tier is Tier.ROOT else "an ordinary user"
+    limits = f"memory ({able.memory}), processes ({able.pids})" + (", processor time (cgroup)" if able.cpus else "")
+    system = "writable (privately)" if able.writable_system else "read-only"
+    found = f"bubblewrap, started by {started_by}\nlimits: {limits}; system directories are {system} inside"
+    return Finding("sandbox", Verdict.NOTE if able.missing else Verdict.OK, found, cure)
 
 
 def model_cache() -> Finding:

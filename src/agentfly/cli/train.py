@@ -87,7 +87,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
                 events=events,
                 **config.training.model_dump(),
             )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
         if run.config_file.is_file():
             typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
         raise

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cloudpickle
@@ -247,6 +248,22 @@ class Shelf:
     eggs: int
 
 
+@dataclass
+class Outcome:
+    code: int
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}"
+
+
+class Basket(BaseModel):
+    eggs: int
+
+
+class Size(Enum):
+    LARGE = "large"
+
+
 @pytest.mark.parametrize(
     ("returned", "observation"),
     [
@@ -257,6 +274,9 @@ class Shelf:
         ({"a": [1, "ü"]}, '{"a": [1, "ü"]}'),
         (Shelf(3), '{"eggs": 3}'),
         (Opaque(), "opaque"),
+        (Outcome(1), "exit code 1"),
+        (Basket(eggs=2), '{"eggs": 2}'),
+        (Size.LARGE, '"large"'),
         ([Opaque()], "[<"),
         (b"a\xff", "a\ufffd"),
         ("half \ud800 pair", "half ? pair"),

@@ -8,9 +8,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, NoReturn, overload
 
 import docstring_parser
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
@@ -172,8 +174,9 @@ def tool(
     The docstring (Google, NumPy or reST style) tells the model what the tool does, and the type hints what it takes.
     A parameter of type `Context`, or named ``context``, gets the rollout's context, and one marked
     ``Annotated[T, FromTask()]`` the task's field of its name; the model sees neither. What the function returns
-    becomes the observation: a text as it is, nothing as the empty text, anything that JSON can hold as JSON, anything
-    else by ``str``; a `ToolResult` says more.
+    becomes the observation: a text as it is, nothing as the empty text, an object that has words of its own (a
+    ``__str__``, as a container's `CommandResult` has) in these words, anything else that JSON can hold as JSON; a
+    `ToolResult` says more.
 
     Args:
         function: a sync or async function, or bound method. A sync one runs on a thread.
@@ -290,8 +293,13 @@ def _as_text(value: Any) -> str:
         return value.decode("utf-8", errors="replace")
     if not isinstance(value, str):
         try:
-            value = json.dumps(to_jsonable_python(value), ensure_ascii=False)
+            value = str(value) if _has_words(value) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
         except (PydanticSerializationError, ValueError, RecursionError):
             value = str(value)
     text: str = value
     return text.encode("utf-8", errors="replace").decode()  # a lone surrogate could not be tokenized or saved
+
+
+def _has_words(value: Any) -> bool:
+    """Whether an object's class says how it reads as text. A pydantic model's does so for programmers only."""
+    return type(value).__str__ is not object.__str__ and not isinstance(value, (BaseModel, Enum))

@@ -302,4 +302,4 @@ def _as_text(value: Any) -> str:
 
 def _has_words(value: Any) -> bool:
     """Whether an object's class says how it reads as text. A pydantic model's does so for programmers only."""
-    return type(value).__str__ is not object.__str__ and not isinstance(value, (BaseModel, Enum))
+    return type(value).__str__ != object.__str__ and not isinstance(value, (BaseModel, Enum))

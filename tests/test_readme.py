@@ -1,0 +1,53 @@
+"""The README's program runs as it stands, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def program() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    return block
+
+
+@pytest.mark.slow
+def test_the_program_in_the_readme_runs_as_it_stands(tmp_path):
+    (tmp_path / "program.py").write_text(program())
+    done = subprocess.run(
+        [sys.executable, "program.py"], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    rewards, turns = re.fullmatch(r"\[(.*)\] ([\d.]+)\n", done.stdout).groups()
+    assert [float(reward) in (0.0, 1.0) for reward in rewards.split(",")] == [True] * 4
+    assert 1 <= float(turns) <= 4
+
+
+def test_the_program_in_the_readme_fits_its_first_screen():
+    lines = [line for line in program().splitlines() if line.strip()]
+    assert len(lines) <= 15
+    assert README[: README.index("```\n\n", README.index("```python"))].count("\n") < 45
+
+
+def test_every_make_target_and_command_of_the_readme_exists():
+    from typer.main import get_command
+
+    from agentfly.cli.main import app
+
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)) == {"demo", "test", "check"} <= targets
+    commands = set(get_command(app).commands)
+    named = set(re.findall(r"`agentfly ([a-z]+)", README))
+    assert named == commands
+
+
+def test_every_file_that_the_readme_links_to_is_there():
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / link).exists(), link

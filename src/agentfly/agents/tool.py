@@ -302,4 +302,5 @@ def _as_text(value: Any) -> str:
 
 def _has_words(value: Any) -> bool:
     """Whether an object's class says how it reads as text. A pydantic model's does so for programmers only."""
-    return type(value).__str__ != object.__str__ and not isinstance(value, (BaseModel, Enum))
+    own = any("__str__" in vars(kind) for kind in type(value).__mro__[:-1])
+    return own and not isinstance(value, (BaseModel, Enum))

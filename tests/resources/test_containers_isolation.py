@@ -116,6 +116,14 @@ async def test_no_user_namespace_can_be_made_inside(box: Container) -> None:
     assert (await box.run("unshare --user --map-root-user true")).exit_code != 0
 
 
+async def test_no_open_file_of_the_host_is_handed_in(box: Container) -> None:
+    for new_process in (False, True):
+        seen = await box.run(
+            "cd /proc/self/fd && readlink * | grep -v /run/agentfly | sort -u", new_process=new_process
+        )
+        assert {line.split(":")[0] for line in seen.stdout.split()} <= {"/dev/null", "pipe"}
+
+
 async def test_processes_of_the_host_cannot_be_seen_or_signalled(box: Container) -> None:
     seen = await box.run(f"ls -d /proc/[0-9]* | wc -l; kill -0 {os.getpid()}")
     assert int(seen.stdout) < 10

@@ -25,7 +25,7 @@ from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers import capabilities
 from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
 from agentfly.resources.containers.cgroups import CgroupHome, cgroup_home
-from agentfly.resources.containers.layout import ISOLATION, common_arguments
+from agentfly.resources.containers.layout import common_arguments
 from agentfly.resources.containers.program import Program, find_program
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.containers.syscalls import (
@@ -205,10 +205,17 @@ class Launcher:
     def _try(self) -> None:
         """Run one command in a sandbox, to learn what the machine forbids."""
         with tempfile.TemporaryDirectory(dir=self.base, prefix=".try-") as directory:
-            program = self._program.copy_to(Path(directory)) if self._out_of_reach else self._program
-            shown = [*ISOLATION, "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
-            command = [str(program.path), *shown, "--", "/bin/true"]
-            trial = subprocess.run(command, check=False, capture_output=True, cwd="/", env={})
+            scratch = Path(directory)
+            exchange = scratch / EXCHANGE
+            exchange.mkdir()
+            program = self._program.copy_to(scratch) if self._out_of_reach else self._program
+            spec = ContainerSpec()
+            try:
+                arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
+                command = [str(program.path), *arguments, "--", "/bin/true"]
+                trial = subprocess.run(command, check=False, capture_output=True, cwd="/", env={})
+            finally:
+                self._trees.drop(scratch)
         if trial.returncode != 0:
             raise PrerequisiteError(capabilities.user_namespace_cure(trial.stderr.decode(errors="replace")))
 

@@ -63,16 +63,14 @@ class Sandbox:
         launcher = self.launcher
         groups = self.cgroup.paths if self.cgroup is not None else []
         self._launching = asyncio.ensure_future(launcher.on_thread(launcher.launch, self.spec, self.scratch, groups))
-        if self.cgroup is not None:
-            self._limiting = asyncio.ensure_future(launcher.aside(self._make_cgroup, self.cgroup))
         try:
             self.launched = await asyncio.shield(self._launching)
             self._watch_exit(self.launched.process)
             first = await self._process_1(self.launched.info)
             self.processes = ProcessNamespace.of(first)
-            if self._limiting is not None and self.cgroup is not None:
+            if self.cgroup is not None:  # while bubblewrap mounts; it waits at its gate
+                self._limiting = asyncio.ensure_future(launcher.aside(self._limit, self.cgroup, first))
                 await asyncio.shield(self._limiting)
-                await launcher.aside(self.cgroup.attach, first)
             os.write(self.launched.gate, b"\n")
         except OSError as error:
             raise ResourceStartError(f"The sandbox {self.scratch.name} could not be started: {error}") from error
@@ -122,8 +120,9 @@ class Sandbox:
         except OSError:
             return ""
 
-    def _make_cgroup(self, cgroup: Cgroup) -> None:
+    def _limit(self, cgroup: Cgroup, first: int) -> None:
         cgroup.create(memory=self.spec.memory_limit, pids=self.spec.pids, cpus=self.spec.cpus)
+        cgroup.attach(first)
 
     async def _process_1(self, info: int) -> int:
         """The host's process id of process 1, from bubblewrap's description of the sandbox."""

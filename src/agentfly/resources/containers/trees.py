@@ -97,14 +97,14 @@ class MountedTrees:
         (tree / "root").mkdir()
         (tree / "shm").mkdir()
         (tree / "shm").chmod(0o1777)
-        uppers = {name: tree / f"upper{number}" for number, name in enumerate(layers)}
+        uppers = {name: f"{tree}/upper{number}" for number, name in enumerate(layers)}
         for upper in uppers.values():
-            upper.mkdir()
+            os.mkdir(upper)  # noqa: PTH102  (every start does all this, and pathlib is slow)
         for path, mode in layout.private_directories(spec):
-            first, _, rest = path.lstrip("/").partition("/")
-            directory = uppers[first] / rest if first in uppers else uppers[""] / path.lstrip("/")
-            directory.mkdir(parents=True, exist_ok=True)
-            directory.chmod(mode)
+            first, _, rest = path[1:].partition("/")
+            directory = f"{uppers[first]}/{rest}" if first in uppers else uppers[""] + path
+            os.makedirs(directory, exist_ok=True)  # noqa: PTH103
+            os.chmod(directory, mode)  # noqa: PTH101
 
     def _image(self, image: str) -> Path:
         """The unpacked image, shown with root's files owned by the sandbox's user, so that they can be overlaid."""

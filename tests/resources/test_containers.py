@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -196,10 +195,8 @@ async def test_many_commands_at_once_each_get_their_own_output(box: Container) -
 async def test_a_child_left_behind_holds_no_call_open_and_is_gone_at_release(
     box: Container, command: str, output: str
 ) -> None:
-    before = time.monotonic()
     result = await box.run(command, timeout=30)
-    assert result.stdout == output
-    assert time.monotonic() - before < 15
+    assert (result.stdout, result.timed_out) == (output, False)
     await eventually(lambda: processes_with("7301") != [])
     await box.release()
     assert processes_with("7301") == []
@@ -403,25 +400,6 @@ async def test_sixteen_start_work_and_end_at_once() -> None:
     assert [traces_of(box.instance) for box in boxes] == [[]] * 16
 
 
-async def test_the_event_loop_is_never_held_up() -> None:
-    probe()
-    gaps = []
-
-    async def heartbeat() -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.001)
-            gaps.append(time.monotonic() - before)
-
-    beat = asyncio.create_task(heartbeat())
-    box = Container(SPEC, name())
-    await box.start()
-    await box.run("sleep 0.5 & head -c 20000000 /dev/zero", timeout=30)
-    await box.release()
-    beat.cancel()
-    assert len(gaps) > 20
-
-
 @pytest.mark.slow
 async def test_sandboxes_die_with_a_process_that_is_killed_and_reap_removes_their_traces() -> None:
     instance = name()
@@ -476,6 +454,7 @@ def test_specs_are_values_and_make_containers() -> None:
     ("fields", "message"),
     [
         ({"image": "python:3.11"}, "absolute path of a directory"),
+        ({"image": "/"}, "other than that of the host"),
         ({"pids": 2}, "at least 8"),
         ({"memory": "1MiB"}, "at least 16MiB"),
         ({"memory": "64MiB", "disk": "64MiB"}, "not below its memory"),

@@ -77,10 +77,10 @@ class ContainerSpec(ResourceSpec["Container"]):
         return "/root" if self.user == "root" else f"/home/{self.user}"
 
     def _check_image(self) -> None:
-        if self.image != HOST_IMAGE and not self.image.startswith("/"):
+        if self.image != HOST_IMAGE and (not self.image.startswith("/") or PurePosixPath(self.image).parts[1:] == ()):
             raise ConfigError(
                 f"ContainerSpec(image={self.image!r}): an image is 'host' or the absolute path of a directory with an "
-                "unpacked root file system."
+                "unpacked root file system, other than that of the host itself."
             )
 
     def _check_limits(self) -> None:

@@ -94,10 +94,13 @@ def _agent(config: RunConfig, base: Path) -> Agent:
     from agentfly.agents.agent import Agent
 
     named = load_reference(config.agent, base=base, field="agent")
+    model = config.model
+    if model is not None and (base / model).is_dir():
+        model = str(base / model)
     if isinstance(named, Agent):
-        return dataclasses.replace(named, model=config.model) if config.model else named
+        return named if model is None else dataclasses.replace(named, model=model)
     if callable(named):
-        made = _called(named, "agent", config.agent, *([config.model] if config.model else []))
+        made = _called(named, "agent", config.agent, *([] if model is None else [model]))
         if isinstance(made, Agent):
             return made
         named = made

@@ -14,7 +14,7 @@ import typer
 
 from agentfly import __version__
 from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
-from agentfly.errors import AgentFlyError, Boundary, PrerequisiteError
+from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
 
 app = typer.Typer(
     name="agentfly",
@@ -66,7 +66,7 @@ def main() -> None:
         if known is None:
             raise
         _print_error(str(known))
-        sys.exit(2 if known.boundary is Boundary.USAGE else 1)
+        sys.exit(2 if isinstance(known, UsageError) else 1)
 
 
 def _known(error: BaseException) -> AgentFlyError | None:

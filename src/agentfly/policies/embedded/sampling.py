@@ -9,6 +9,9 @@ import torch
 from agentfly.errors import ConfigError
 from agentfly.policies.policy import SamplingParams
 
+_BLOCK = 256
+"""Tokens of a block of the vocabulary in `_invert`."""
+
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Refuse settings that mean nothing.
@@ -44,20 +47,45 @@ def sample(
     Returns:
         Token ids [n], and log-probs [n] in float32.
     """
-    temperatures = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=logits.device)
-    logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    logits = logits.float()
+    if any(how.temperature not in (0.0, 1.0) for how in samplings):
+        logits = logits / torch.tensor([how.temperature or 1.0 for how in samplings], device=logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
     cut = [row for row, how in enumerate(samplings) if how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)]
     if cut:
         logprobs[cut] = _cut(logprobs[cut], [samplings[row] for row in cut])
-    # Double precision: a float32 running sum over a large vocabulary would shift the share of the unlikely tokens.
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * total
-    points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, points, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    greedy = torch.tensor([sampling.temperature == 0 for sampling in samplings], device=logits.device)
-    ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
+    ids = _invert(logprobs.exp(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    if any(how.temperature == 0 for how in samplings):
+        greedy = torch.tensor([how.temperature == 0 for how in samplings], device=logits.device)
+        ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+
+def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token of each row [n, vocabulary] in which its share ``uniforms`` [n] of the probability mass is reached.
+
+    First the block of tokens is found, then the token in it: a running sum over the whole vocabulary would be slow in
+    double precision, and in single precision would falsify the shares of the unlikely tokens.
+    """
+    rows, size = probabilities.shape
+    blocks = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    masses = blocks.sum(dim=-1, dtype=torch.float64)
+    block, before = _first_beyond(masses, uniforms * masses.sum(dim=-1))
+    chosen = blocks[torch.arange(rows, device=blocks.device), block].double()
+    token, _ = _first_beyond(chosen, uniforms * masses.sum(dim=-1) - before)
+    return block * _BLOCK + token
+
+
+def _first_beyond(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row [n, k], the first index at which the running sum exceeds the point [n], and the sum before that index.
+
+    The index is never one of no mass, even where rounding puts the point at the end of all mass.
+    """
+    sums = masses.cumsum(dim=-1)
+    total = sums[:, -1]
+    points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total))).clamp(min=0)
+    index = torch.searchsorted(sums, points[:, None], right=True).clamp_(max=masses.shape[1] - 1)
+    return index[:, 0], (sums - masses).gather(1, index)[:, 0]
 
 
 def _cut(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""Tokens are drawn from the stated distribution, and their log-probs are those of that very distribution."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from agentfly.errors import ConfigError
+from agentfly.policies.embedded.sampling import check_sampling, sample
+from agentfly.policies.policy import SamplingParams
+
+
+def draw(logits: torch.Tensor, sampling: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = random.Random(0)
+    rows = logits.expand(count, -1)
+    return sample(rows, [sampling] * count, [chance.random() for _ in range(count)])
+
+
+def test_the_log_prob_is_that_of_the_scaled_distribution() -> None:
+    ids, logprobs = sample(torch.tensor([[2.0, 1.0, 0.0]]), [SamplingParams(temperature=0.5)], [0.1])
+    assert ids.tolist() == [0]
+    assert logprobs.item() == pytest.approx(-0.143, abs=1e-3)
+
+
+def test_tokens_come_with_their_probabilities() -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, 1000)
+    ids, logprobs = draw(logits, SamplingParams(temperature=0.7))
+    expected = (logits[0] / 0.7).softmax(-1)
+    found = torch.bincount(ids, minlength=1000) / len(ids)
+    by_chance = (2 * expected * (1 - expected) / len(ids) / math.pi).sqrt().sum()
+    assert (found - expected).abs().sum() < 1.5 * by_chance
+    torch.testing.assert_close(logprobs, expected.log()[ids], atol=1e-5, rtol=0)
+
+
+def test_top_k_then_top_p_cut_and_are_normalised_again() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    ids, logprobs = draw(logits, SamplingParams(top_k=3, top_p=0.6), 1000)
+    assert set(ids.tolist()) == {0, 1}  # of three tokens with 4/9, 3/9, 2/9, the first two hold 0.6
+    for token, probability in ((0, 4 / 7), (1, 3 / 7)):
+        assert logprobs[ids == token].exp().mean().item() == pytest.approx(probability, abs=1e-5)
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = torch.full((4, 700), float("-inf"))
+    logits[:, [3, 650]] = 0.0
+    ids, logprobs = sample(logits, [SamplingParams()] * 4, [0.0, 0.4999, 0.5001, 1 - 2**-53])
+    assert ids.tolist() == [3, 3, 650, 650]
+    torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
+
+
+def test_rows_of_one_batch_are_sampled_each_in_its_own_way() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.5]]).expand(3, -1)
+    ways = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams()]
+    ids, logprobs = sample(logits, ways, [0.9, 0.9, 0.0])
+    assert ids.tolist() == [1, 1, 0]
+    plain = logits[0].log_softmax(-1)
+    assert logprobs.tolist() == pytest.approx([plain[1].item(), 0.0, plain[0].item()], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=-1), SamplingParams(top_p=0), SamplingParams(top_k=-1), SamplingParams(max_tokens=0)],
+)
+def test_settings_out_of_range_are_refused(sampling: SamplingParams) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        check_sampling(sampling)

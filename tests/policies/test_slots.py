@@ -1,0 +1,94 @@
+"""The slot table: earlier turns are kept, prefixes are taken over, running slots are never taken."""
+
+from __future__ import annotations
+
+from array import array
+
+from agentfly.policies.embedded.slots import SlotTable
+
+
+def ids(*parts: int) -> array[int]:
+    return array("i", parts)
+
+
+def run(table: SlotTable, rollout_id: str, prompt: array[int]) -> int:
+    """Place a prompt, compute all of it, and let it rest; returns how many tokens were there already."""
+    placement = table.place(rollout_id, prompt)
+    assert placement is not None
+    found = placement.resident.computed
+    placement.resident.computed = len(prompt)
+    table.rest(placement.resident)
+    return found
+
+
+def test_the_next_turn_of_a_rollout_finds_its_earlier_tokens_in_place() -> None:
+    table = SlotTable(4)
+    run(table, "a", ids(*range(30)))
+    placement = table.place("a", ids(*range(40)))
+    assert placement is not None
+    assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (0, 30, None)
+
+
+def test_another_rollout_copies_the_prefix() -> None:
+    table = SlotTable(4)
+    run(table, "a", ids(*range(30)))
+    placement = table.place("b", ids(*range(20), 99, 98))
+    assert placement is not None
+    assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (1, 20, 0)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    table = SlotTable(4)
+    run(table, "a", ids(*range(30)))
+    assert run(table, "b", ids(*range(30))) == 29
+
+
+def test_a_prompt_waits_for_a_running_one_that_computes_its_prefix() -> None:
+    table = SlotTable(4)
+    first = table.place("a", ids(*range(30)))
+    assert first is not None
+    assert table.place("b", ids(*range(30), 99)) is None
+    first.resident.computed = 30
+    second = table.place("b", ids(*range(30), 99))
+    assert second is not None
+    assert (second.resident.computed, second.copy_from) == (30, first.resident.slot)
+
+
+def test_the_idle_slot_used_longest_ago_is_taken_first() -> None:
+    table = SlotTable(2)
+    run(table, "a", ids(1, *range(20)))
+    run(table, "b", ids(2, *range(20)))
+    run(table, "a", ids(1, *range(21)))
+    assert run(table, "c", ids(3, *range(20))) == 0
+    assert {kept.rollout_id for kept in table.residents.values()} == {"a", "c"}
+
+
+def test_no_running_slot_is_ever_taken() -> None:
+    table = SlotTable(2)
+    assert table.place("a", ids(1, 2)) is not None
+    assert table.place("b", ids(2, 3)) is not None
+    assert table.place("c", ids(3, 4)) is None
+
+
+def test_two_calls_of_one_rollout_at_once_get_two_slots() -> None:
+    table = SlotTable(2)
+    first, second = table.place("a", ids(1, 2)), table.place("a", ids(5, 6))
+    assert first is not None
+    assert second is not None
+    assert first.resident.slot != second.resident.slot
+
+
+def test_what_was_forgotten_is_not_found() -> None:
+    table = SlotTable(4)
+    run(table, "a", ids(*range(30)))
+    table.forget("a")
+    assert run(table, "a", ids(*range(30))) == 0
+
+
+def test_a_cancelled_prefill_keeps_only_what_was_computed() -> None:
+    table = SlotTable(4)
+    placement = table.place("a", ids(*range(30)))
+    assert placement is not None
+    placement.resident.computed = 12
+    table.rest(placement.resident)
+    assert run(table, "a", ids(*range(30))) == 12

@@ -1,0 +1,28 @@
+"""The stockroom: look at the shelf that is asked for, then order what the shop wants for it. The task of the demo.
+
+Two turns, a sandbox, and a rule that is nowhere written down: it is learned. `agentfly demo` trains on it.
+"""
+
+from agentfly.tasks.stockroom.agent import action_agent, hermes_agent
+from agentfly.tasks.stockroom.oracle import oracle
+from agentfly.tasks.stockroom.reward import stockroom_reward
+from agentfly.tasks.stockroom.shop import (
+    eval_tasks,
+    eval_tasks_with_examples,
+    train_tasks,
+    train_tasks_with_examples,
+)
+from agentfly.tasks.stockroom.tools import check, order
+
+__all__ = [
+    "action_agent",
+    "check",
+    "eval_tasks",
+    "eval_tasks_with_examples",
+    "hermes_agent",
+    "oracle",
+    "order",
+    "stockroom_reward",
+    "train_tasks",
+    "train_tasks_with_examples",
+]

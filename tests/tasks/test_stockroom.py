@@ -1,0 +1,148 @@
+"""The stockroom: solvable by its tools, by nothing else, and honest about what is held out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.resources.containers.launcher import probe
+from agentfly.rollouts.run import run
+from agentfly.tasks.stockroom import (
+    action_agent,
+    eval_tasks,
+    eval_tasks_with_examples,
+    hermes_agent,
+    oracle,
+    stockroom_reward,
+    train_tasks,
+    train_tasks_with_examples,
+)
+from agentfly.tasks.stockroom.shop import ITEMS, ORDERS
+from agentfly.trajectory import FinishReason, Trajectory
+
+needs_sandbox = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+
+
+def with_room_for_bytes(agent: Agent) -> Agent:
+    """The scripted policy's tokens are bytes, of which a call has more than a model's tokens."""
+    return dataclasses.replace(agent, max_tokens_per_turn=256)
+
+
+async def play(*turns: tuple[str, dict[str, object]] | str) -> Trajectory:
+    """Make these calls, or say these words, in the first task: the tea is asked for, and its shelf is low."""
+    agent = with_room_for_bytes(hermes_agent())
+    script = [turn if isinstance(turn, str) else agent.format.write(*turn) for turn in turns]
+    task = train_tasks()[0]
+    assert task["item"] == "tea"
+    assert task["stock"]["tea"] == "low"
+    result = await run(agent, [task], reward=stockroom_reward, policy=ScriptedPolicy(script))
+    return result.trajectories[0]
+
+
+def said(trajectory: Trajectory) -> list[str]:
+    return [result.observation for turn in trajectory.turns for result in turn.results]
+
+
+# --- the tasks --------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_tasks_ask_for_items_at_levels_that_are_never_trained():
+    trained = {(task["item"], task["stock"][task["item"]]) for task in train_tasks()}
+    held_out = {(task["item"], task["stock"][task["item"]]) for task in eval_tasks()}
+    assert not trained & held_out
+    assert trained | held_out == {(item, level) for item in ITEMS for level in ORDERS}
+
+
+def test_every_item_and_every_level_is_met_in_training_and_in_evaluation():
+    for tasks in (train_tasks(), eval_tasks()):
+        assert {task["item"] for task in tasks} == set(ITEMS)
+        assert {task["stock"][task["item"]] for task in tasks} == set(ORDERS)
+
+
+def test_some_held_out_tasks_are_worded_as_no_trained_one():
+    def wording(prompt: str) -> str:
+        return " ".join(word for word in prompt.split() if word.strip("?.") not in ITEMS)
+
+    trained = {wording(str(task.prompt)) for task in train_tasks()}
+    assert sum(wording(str(task.prompt)) not in trained for task in eval_tasks()) == len(ITEMS)
+
+
+def test_a_task_tells_the_agent_nothing_of_any_level():
+    for task in train_tasks_with_examples() + eval_tasks_with_examples():
+        assert not any(level in str(task.messages[-1]["content"]) for level in ORDERS)
+        assert task["item"] not in str(task.messages[:-1])
+
+
+def test_tasks_are_the_same_each_time_and_have_names_of_their_own():
+    tasks = [*train_tasks(), *eval_tasks()]
+    assert tasks == [*train_tasks(), *eval_tasks()]
+    assert len({task.id for task in tasks}) == len(tasks)
+
+
+# --- the tools and the reward -----------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+async def test_checking_the_right_shelf_and_ordering_what_the_shop_wants_is_a_success():
+    trajectory = await play(("check", {"item": "tea"}), ("order", {"crates": 2}))
+    assert said(trajectory) == ["low", "Ordered 2."]
+    assert trajectory.finish is FinishReason.DONE
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"success": 1.0, "right_shelf": 1.0}
+
+
+@needs_sandbox
+async def test_the_wrong_order_after_the_right_shelf_is_worth_less():
+    trajectory = await play(("check", {"item": "tea"}), ("order", {"crates": 3}))
+    assert trajectory.reward == pytest.approx(0.4)
+    assert trajectory.metrics == {"success": 0.0, "right_shelf": 1.0}
+
+
+@needs_sandbox
+async def test_the_right_order_without_a_look_at_the_shelf_is_worth_nothing():
+    trajectory = await play(("order", {"crates": 2}))
+    assert trajectory.reward == 0.0
+
+
+@needs_sandbox
+async def test_looking_at_other_shelves_too_is_worth_nothing():
+    trajectory = await play(("check", {"item": "rice"}), ("check", {"item": "tea"}), ("order", {"crates": 2}))
+    assert trajectory.reward == 0.0
+
+
+@needs_sandbox
+async def test_an_agent_that_orders_nothing_is_worse_off_than_one_that_orders_wrongly():
+    assert (await play("All is well.")).reward == pytest.approx(-0.2)
+    trajectory = await play(("check", {"item": "tea"}), "It is low.")
+    assert trajectory.reward == pytest.approx(0.2)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("item", ["caviar", "../ordered", "-n", "$(echo tea)", "", "tea\nrice"])
+async def test_a_shelf_that_is_not_there_is_said_not_to_be(item):
+    trajectory = await play(("check", {"item": item}), ("order", {"crates": 2}))
+    assert said(trajectory)[0] == f"There is no shelf of {item}."
+    assert trajectory.reward == 0.0
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("agent", "tasks"),
+    [
+        (hermes_agent(), train_tasks() + eval_tasks()),
+        (action_agent(), train_tasks_with_examples() + eval_tasks_with_examples()),
+    ],
+    ids=["hermes", "action"],
+)
+async def test_the_oracle_earns_the_full_reward_on_every_task(agent, tasks):
+    policy = ScriptedPolicy(oracle(agent.format))
+    result = await run(with_room_for_bytes(agent), tasks, reward=stockroom_reward, policy=policy)
+    assert [reward for reward in result.rewards if reward != 1.0] == []
+    assert len(result.rewards) == 120

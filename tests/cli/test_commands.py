@@ -35,11 +35,11 @@ def train_tasks():
     return [{"prompt": f"What about {item}?", "limit": 4} for item in ("tea", "eggs", "rice", "milk")]
 '''
 CONFIG = {
-    "agent": "mine.py:agent",
+    "agent": "workshop.py:agent",
     "model": "tiny",
-    "tasks": "mine.py:train_tasks",
+    "tasks": "workshop.py:train_tasks",
     "eval_tasks": "held_out.jsonl",
-    "reward": "mine:short",
+    "reward": "workshop:short",
     "training": {"steps": 2, "tasks_per_step": 2, "attempts": 2, "checkpoint_every_steps": 1, "seed": 3},
 }
 
@@ -49,13 +49,13 @@ def project(tmp_path, monkeypatch) -> Path:
     """The project is not where the command runs: what its configuration names is found all the same."""
     home = tmp_path / "project"
     home.mkdir()
-    (home / "mine.py").write_text(PROJECT)
+    (home / "workshop.py").write_text(PROJECT)
     (home / "held_out.jsonl").write_text('{"prompt": "What about soap?", "limit": 4}\n')
     (home / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.delitem(sys.modules, "workshop", raising=False)
     return home
 
 

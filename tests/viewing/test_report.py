@@ -29,7 +29,13 @@ def run(tmp_path) -> RunDirectory:
         write(StepFinished(step=step, metrics={"reward/mean": step / 20}))
     write(EvaluationFinished(step=20, metrics={"success/mean": 0.75}))
     save_trajectories(
-        [trajectory("a", 0.0, "a early"), trajectory("b", 0.4, "b early"), trajectory("c", None, "c early")],
+        [
+            trajectory("a", 0.0, "a early"),
+            trajectory("b", 0.4, "b early"),
+            trajectory("b", -1.0, "b at its worst"),
+            trajectory("b", 1.0, "b by luck"),
+            trajectory("c", None, "c early"),
+        ],
         run.trajectories_file(0, "eval"),
     )
     save_trajectories(
@@ -47,7 +53,7 @@ def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
     assert (summary.success_before, summary.success_after) == (0.25, 0.75)
 
 
-def test_the_two_trajectories_are_of_the_task_that_gained_most(run):
+def test_the_two_trajectories_are_of_one_task_and_show_the_change(run):
     before, after = before_and_after(run)
     assert (before.turns[0].text, after.turns[0].text) == ("b early", "b late")
 

@@ -15,6 +15,7 @@ import typer
 from agentfly import __version__
 from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
+from agentfly.policies.load import shorten_spinning
 
 app = typer.Typer(
     name="agentfly",
@@ -57,6 +58,7 @@ def main() -> None:
     Exits with 2 where the user's own words cannot be followed, with 1 for any other failure, and with 130 when
     interrupted.
     """
+    shorten_spinning()  # before any command imports torch
     try:
         app()
     except KeyboardInterrupt:

@@ -79,7 +79,8 @@ def metrics_table(metrics: dict[str, float], title: str) -> RenderableType:
 def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory | None]:
     """One trajectory from before training and one from after it, of the same task where one task shows the change.
 
-    Held-out tasks are looked at first, then the tasks trained on. The task taken is the one whose reward rose most.
+    Held-out tasks are looked at first, then the tasks trained on. The one from after training is among the best; the
+    one from before it is of the same task, earned less, and is otherwise as near to the mean of its time as can be.
     """
     kinds: tuple[Kind, ...] = ("eval", "train")
     for kind in kinds:
@@ -91,15 +92,23 @@ def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory |
             for path in (files[0][1], files[-1][1])
         )
         if first and last:
-            return _most_changed(first, last)
+            return _pair(first, last)
     return None, None
 
 
-def _most_changed(first: list[Trajectory], last: list[Trajectory]) -> tuple[Trajectory, Trajectory]:
-    pairs = [(old, new) for new in last for old in first if old.task.id == new.task.id]
-    if pairs:
-        return max(pairs, key=lambda pair: (pair[1].reward or 0.0) - (pair[0].reward or 0.0))
-    return min(first, key=lambda old: old.reward or 0.0), max(last, key=lambda new: new.reward or 0.0)
+def _pair(first: list[Trajectory], last: list[Trajectory]) -> tuple[Trajectory, Trajectory]:
+    mean = sum(_reward(old) for old in first) / len(first)
+
+    def fitness(pair: tuple[Trajectory, Trajectory]) -> tuple[bool, float, float]:
+        old, new = pair
+        return _reward(new) > _reward(old), _reward(new), -abs(_reward(old) - mean)
+
+    same_task = [(old, new) for new in last for old in first if old.task.id == new.task.id]
+    return max(same_task or [(old, new) for new in last for old in first], key=fitness)
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return trajectory.reward if trajectory.reward is not None else 0.0
 
 
 def _figures(summary: RunSummary) -> RenderableType:

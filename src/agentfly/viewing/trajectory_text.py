@@ -76,7 +76,7 @@ def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
 def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
     call = result.call
     if call.arguments is None:
-        shown = f"{call.name} (not executed)"  # the observation says why
+        shown = f"{call.name or 'a call without a name'} (not executed)"  # the observation says why
     else:
         arguments = ", ".join(
             f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()

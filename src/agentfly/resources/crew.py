@@ -67,6 +67,7 @@ class Crew:
         self._emit = emit
         self._is_leased = is_leased
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._works: set[asyncio.Task[Any]] = set()  # also those that take no notice of being cancelled
         self._under_way: dict[str, Work] = {}  # a start or reset, by instance
         self._finishing = asyncio.Event()
 
@@ -167,19 +168,18 @@ class Crew:
 
     def _work(self, name: str, work: Work) -> None:
         self._under_way[name] = work
-        self._keep(work.task)
+        self._works.add(work.task)
+        work.task.add_done_callback(self._finished)
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._keep(task)
-        return task
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        self._works.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("The resource engine failed to %s.", task.get_name(), exc_info=error)
 

@@ -248,6 +248,8 @@ class Scheduler:
             if waiter.scope is Scope.GLOBAL:
                 instance.shared = True
                 pool.update_seats(instance)
+            for other in self.owners[waiter.owner].waiters.values():  # it is a holder now, and those start first
+                self._supply.start_missing(other.pool, now)
         while pool.queue.exclusive and pool.unmet() > 0 and (spare := pool.unused_shared()) is not None:
             self._supply.reset(spare, now)
         self._supply.demand(pool, now)

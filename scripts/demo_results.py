@@ -1,0 +1,61 @@
+"""Put the runs of the demo beside one another: a table for `docs/results`, and their curves as a picture.
+
+    python scripts/demo_results.py PICTURE.svg RUN_DIR [RUN_DIR ...]
+
+Prints the table as Markdown. Needs matplotlib, which the extra `dev` brings.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from agentfly.viewing.report import RunSummary
+from agentfly.viewing.run_directory import RunDirectory
+
+HEADINGS = ("seed", "steps", "reward, first tenth", "reward, last tenth", "held-out before", "held-out after", "minutes")
+
+
+def table_row(run: RunDirectory) -> list[str]:
+    """What one run came to."""
+    summary = RunSummary.of(run)
+    seed = OmegaConf.load(run.config_file).training.seed
+    seconds = sum(row.values["time/step_s"] for row in run.metrics())
+    return [
+        str(seed),
+        str(summary.steps),
+        f"{summary.reward_start:.2f}",
+        f"{summary.reward_end:.2f}",
+        f"{summary.success_before:.0%}",
+        f"{summary.success_after:.0%}",
+        f"{seconds / 60:.1f}",
+    ]
+
+
+def draw(runs: list[RunDirectory], picture: Path) -> None:
+    """The mean reward of each step, a line a run."""
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for run in runs:
+        rewards = RunSummary.of(run).rewards
+        axes.plot(range(1, len(rewards) + 1), rewards, label=f"seed {OmegaConf.load(run.config_file).training.seed}")
+    axes.set(xlabel="training step", ylabel="mean reward", ylim=(-0.25, 1.05))
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=len(runs), fontsize="small", loc="lower right")
+    figure.savefig(picture)
+
+
+def main() -> None:
+    """Print the table and draw the picture."""
+    picture, *paths = map(Path, sys.argv[1:])
+    runs = [RunDirectory(path) for path in paths]
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *(table_row(run) for run in runs)]
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    draw(runs, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The conformance suite of resources: does a kind keep the contract that the engine relies on?
+
+::
+
+    async def test_my_resource_keeps_the_contract():
+        await check_resource(
+            MySpec(),
+            dirty=lambda resource: resource.write("secret"),
+            is_clean=lambda resource: resource.read() == "",
+        )
+
+It starts and removes real instances of the spec, some twenty times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+
+from agentfly.resources import orphans
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.registry import kind_of, load, make_resource
+from agentfly.resources.resource import Resource, Status
+from agentfly.resources.spec import ResourceSpec, Scope
+
+R = TypeVar("R", bound=Resource)
+
+Act = Callable[[R], Awaitable[object] | object]
+Ask = Callable[[R], Awaitable[bool] | bool]
+
+CUTS = (0.0, 0.001, 0.01, 0.1, 0.5)
+"""Seconds after which a start is cancelled, from before its first step on."""
+
+
+async def check_resource(spec: ResourceSpec[R], *, dirty: Act[R] | None = None, is_clean: Ask[R] | None = None) -> None:
+    """Check every clause of the contract in `agentfly.resources.resource.Resource` for a kind of resource.
+
+    Args:
+        spec: what to start; its kind is registered.
+        dirty: leaves something in an instance, as an owner would; sync or async.
+        is_clean: whether nothing of that is to be seen in an instance; sync or async.
+
+    Raises:
+        AssertionError: a clause is broken; the message is the clause and what was found.
+    """
+    suite = _Suite(spec, dirty, is_clean)
+    suite.spec_is_a_key_and_travels()
+    await suite.lives_and_goes()
+    await suite.is_clean_after_a_reset()
+    await suite.shares_nothing()
+    await suite.is_released_whatever_came_of_the_start()
+    await suite.is_removed_by_its_traces()
+    await suite.is_replaced_by_the_engine_once_it_is_gone()
+
+
+class _Suite(Generic[R]):
+    def __init__(self, spec: ResourceSpec[R], dirty: Act[R] | None, is_clean: Ask[R] | None) -> None:
+        self.spec = spec
+        self.dirty = dirty
+        self.is_clean = is_clean
+
+    def spec_is_a_key_and_travels(self) -> None:
+        again = type(self.spec)(**{name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__})
+        _hold(again == self.spec and hash(again) == hash(self.spec), "Equal specs are equal and have one hash")
+        frozen = False
+        try:
+            self.spec.capacity = self.spec.capacity  # type: ignore[misc]
+        except AttributeError:
+            frozen = True
+        _hold(frozen, "A spec is frozen: write @dataclass(frozen=True, kw_only=True)")
+        travelled = cloudpickle.loads(cloudpickle.dumps(self.spec))
+        _hold(type(travelled).__name__ == type(self.spec).__name__, "A spec can be pickled by cloudpickle")
+
+    async def lives_and_goes(self) -> None:
+        resource = self._make()
+        self._check_traces(resource, "before start()")
+        async with self._started(resource):
+            self._check_traces(resource, "after start()")
+            await self._expect(resource, Status.HEALTHY, "after start()")
+            statuses = await asyncio.gather(*(resource.status() for _ in range(3)))
+            _hold(set(statuses) == {Status.HEALTHY}, "status() may be called by several at once", statuses)
+        await self._expect(resource, Status.BROKEN, "after release()")
+        await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() may be called again")
+
+    async def is_clean_after_a_reset(self) -> None:
+        resource = self._make()
+        async with self._started(resource):
+            await self._expect_clean(resource, "after start()")
+            for _ in range(2):
+                await self._dirty(resource)
+                await self._within(resource.reset(), self.spec.reset_timeout_s, "reset() succeeds on a used instance")
+                await self._expect(resource, Status.HEALTHY, "after reset()")
+                await self._expect_clean(resource, "after reset()")
+
+    async def shares_nothing(self) -> None:
+        if self.spec.capacity < 2:
+            return
+        one, other = self._make(), self._make()
+        async with self._started(one), self._started(other):
+            await self._dirty(one)
+            await self._expect_clean(other, "while another instance of the spec is used")
+            await one.release()
+            await self._expect(other, Status.HEALTHY, "after another instance of the spec was released")
+
+    async def is_released_whatever_came_of_the_start(self) -> None:
+        never_started = self._make()
+        await self._within(
+            never_started.release(), self.spec.release_timeout_s * 2, "release() copes with a start() never called"
+        )
+        for cut in CUTS:
+            resource = self._make()
+            starting = asyncio.create_task(resource.start())
+            await asyncio.sleep(cut)
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=self.spec.start_timeout_s)
+            _hold(starting.done(), f"start() ends when it is cancelled ({cut} s after it began)")
+            await self._within(
+                resource.release(),
+                self.spec.release_timeout_s * 2,
+                f"release() copes with a start() that was cancelled after {cut} s",
+            )
+            await self._expect(resource, Status.BROKEN, f"when start() was cancelled after {cut} s and it was released")
+
+    async def is_removed_by_its_traces(self) -> None:
+        address = kind_of(self.spec).reap_address
+        if address is None:
+            return
+        reap = load(address)
+        resource = self._make()
+        before = _through_json(resource.traces)
+        async with self._started(resource):
+            traces = _through_json(resource.traces)
+            await orphans.remove(reap, traces)
+            await self._expect(resource, Status.BROKEN, "when reap() had removed it by its traces")
+        for told, left in (("after it is gone", traces), ("with the traces from before a start()", before)):
+            try:
+                await orphans.remove(reap, left)
+            except Exception as error:
+                raise AssertionError(f"reap() does nothing {told}, but it raised {error!r}.") from error
+
+    async def is_replaced_by_the_engine_once_it_is_gone(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            async with ResourceEngine(ledger=Path(directory)) as engine:
+                first = await engine.acquire(self.spec, "first owner")
+                await self._dirty(first.resource)
+                await first.resource.release()
+                _hold(await engine.check(first) is Status.BROKEN, "status() tells the engine that an instance is gone")
+                await engine.release(first)
+                second = await engine.acquire(self.spec, "second owner", scope=Scope.CALL)
+                _hold(second.instance != first.instance, "An instance that is gone is not given out again")
+                await self._expect_clean(second.resource, "for its first owner")
+            _hold(_is_empty(directory), "Nothing is left in the ledger when the engine is closed")
+
+    def _make(self) -> R:
+        return make_resource(self.spec, f"conformance-{uuid.uuid4().hex[:12]}")
+
+    def _started(self, resource: R) -> contextlib.AbstractAsyncContextManager[None]:
+        @contextlib.asynccontextmanager
+        async def started() -> Any:
+            try:
+                await self._within(resource.start(), self.spec.start_timeout_s, "start() succeeds")
+                yield
+            finally:
+                await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() succeeds")
+
+        return started()
+
+    async def _within(self, work: Awaitable[object], limit_s: float, clause: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await work
+        except Exception as error:
+            raise AssertionError(f"{clause}, within {limit_s:g} s: {type(error).__name__}: {error}") from error
+
+    async def _expect(self, resource: R, expected: Status, when: str) -> None:
+        try:
+            async with asyncio.timeout(self.spec.reset_timeout_s):
+                status = await resource.status()
+        except Exception as error:
+            raise AssertionError(f"status() never raises nor hangs, {when}: {error!r}") from error
+        _hold(status is expected, f"status() is {expected.value} {when}", status)
+
+    async def _dirty(self, resource: R) -> None:
+        if self.dirty is not None:
+            await _await(self.dirty(resource))
+            if self.is_clean is not None:
+                _hold(not await _await(self.is_clean(resource)), "is_clean() sees what dirty() leaves behind")
+
+    async def _expect_clean(self, resource: R, when: str) -> None:
+        if self.is_clean is not None:
+            _hold(bool(await _await(self.is_clean(resource))), f"An instance is clean {when}")
+
+    def _check_traces(self, resource: R, when: str) -> None:
+        try:
+            same = _through_json(resource.traces) == resource.traces
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"traces are JSON-able {when}: {error}") from error
+        _hold(same, f"traces come back from JSON as they were {when}", resource.traces)
+
+
+def _is_empty(directory: str) -> bool:
+    return not any(Path(directory).iterdir())
+
+
+def _through_json(traces: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(json.dumps(traces))
+    return loaded
+
+
+async def _await(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _hold(holds: bool, clause: str, found: object = None) -> None:
+    if not holds:
+        raise AssertionError(clause + ("." if found is None else f", but it was {found!r}."))

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from agentfly.viewing.report import RunSummary
 from agentfly.viewing.run_directory import RunDirectory
 
-HEADINGS = ("seed", "steps", "reward, first tenth", "reward, last tenth", "held-out before", "held-out after", "minutes")
+HEADINGS = ["seed", "steps", "first reward", "last reward", "held-out before", "held-out after", "minutes"]
 
 
 def table_row(run: RunDirectory) -> list[str]:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.table import Table
+
 from agentfly.agents.agent import Agent
 from agentfly.agents.tool import tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
-from rich.table import Table
-
 from agentfly.contexts.context import Context
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.runner import Runner

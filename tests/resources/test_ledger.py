@@ -1,0 +1,289 @@
+"""The ledger, and the removal of what dead processes left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+import types
+from dataclasses import asdict, replace
+
+import pytest
+
+from agentfly.errors import PrerequisiteError, ResourceStartError, UsageError
+from agentfly.resources import ledger, orphans
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.identity import ProcessIdentity, start_time
+from agentfly.resources.ledger import Entry, Ledger, state_directory
+from agentfly.resources.orphans import reap
+from agentfly.testing.fake_resource import FakeSpec
+
+DEAD = replace(ProcessIdentity.here(), started=1)  # this process's id, but another process's start
+
+
+def entry(instance="box-1", **fields):
+    return Entry(instance, kind="box", reap="reap_for_tests:remove", traces={"pid": 7}, **fields)
+
+
+def dead_ledger(directory, *entries, owner=DEAD, tail=""):
+    lines = [json.dumps({"ledger": 1, "process": asdict(owner)})]
+    lines += [json.dumps({"entry": asdict(each)}) for each in entries]
+    path = directory / "dead.ledger"
+    path.write_text("\n".join(lines) + tail)
+    return path
+
+
+@pytest.fixture
+def removed(monkeypatch):
+    """What the kind's reap was called with."""
+    calls = []
+    module = types.ModuleType("reap_for_tests")
+    module.remove = calls.append
+    monkeypatch.setitem(sys.modules, "reap_for_tests", module)
+    return calls
+
+
+def test_the_state_directory_is_the_chosen_one_or_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("AGENTFLY_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert state_directory() == tmp_path / "xdg" / "agentfly"
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "own"))
+    assert state_directory() == tmp_path / "own"
+    assert state_directory(tmp_path / "chosen") == tmp_path / "chosen"
+
+
+def test_an_entry_can_be_read_back_until_its_instance_is_gone(tmp_path):
+    book = Ledger(tmp_path / "state")
+    book.write(entry("one"))
+    book.write(entry("two"))
+    (path,) = (tmp_path / "state").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert ledger.read(path) == (ProcessIdentity.here(), [entry("one"), entry("two")])
+    book.write(replace(entry("one"), traces={"pid": 8}))
+    book.gone("two")
+    assert ledger.read(path)[1] == [replace(entry("one"), traces={"pid": 8})]
+    book.gone("one")
+    book.close()
+    assert not path.exists()
+
+
+def test_a_ledger_does_not_grow_with_what_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "COMPACT_LINES", 10)
+    book = Ledger(tmp_path)
+    book.write(entry("stays"))
+    for number in range(100):
+        book.write(entry(f"box-{number}"))
+        book.gone(f"box-{number}")
+    (path,) = tmp_path.iterdir()
+    assert len(path.read_text().splitlines()) < 30
+    assert ledger.read(path)[1] == [entry("stays")]
+    book.write(entry("after"))
+    assert len(ledger.read(path)[1]) == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 120, 7))
+def test_a_last_line_that_was_cut_short_spoils_nothing_before_it(tmp_path, cut):
+    path = dead_ledger(tmp_path, entry("one"), entry("two"))
+    path.write_text(path.read_text()[:-cut])
+    owner, entries = ledger.read(path)
+    assert owner == DEAD
+    assert entries == [entry("one")]
+
+
+async def test_the_orphans_of_a_dead_process_are_removed_and_its_ledger_with_them(tmp_path, removed):
+    path = dead_ledger(tmp_path, entry("one"), entry("two"), tail='\n{"gone": "two"}\n{"entry": {"inst')
+    assert await reap(tmp_path) == [entry("one")]
+    assert removed == [{"pid": 7}]
+    assert not path.exists()
+    assert await reap(tmp_path) == []
+
+
+async def test_nothing_of_a_live_process_is_touched(tmp_path, removed):
+    path = dead_ledger(tmp_path, entry(), owner=ProcessIdentity.here())
+    assert await reap(tmp_path) == []
+    assert not removed
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("changed", "dead"), [("boot", True), ("machine", False), ("namespace", False)])
+def test_a_process_counts_as_dead_only_if_that_is_certain(changed, dead):
+    assert replace(ProcessIdentity.here(), started=1, **{changed: "another"}).is_dead() is dead
+    assert replace(ProcessIdentity.here(), boot="another", machine="another").is_dead() is False
+
+
+def test_a_zombie_counts_as_dead():
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert start_time(child.pid) is None
+    child.wait()
+
+
+async def test_what_cannot_be_removed_stays_for_the_next_time(tmp_path, removed, caplog):
+    stubborn = replace(entry("stubborn"), reap="reap_for_tests:missing")
+    path = dead_ledger(tmp_path, entry("one"), stubborn)
+    assert await reap(tmp_path) == [entry("one")]
+    assert "stubborn" in caplog.text
+    assert ledger.read(path) == (DEAD, [stubborn])
+    sys.modules["reap_for_tests"].missing = removed.append
+    assert await reap(tmp_path) == [stubborn]
+    assert not path.exists()
+
+
+async def test_what_ended_with_its_process_needs_no_removal(tmp_path):
+    path = dead_ledger(tmp_path, replace(entry(), reap=None))
+    assert await reap(tmp_path) == []
+    assert not path.exists()
+
+
+async def test_a_file_that_is_no_ledger_is_left_alone(tmp_path, caplog):
+    (tmp_path / "other.ledger").write_text("{}\n[]\nfoo")
+    assert await reap(tmp_path) == []
+    assert "not a ledger" in caplog.text
+    assert (tmp_path / "other.ledger").exists()
+
+
+async def test_two_reapers_remove_an_orphan_once(tmp_path, removed):
+    dead_ledger(tmp_path, entry())
+    assert sorted(map(len, await asyncio.gather(reap(tmp_path), reap(tmp_path)))) == [0, 1]
+    assert len(removed) == 1
+
+
+async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
+    module = types.ModuleType("reap_for_tests")
+
+    async def remove(traces):
+        await asyncio.Event().wait()
+
+    module.remove = remove
+    monkeypatch.setitem(sys.modules, "reap_for_tests", module)
+    monkeypatch.setattr(orphans, "REAP_TIMEOUT_S", 0.01)
+    path = dead_ledger(tmp_path, entry())
+    assert await reap(tmp_path) == []
+    assert path.exists()
+
+
+async def test_nothing_starts_that_cannot_be_written_down(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    spec = FakeSpec()
+    async with ResourceEngine(ledger=tmp_path / "file") as engine:
+        with pytest.raises(ResourceStartError, match="AGENTFLY_STATE_DIR") as failure:
+            await engine.acquire(spec, "a")
+        assert isinstance(failure.value.__cause__, PrerequisiteError)
+    assert spec.world.count("start") == 0
+
+
+def test_traces_that_are_no_json_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="JSON-able"):
+        Ledger(tmp_path).write(Entry("one", "box", None, {"process": object()}))
+
+
+async def test_an_engine_that_starts_nothing_writes_nothing(tmp_path):
+    async with ResourceEngine(ledger=tmp_path / "state"):
+        pass
+    assert not (tmp_path / "state").exists()
+
+
+KIND = """
+    import asyncio, os, subprocess, sys
+    from dataclasses import dataclass
+    from pathlib import Path
+    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.identity import start_time
+    from agentfly.resources.registry import register
+    from agentfly.resources.resource import Resource, Status
+    from agentfly.resources.spec import ResourceSpec
+
+
+    @dataclass(frozen=True, kw_only=True)
+    class SleepSpec(ResourceSpec):
+        pass
+
+
+    class Sleep(Resource):
+        process = None
+
+        async def start(self):
+            self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+        async def reset(self):
+            pass
+
+        async def status(self):
+            return Status.HEALTHY
+
+        async def release(self):
+            self.process.kill()
+            self.process.wait()
+
+        @property
+        def traces(self):
+            return {} if self.process is None else {"pid": self.process.pid, "started": start_time(self.process.pid)}
+
+
+    def end(traces):
+        if traces and start_time(traces["pid"]) == traces["started"]:
+            os.kill(traces["pid"], 9)
+
+
+    register(SleepSpec, Sleep, kind="sleep", reap=end)
+
+
+    async def main(state):
+        async with ResourceEngine(ledger=Path(state)) as engine:
+            leases = [await engine.acquire(SleepSpec(), f"o{n}") for n in range(3)]
+            print(*(lease.resource.process.pid for lease in leases), flush=True)
+            await asyncio.sleep(600)
+
+
+    if __name__ == "__main__":
+        import sleep_kind
+        asyncio.run(sleep_kind.main(sys.argv[1]))
+"""
+
+
+def wait_until_gone(pids):
+    while any(start_time(pid) is not None for pid in pids):
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+async def test_after_kill_9_the_next_engine_removes_the_orphans_of_the_dead_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "sleep_kind.py").write_text(textwrap.dedent(KIND))
+    state = tmp_path / "state"
+
+    def run():
+        process = subprocess.Popen(
+            [sys.executable, "sleep_kind.py", str(state)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        )
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    killed, orphaned = run()
+    living, kept = run()
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert all(start_time(pid) is not None for pid in orphaned)
+        monkeypatch.syspath_prepend(tmp_path)
+        async with ResourceEngine(ledger=state):
+            wait_until_gone(orphaned)
+        assert all(start_time(pid) is not None for pid in kept)
+        assert len(list(state.glob("*.ledger"))) == 1
+        living.send_signal(signal.SIGINT)
+        living.wait(timeout=20)
+        assert not any(start_time(pid) for pid in kept)
+        assert not list(state.iterdir())
+    finally:
+        for pid in (*orphaned, *kept):
+            if start_time(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+        for process in (killed, living):
+            process.kill()
+            process.wait()
+            process.stdout.close()

@@ -61,7 +61,7 @@ def test_the_state_counts_what_runs_waits_and_is_left():
         state.update(event)
     assert (state.running, state.finished, state.waiting, state.failed) == (1, 1, 1, 0)
     assert state.rewards == [0.25, 0.5]
-    assert state.seconds_left() == 20.0
+    assert state.seconds_left() == 2 * (9.0 + 10.0) / 2
     assert state.tokens_per_second(110.0) == 20.0
     assert state.tokens_per_second(200.0) == 0.0
 
@@ -72,7 +72,7 @@ def test_away_from_a_terminal_there_is_a_line_for_each_step_and_no_control_chara
     assert lines[1] == "training 4 steps; files in runs/x"
     assert lines[2] == "held-out tasks after step 0  success 25%"
     assert lines[3].startswith("step 1/4  reward 0.250  success 12%  turns 2.5")
-    assert lines[4].endswith("0:20 left")
+    assert lines[4].endswith("0:19 left")
     assert lines[5] == "checkpoint runs/x/checkpoints/2"
     assert "\x1b" not in "".join(lines)
 
@@ -83,7 +83,7 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
     assert "0.50" in last
     assert "▁█" in last
     assert "1 running, 1 waiting for a resource" in last
-    assert "0:20 left" in last
+    assert "0:19 left" in last
 
 
 def test_a_long_action_is_told_once_away_from_a_terminal():

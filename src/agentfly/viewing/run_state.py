@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from agentfly.events import (
+    CheckpointSaved,
     EvaluationFinished,
     Event,
     GenerationFinished,
@@ -55,14 +56,15 @@ class RunState:
     doing: Progress | None = None
     run_dir: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=21))
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    _step_began: float = 0.0
 
     def update(self, event: Event) -> None:
         """Take in one event."""
         match event:
             case TrainingStarted():
                 self.steps, self.step, self.run_dir = event.steps, event.start_step, event.run_dir
-                self._step_times.append(event.time)
+                self._step_began = event.time
             case RolloutStarted():
                 self.running += 1
                 self.doing = None
@@ -79,11 +81,15 @@ class RunState:
                 self.waiting -= 1
             case StepFinished():
                 self.step, self.metrics = event.step, event.metrics
-                self._step_times.append(event.time)
+                self._step_seconds.append(event.time - self._step_began)
+                self._step_began = event.time
                 if REWARD in event.metrics:
                     self.rewards.append(event.metrics[REWARD])
             case EvaluationFinished():
                 self.evaluations.append((event.step, event.metrics))
+                self._step_began = event.time
+            case CheckpointSaved():
+                self._step_began = event.time
             case Progress():
                 self.doing = event
             case TrainingFinished():
@@ -99,8 +105,10 @@ class RunState:
         return sum(count for _, count in self._tokens) / max(1.0, now - self._tokens[0][0])
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last step is done at the pace of the last twenty; None before the first."""
-        if len(self._step_times) < 2:
+        """Seconds until the last step is done at the pace of the last twenty; None before the first.
+
+        Evaluations and checkpoints between the steps are not counted.
+        """
+        if not self._step_seconds:
             return None
-        pace = (self._step_times[-1] - self._step_times[0]) / (len(self._step_times) - 1)
-        return max(0.0, (self.steps - self.step) * pace)
+        return max(0, self.steps - self.step) * sum(self._step_seconds) / len(self._step_seconds)

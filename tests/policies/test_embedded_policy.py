@@ -145,16 +145,6 @@ async def test_the_attempts_of_a_group_compute_their_prompt_once(
         assert_exact(model, prompt, generation)
 
 
-async def test_forgetting_a_rollout_frees_what_was_kept(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
-    work = Work(model)
-    prompt = random_prompt(random.Random(0), 50)
-    async with policy_of(model, tokenizer) as policy:
-        await policy.generate(prompt, SamplingParams(max_tokens=1), rollout_id="a")
-        policy.forget("a")
-        await policy.generate(prompt, SamplingParams(max_tokens=1), rollout_id="a")
-    assert work.tokens == 100
-
-
 async def test_with_few_slots_earlier_turns_are_evicted_and_nothing_goes_wrong(
     model: PreTrainedModel, tokenizer: HFTokenizer
 ) -> None:
@@ -269,6 +259,13 @@ async def test_training_has_the_model_alone_and_its_update_takes_effect_at_once(
     assert (before.version, after.version, policy.version) == (0, 1, 1)
     assert_exact(model, prompt, after)
     assert after.logprobs != before.logprobs
+
+
+async def test_a_resumed_run_sets_the_version(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
+    async with policy_of(model, tokenizer) as policy:
+        async with policy.exclusive():
+            policy.weights_updated(17)
+        assert (await policy.generate([1, 2], GREEDY, rollout_id="a")).version == policy.version == 17
 
 
 async def test_exclusive_use_waits_for_running_generations(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:

@@ -78,10 +78,28 @@ def test_two_calls_of_one_rollout_at_once_get_two_slots() -> None:
     assert first.resident.slot != second.resident.slot
 
 
-def test_what_was_forgotten_is_not_found() -> None:
-    table = SlotTable(4)
+def test_the_slot_of_a_forgotten_rollout_is_taken_before_any_other() -> None:
+    table = SlotTable(3)
+    run(table, "a", ids(1, *range(20)))
+    run(table, "b", ids(2, *range(20)))
+    table.forget("b")
+    run(table, "c", ids(3, *range(20)))
+    assert {slot: kept.rollout_id for slot, kept in table.residents.items()} == {0: "a", 1: "c"}
+
+
+def test_a_prefix_can_be_copied_from_a_forgotten_rollout() -> None:
+    table = SlotTable(3)
     run(table, "a", ids(*range(30)))
     table.forget("a")
+    placement = table.place("b", ids(*range(20), 99))
+    assert placement is not None
+    assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (1, 20, 0)
+
+
+def test_after_an_update_of_the_weights_nothing_is_found() -> None:
+    table = SlotTable(4)
+    run(table, "a", ids(*range(30)))
+    table.clear()
     assert run(table, "a", ids(*range(30))) == 0
 
 

@@ -85,7 +85,7 @@ class RunningBatch:
         return len(self._rows)
 
     def forget(self, rollout_id: str) -> None:
-        """Drop what is kept of a rollout's earlier turns."""
+        """Give up what is kept of a rollout's earlier turns."""
         self._table.forget(rollout_id)
 
     def renew(self, version: int) -> None:

@@ -21,7 +21,7 @@ from agentfly.policies.embedded.batch import Request, RunningBatch
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
 from agentfly.policies.embedded.sampler import Sampler
 from agentfly.policies.embedded.sampling import check_sampling
-from agentfly.policies.embedded.threads import choose_threads, set_threads
+from agentfly.policies.embedded.threads import choose_threads
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
 
@@ -112,7 +112,7 @@ class EmbeddedPolicy:
         chosen = choose_device(device)
         model = load_model(path, chosen, choose_dtype(dtype, chosen))
         if chosen.type == "cpu":
-            set_threads(threads or choose_threads(model.num_parameters()))
+            torch.set_num_threads(threads or choose_threads(model.num_parameters()))
         return cls(
             model,
             HFTokenizer.load(path),
@@ -188,14 +188,13 @@ class EmbeddedPolicy:
                     sampler.resume()
 
     def weights_updated(self, version: int | None = None) -> None:
-        """The weights have changed: counts a new version, and drops all keys and values. Called inside `exclusive`.
+        """The weights have changed: all keys and values are dropped. Called inside `exclusive`.
 
-        A resumed run gives the ``version`` that its weights had.
+        The version becomes ``version``, as when a run is resumed, or one more than it was.
         """
-        self._version = self._version + 1 if version is None else version
+        self._version = new = self._version + 1 if version is None else version
         if self._sampler is not None:
-            version = self._version
-            self._sampler.order(lambda batch: batch.renew(version))
+            self._sampler.order(lambda batch: batch.renew(new))
 
     async def __aenter__(self) -> Self:
         if self._sampler is not None:

@@ -1,7 +1,7 @@
 """SlotTable: which sequence's keys and values lie in which slot, and who gets a slot next.
 
 It decides and does nothing else. Slots of running rows are never taken; an idle one keeps what a rollout computed in
-its earlier turns, until the rollout is forgotten or, least recently used first, until the slot is needed.
+its earlier turns until the slot is needed: those of forgotten rollouts go first, then the least recently used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Resident:
 
     Attributes:
         slot: the slot.
-        rollout_id: the rollout it belongs to.
+        rollout_id: the rollout it belongs to; None once that is forgotten.
         ids: its token ids; while it runs, all of its prompt, too.
         computed: for how many of the ids keys and values lie in the slot.
         running: whether a generation runs on it.
@@ -32,7 +32,7 @@ class Resident:
     """
 
     slot: int
-    rollout_id: str
+    rollout_id: str | None
     ids: array[int]
     computed: int = 0
     running: bool = True
@@ -88,10 +88,10 @@ class SlotTable:
         resident.used = self._tick()
 
     def forget(self, rollout_id: str) -> None:
-        """Free the idle slots of a rollout."""
-        self.residents = {
-            slot: kept for slot, kept in self.residents.items() if kept.running or kept.rollout_id != rollout_id
-        }
+        """Give up the slots of a rollout. Until they are needed, others may still copy prefixes from them."""
+        for kept in self.residents.values():
+            if kept.rollout_id == rollout_id:
+                kept.rollout_id = None
 
     def clear(self) -> None:
         """Free every idle slot, because its keys and values are of no use any more."""
@@ -116,12 +116,14 @@ class SlotTable:
         return max(own, key=lambda kept: kept.used, default=None)
 
     def _free_slot(self, keep: Resident | None) -> int | None:
-        """An empty slot, or the one of the idle resident that was used longest ago, ``keep`` last of all."""
+        """A forgotten slot, else an empty one, else the idle one used longest ago; ``keep`` only if there is no other."""
+        idle = sorted((kept for kept in self.residents.values() if not kept.running), key=lambda kept: kept.used)
+        forgotten = [kept.slot for kept in idle if kept.rollout_id is None and kept is not keep]
+        if forgotten:
+            return forgotten[0]
         if len(self.residents) < self.limit:
             return next(slot for slot in range(self.limit) if slot not in self.residents)
-        idle = [kept for kept in self.residents.values() if not kept.running]
-        oldest = min(idle, key=lambda kept: (kept is keep, kept.used), default=None)
-        return None if oldest is None else oldest.slot
+        return next((kept.slot for kept in sorted(idle, key=lambda kept: kept is keep)), None)
 
     def _tick(self) -> int:
         self._clock += 1

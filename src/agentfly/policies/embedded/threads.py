@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 SMALL_MODEL = 5_000_000
 """Below this many parameters one thread is fastest: handing work out costs more than it saves."""
 
@@ -25,11 +23,6 @@ def choose_threads(parameters: int) -> int:
     cpus = os.sched_getaffinity(0)
     cores = {_core(cpu) for cpu in cpus}
     return max(1, min(len(cores), int(_quota() or len(cores))))
-
-
-def set_threads(threads: int) -> None:
-    """Have torch compute on so many threads, in every thread of the process that calls it."""
-    torch.set_num_threads(threads)
 
 
 def _core(cpu: int) -> str:

@@ -121,6 +121,47 @@ async def test_an_instance_whose_preparation_failed_goes_back_and_the_failure_is
     assert (await context(engine, "r1").acquire(spec, timeout=5)).contents == []
 
 
+async def test_every_call_prepares_the_instance_it_has_for_itself(engine):
+    spec = BoxSpec(capacity=1)
+    first = context(engine)
+    seen = []
+    for _ in range(2):
+        async with first.call() as call:
+            box = await call.acquire(
+                spec, scope="call", timeout=5, prepare=lambda box, asked: box.contents.append("laid")
+            )
+            seen.append(list(box.contents))
+    assert seen == [["laid"], ["laid"]]
+
+
+async def test_a_cancelled_preparation_leaves_nothing_half_prepared(engine):
+    first = context(engine)
+    begun = asyncio.Event()
+
+    async def prepare(box, asked):
+        box.contents.append("half")
+        begun.set()
+        await asyncio.sleep(60)
+
+    preparing = asyncio.create_task(first.acquire(BoxSpec(), prepare=prepare))
+    await begun.wait()
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert (await first.acquire(BoxSpec(), timeout=5)).contents == []
+
+
+async def test_a_preparation_may_need_another_prepared_resource(engine):
+    first = context(engine)
+
+    async def outer(box, asked):
+        inner = await asked.acquire(BoxSpec(colour="blue"), prepare=lambda box, asked: box.contents.append("inner"))
+        box.contents += [*inner.contents, "outer"]
+
+    async with asyncio.timeout(5):
+        assert (await first.acquire(BoxSpec(), prepare=outer)).contents == ["inner", "outer"]
+
+
 async def test_a_lease_ends_with_its_block_and_is_of_its_own(engine):
     spec = BoxSpec(capacity=2)
     first = context(engine)
@@ -163,3 +204,5 @@ async def test_a_tool_that_outlives_its_rollout_gets_nothing_more(engine):
         await first.close()
         with pytest.raises(ResourceError, match="has ended"):
             await call.acquire(BoxSpec())
+        with pytest.raises(ResourceError, match="has ended"):
+            await asyncio.to_thread(lambda: call.wait(call.acquire(BoxSpec())))

@@ -118,6 +118,9 @@ class Context:
         if running is self._loop:
             work.close()
             raise UsageError("context.wait() is for sync tools. In an async tool, write `await` instead.")
+        if self._rollout.ended:
+            work.close()
+            raise ResourceError(f"Rollout {self.rollout_id} has ended; a tool that outlived it can do nothing more.")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @asynccontextmanager
@@ -148,24 +151,33 @@ class Context:
             )
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
-        async with self._rollout.preparing:
-            if lease.instance in self._rollout.prepared:
+        """Prepare what a lease is for, unless that was done. A preparation that does not end well ends the lease."""
+        preparation = self._rollout.preparations.setdefault(lease.id, _Preparation())
+        async with preparation.turn:
+            if preparation.done:
                 return
             try:
                 result = prepare(lease.resource, self)
                 if inspect.isawaitable(result):
                     await result
-            except AgentFlyError:
+            except BaseException as error:
                 await self._engine.release(lease)
-                raise
-            except Exception as error:
-                await self._engine.release(lease)
+                if isinstance(error, AgentFlyError) or not isinstance(error, Exception):
+                    raise
                 raise ResourceStartError(
                     f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "
                     f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as "
                     "prepare."
                 ) from error
-            self._rollout.prepared.add(lease.instance)
+            preparation.done = True
+
+
+class _Preparation:
+    """Whether a lease has been prepared, and whose turn it is to do it."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.done = False
 
 
 class _Shared:
@@ -173,8 +185,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.waits = _Waits()
-        self.prepared: set[str] = set()
-        self.preparing = asyncio.Lock()
+        self.preparations: dict[int, _Preparation] = {}
         self.ended = False
 
 

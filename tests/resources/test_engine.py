@@ -73,6 +73,12 @@ async def hang_though_cancelled():
         await asyncio.Event().wait()  # ends when the loop does
 
 
+def run_now(coroutine):
+    """Run what never waits, at once."""
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
+
+
 def states(engine):
     return sorted(instance.state for pool in engine.snapshot().pools for instance in pool.instances)
 
@@ -288,6 +294,25 @@ def test_releasing_an_owner_ends_its_leases_and_fails_its_waits(play):
         with pytest.raises(ResourceError, match="everything of a was released"):
             await waiting
         await engine.acquire(one, "c", timeout=1)
+
+    play(scene)
+
+
+def test_a_lease_that_ends_before_its_owner_could_take_it_is_not_given_out(play):
+    async def scene(engine):
+        spec = FakeSpec(capacity=1)
+        first = await engine.acquire(spec, "a")
+        waiting = asyncio.create_task(engine.acquire(spec, "b"))
+        await asyncio.sleep(0)
+
+        async def end_the_next(operation, instance):
+            if operation == "status":
+                asyncio.get_running_loop().call_soon(run_now, engine.release_owner("b"))
+
+        spec.world.behave = end_the_next
+        await engine.release(first)
+        with pytest.raises(ResourceError, match="ended before b could take it"):
+            await waiting
 
     play(scene)
 

@@ -107,7 +107,7 @@ class ResourceEngine:
         spec: ResourceSpec[R],
         owner: str,
         *,
-        scope: Scope = Scope.ROLLOUT,
+        scope: Scope | str = Scope.ROLLOUT,
         timeout: float | None = None,
         priority: int = 0,
         caller: Hashable = None,
@@ -141,14 +141,14 @@ class ResourceEngine:
             id=next(self._request_ids),
             spec=spec,
             owner=owner,
-            scope=scope,
+            scope=Scope(scope),
             priority=priority,
             caller=asyncio.current_task() if caller is None else caller,
             deadline=None if timeout is None else now + timeout,
         )
         answer: asyncio.Future[Lease[R]] = loop.create_future()
         self._answers[request.id] = answer
-        self._emit(LeaseRequested, spec, owner=owner, scope=scope.value)
+        self._emit(LeaseRequested, spec, owner=owner, scope=request.scope.value)
         try:
             self._carry_out(self._scheduler.requested(request, now))
             lease = answer.result() if answer.done() else await answer
@@ -161,12 +161,14 @@ class ResourceEngine:
             raise
         finally:
             del self._answers[request.id]
-        waited = loop.time() - now
-        self._emit(LeaseGranted, spec, owner=owner, scope=scope.value, instance=lease.instance, waited_seconds=waited)
         if lease.id not in self._leases:
-            raise ResourceError(
-                f"{owner} was given {lease.instance}, but everything of {owner} was released meanwhile."
-            )
+            gone = ResourceError(f"{owner} was given {lease.instance}, but it ended before {owner} could take it.")
+            self._tell_refused(request, str(gone), now)
+            raise gone
+        waited = loop.time() - now
+        self._emit(
+            LeaseGranted, spec, owner=owner, scope=lease.scope.value, instance=lease.instance, waited_seconds=waited
+        )
         return lease
 
     async def release(self, lease: Lease[Any]) -> None:

@@ -1,0 +1,83 @@
+"""Which resource a spec describes, and which specs there can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.registry import kind_of, load, make_resource, register
+from agentfly.resources.spec import ResourceSpec, parse_bytes
+from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazySpec(ResourceSpec):
+    world: FakeWorld
+
+
+def test_a_resource_may_be_named_and_is_imported_when_it_is_needed():
+    register(LazySpec, "agentfly.testing.fake_resource:FakeResource", kind="lazy")
+    assert isinstance(make_resource(LazySpec(world=FakeWorld()), "one"), FakeResource)
+
+
+def test_a_subclass_of_a_spec_is_of_the_same_kind():
+    class OwnSpec(FakeSpec):
+        pass
+
+    assert kind_of(OwnSpec()).name == "fake"
+
+
+def test_a_spec_that_nobody_registered_says_how_to():
+    class NewSpec(ResourceSpec):
+        pass
+
+    with pytest.raises(UsageError, match=r"register\(NewSpec, ItsResource, kind='…'\)"):
+        make_resource(NewSpec(), "one")
+
+
+@pytest.mark.parametrize("address", ["no_such_module_at_all:name", "json:no_such_name", "json"])
+def test_what_cannot_be_imported_says_so(address):
+    with pytest.raises(UsageError, match="could not be imported"):
+        load(address)
+
+
+def test_a_reap_that_a_later_process_could_not_import_is_refused():
+    with pytest.raises(ConfigError, match="top level of a module"):
+        register(LazySpec, FakeResource, kind="lazy", reap=lambda traces: None)
+
+
+def test_a_reap_is_known_by_its_address():
+    register(LazySpec, FakeResource, kind="lazy", reap=parse_bytes)
+    assert kind_of(LazySpec(world=FakeWorld())).reap_address == "agentfly.resources.spec:parse_bytes"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"capacity": 0},
+        {"warm": 9},
+        {"cpus": -1},
+        {"gpus": -0.5},
+        {"memory": -1},
+        {"memory": "lots"},
+        {"memory": "infGiB"},
+        {"max_concurrency": 0},
+        {"max_uses": 0},
+        {"start_timeout_s": 0},
+        {"idle_timeout_s": -1},
+        {"check_interval_s": float("nan")},
+        {"reuse": "recycle"},
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused_when_it_is_written(fields):
+    with pytest.raises(ConfigError):
+        FakeSpec(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(1024, 1024), ("1024", 1024), ("512MiB", 2**29), ("2 GB", 2 * 10**9), ("0.5gib", 2**29)]
+)
+def test_sizes_are_read_in_the_usual_units(text, size):
+    assert parse_bytes(text) == size

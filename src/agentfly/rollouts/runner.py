@@ -76,10 +76,12 @@ class Runner:
 
     async def __aenter__(self) -> Self:
         try:
-            policy = self._policy or await self._owned.enter_async_context(
-                await asyncio.to_thread(load_policy, self._agent.model)
-            )
-            engine = self._engine or await self._owned.enter_async_context(ResourceEngine(events=self._events))
+            policy, engine = self._policy, self._engine
+            if policy is None:
+                loaded = await asyncio.to_thread(load_policy, self._agent.model)
+                policy = await self._owned.enter_async_context(loaded)
+            if engine is None:
+                engine = await self._owned.enter_async_context(ResourceEngine(events=self._events))
             chat = TemplateChatFormat(policy.tokenizer)
         except BaseException:
             await self._owned.aclose()

@@ -116,7 +116,7 @@ class SlotTable:
         return max(own, key=lambda kept: kept.used, default=None)
 
     def _free_slot(self, keep: Resident | None) -> int | None:
-        """A forgotten slot, else an empty one, else the idle one used longest ago; ``keep`` only if there is no other."""
+        """A forgotten slot, else an empty one, else the idle one used longest ago; ``keep`` only as the last."""
         idle = sorted((kept for kept in self.residents.values() if not kept.running), key=lambda kept: kept.used)
         forgotten = [kept.slot for kept in idle if kept.rollout_id is None and kept is not keep]
         if forgotten:

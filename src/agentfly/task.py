@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agentfly.errors import ConfigError
 from agentfly.messages import Message
@@ -29,7 +29,10 @@ class Task:
 
     def __post_init__(self) -> None:
         if not self.id:
-            content = json.dumps([self.prompt, dict(self.fields)], sort_keys=True, default=repr)
+            try:
+                content = json.dumps([self.prompt, dict(self.fields)], sort_keys=True, default=repr)
+            except TypeError:  # keys that JSON does not know
+                content = repr((self.prompt, self.fields))
             object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
 
     def __getitem__(self, name: str) -> Any:
@@ -37,10 +40,10 @@ class Task:
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as a list of messages."""
+        """The prompt as a list of messages; a message without text has the empty text."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
-        return [*self.prompt]
+        return [cast(Message, {**message, "content": message.get("content") or ""}) for message in self.prompt]
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Task:
@@ -73,6 +76,9 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> li
     made = [_as_task(task) for task in tasks]
     if not made:
         raise ConfigError("There is no task to run: the collection of tasks is empty.")
+    for task in made:
+        _require_messages(task)
+        _require_json(task)
     return made
 
 
@@ -80,6 +86,35 @@ def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
     if isinstance(task, Task):
         return task
     return Task(prompt=task) if isinstance(task, str) else Task.from_row(task)
+
+
+def _require_messages(task: Task) -> None:
+    """Refuse a prompt that is neither a text nor messages with text."""
+    if isinstance(task.prompt, str):
+        return
+    for message in task.prompt if isinstance(task.prompt, Sequence) else [task.prompt]:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ConfigError(
+                f"The prompt of task {task.id!r} holds {message!r}, which is no message. A prompt is a text, or a list "
+                "of messages such as {'role': 'user', 'content': 'hello'}."
+            )
+        if not isinstance(message.get("content"), str | None):
+            raise ConfigError(
+                f"The content of a message of task {task.id!r} is a {type(message['content']).__name__}, where a text "
+                "is wanted. Write the parts of the content as one text."
+            )
+
+
+def _require_json(task: Task) -> None:
+    """Refuse a task whose record could not be saved with its trajectories."""
+    for name, value in [*task.fields.items(), ("prompt", task.prompt)]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The field {name!r} of task {task.id!r} cannot be saved as JSON: {error}. Tasks are saved with their "
+                "trajectories: give texts, finite numbers, lists and mappings, for instance a date as a text."
+            ) from None
 
 
 def _read_task_file(path: Path) -> list[Task]:

@@ -191,7 +191,8 @@ class TokenSequence:
             raise TokenInvariantError(
                 "A stored token sequence is damaged: its parts have different lengths."
             ) from error
-        if next(ids, None) is not None or next(logprobs, None) is not None or next(versions, None) is not None:
+        nothing = object()
+        if any(next(rest, nothing) is not nothing for rest in (ids, logprobs, versions)):
             raise TokenInvariantError("A stored token sequence is damaged: its parts have different lengths.")
         sequence.truncated = value["truncated"]
         return sequence.freeze()

@@ -71,6 +71,8 @@ class ToolRecord:
         observation: the text that the model was given.
         reward: what the tool said the call was worth, if anything.
         done: whether the tool said that the task is done.
+        state: the state that the environment is in after the call, if the tool said so; JSON-able.
+        info: anything else that the tool said, which the model does not see; JSON-able.
         failure: set when the call did not work; the observation then tells the model.
         seconds: how long the call took, waiting for resources included.
     """
@@ -79,6 +81,8 @@ class ToolRecord:
     observation: str
     reward: float | None = None
     done: bool = False
+    state: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
 
@@ -203,7 +207,7 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
     """Write trajectories as JSON lines, one a line."""
     with Path(path).open("a" if append else "w", encoding="utf-8") as file:
         for trajectory in trajectories:
-            file.write(json.dumps(trajectory.to_json(), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(_to_line(trajectory))
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
@@ -212,6 +216,15 @@ def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
         for line in file:
             if line.endswith("\n"):
                 yield Trajectory.from_json(json.loads(line))
+
+
+def _to_line(trajectory: Trajectory) -> str:
+    line = json.dumps(trajectory.to_json(), ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+        line = json.dumps(trajectory.to_json(), allow_nan=False)
+    return line + "\n"
 
 
 def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:

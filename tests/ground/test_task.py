@@ -1,6 +1,8 @@
 """Task: a prompt and any other fields."""
 
+import datetime
 import json
+import math
 
 import pytest
 
@@ -51,3 +53,28 @@ def test_a_line_that_is_no_object_is_named(tmp_path, line):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.jsonl"):
         as_tasks(tmp_path / "nothing.jsonl")
+
+
+def test_a_message_without_text_has_the_empty_text():
+    task = Task([{"role": "assistant", "content": None, "tool_calls": []}])
+    assert task.messages == [{"role": "assistant", "content": "", "tool_calls": []}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "content of a message"),
+        (["hello"], "no message"),
+        (7, "no message"),
+        ([{"content": "a"}], "no message"),
+    ],
+)
+def test_a_prompt_that_is_no_conversation_is_refused(prompt, why):
+    with pytest.raises(ConfigError, match=why):
+        as_tasks([Task(prompt)])
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), b"bytes", {1, 2}, math.nan, {(1, 2): 3}])
+def test_a_field_that_cannot_be_saved_is_named_before_anything_runs(value):
+    with pytest.raises(ConfigError, match="'due'"):
+        as_tasks([Task("a", {"due": value})])

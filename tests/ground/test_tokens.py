@@ -99,3 +99,11 @@ def test_a_damaged_record_is_refused(name):
     value[name] = value[name][:-1]
     with pytest.raises(TokenInvariantError):
         TokenSequence.from_json(value)
+
+
+@pytest.mark.parametrize("name", ["ids", "logprobs", "versions"])
+def test_a_record_with_something_too_much_is_refused(name):
+    value = two_turns().to_json()
+    value[name] = [*value[name], [0, 1] if name == "versions" else None]
+    with pytest.raises(TokenInvariantError):
+        TokenSequence.from_json(value)

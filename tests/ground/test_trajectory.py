@@ -24,7 +24,7 @@ def trajectory(**changes) -> Trajectory:
     call = ToolCall("call_0", "look", {"where": "«là» 🦉"})
     broken = ToolCall("call_1", "look", None, error="not JSON")
     results = (
-        ToolRecord(call, "an owl\n", reward=0.5, done=True, seconds=0.25),
+        ToolRecord(call, "an owl\n", 0.5, True, {"at": [1, 2]}, {"moves": 3}, seconds=0.25),
         ToolRecord(broken, "Error: not JSON", failure=Failure.of(InvalidArguments("not JSON"))),
     )
     values = {
@@ -54,6 +54,12 @@ def trajectory(**changes) -> Trajectory:
 )
 def test_a_trajectory_survives_json_lines_without_loss(tmp_path, changes):
     saved = [trajectory(**changes), trajectory(rollout_id="other")]
+    save_trajectories(saved, tmp_path / "t.jsonl")
+    assert list(load_trajectories(tmp_path / "t.jsonl")) == saved
+
+
+def test_text_that_utf8_cannot_hold_survives_too(tmp_path):
+    saved = [trajectory(messages=[{"role": "user", "content": "half \ud800 pair"}])]
     save_trajectories(saved, tmp_path / "t.jsonl")
     assert list(load_trajectories(tmp_path / "t.jsonl")) == saved
 

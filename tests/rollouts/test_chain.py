@@ -29,7 +29,7 @@ def generation(ids, logprobs=None, finish="stop", version=0):
 
 
 def chain(limit=10_000, tokenizer=None):
-    chat = TemplateChatFormat(tokenizer or ByteTokenizer())
+    chat = TemplateChatFormat(tokenizer or ByteTokenizer(), lambda text: {"role": "tool", "content": text})
     return Chain(chat, limit), chat
 
 

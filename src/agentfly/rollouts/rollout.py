@@ -131,9 +131,9 @@ class Rollout:
             trajectory.turns[-1] = replace(turn, results=tuple(results))
             answers = [self._agent.result_message(result.call, result.observation) for result in results]
             trajectory.messages.extend(answers)
-            strategy.observed(answers)
             if reason := self._reason_to_end(results):
                 return reason
+            strategy.observed(answers)
 
     def _opening(self) -> list[Message]:
         messages = self.trajectory.task.messages
@@ -160,7 +160,7 @@ class Rollout:
 
     async def _execute(self, calls: Sequence[ToolCall], turn: int) -> list[ToolRecord]:
         limit = self._agent.max_tool_calls
-        allowed = len(calls) if limit is None else min(len(calls), limit - self._tool_calls)
+        allowed = len(calls) if limit is None else max(0, min(len(calls), limit - self._tool_calls))
         started = time.perf_counter()
         results = await execute_calls(calls[:allowed], self._agent, self._context, self._around.events, turn=turn)
         self.trajectory.seconds["tools"] += time.perf_counter() - started
@@ -177,7 +177,7 @@ class Rollout:
             return FinishReason.DONE
         if self._invalid_calls_in_a_row >= agent.max_consecutive_invalid_calls:
             return FinishReason.INVALID_CALLS
-        if agent.max_tool_calls is not None and self._tool_calls >= agent.max_tool_calls:
+        if agent.max_tool_calls is not None and self._tool_calls > agent.max_tool_calls:
             return FinishReason.MAX_TOOL_CALLS
         if len(self.trajectory.turns) >= agent.max_turns:
             return FinishReason.MAX_TURNS
@@ -185,8 +185,8 @@ class Rollout:
 
     async def _score(self) -> None:
         trajectory, reward = self.trajectory, self._around.reward
-        if trajectory.infrastructure_failed:
-            return
+        if trajectory.infrastructure_failed or not trajectory.turns:
+            return  # what the policy had no part in is not scored
         if reward is None:
             trajectory.reward = _sum_of_tool_rewards(trajectory)
             return

@@ -74,7 +74,7 @@ async def evaluate(
     reward: Reward | None = None,
     attempts: int = 1,
     temperature: float = 0.0,
-    label: str | None = "eval",
+    label: str | None = None,
     **runner_settings: Any,
 ) -> RunResult:
     """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`."""

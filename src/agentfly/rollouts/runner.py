@@ -15,6 +15,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
 from agentfly.errors import AgentFlyError, ConfigError, UsageError
 from agentfly.events import EventStream
+from agentfly.messages import Message, ToolCall
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.resources.engine import ResourceEngine
@@ -24,9 +25,6 @@ from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import Strategy
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
-
-MIN_ROLLOUTS_TO_JUDGE = 8
-"""A share of failures says nothing before this many rollouts have ended."""
 
 
 class TooManyFailures(AgentFlyError):
@@ -48,7 +46,7 @@ class Runner:
         reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
         events: where events go.
         max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order.
-        max_failure_share: the run stops once more than this share of rollouts failed for infrastructure's reasons.
+        max_failure_share: the run stops once more than this share of a batch failed for infrastructure's reasons.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Runner:
                 policy = await self._owned.enter_async_context(loaded)
             if engine is None:
                 engine = await self._owned.enter_async_context(ResourceEngine(events=self._events))
-            chat = TemplateChatFormat(policy.tokenizer)
+            chat = TemplateChatFormat(policy.tokenizer, self._answer)
         except BaseException:
             await self._owned.aclose()
             raise
@@ -116,11 +114,11 @@ class Runner:
             attempts: rollouts a task; they form a group.
             sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
             label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens
-                from a seeded policy. Made at random if not given.
+                from a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
             priority: of the rollouts' requests for resources; higher goes first.
 
         Raises:
-            TooManyFailures: the share of rollouts that infrastructure spoiled passed ``max_failure_share``.
+            TooManyFailures: more than ``max_failure_share`` of the batch, or all of it, was spoiled by infrastructure.
         """
         if attempts < 1:
             raise ConfigError(f"attempts={attempts}: a task needs at least one attempt.")
@@ -142,7 +140,7 @@ class Runner:
                     rollout = asyncio.create_task(play(task, f"{label}-{index}", attempt))
                     rollout.add_done_callback(finished.put_nowait)
                     running.add(rollout)
-            health = _Health(self._max_failure_share)
+            health = _Health(self._max_failure_share, len(running))
             while running:
                 rollout = await finished.get()
                 running.discard(rollout)
@@ -154,6 +152,12 @@ class Runner:
             for rollout in running:
                 rollout.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _answer(self, text: str) -> Message:
+        """The message that answers a generation of this agent: a tool's result, or a user's words."""
+        if not self._agent.tools:
+            return {"role": "user", "content": text}
+        return self._agent.result_message(ToolCall("call_0", self._agent.tools[0].name), text)
 
     def _sampling(
         self, around: Surroundings, change: Callable[[SamplingParams], SamplingParams] | None
@@ -176,10 +180,10 @@ class Runner:
 
 
 class _Health:
-    """Counts what infrastructure spoiled, and stops a run that produces nothing else."""
+    """Counts what infrastructure spoiled of a batch, and stops a run that has lost too much of it."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, max_failure_share: float, batch: int) -> None:
+        self._limit = max_failure_share * batch
         self._ended = 0
         self._reasons: Counter[str] = Counter()
 
@@ -188,7 +192,7 @@ class _Health:
         if trajectory.infrastructure_failed:
             failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
             self._reasons[f"{failure.kind}: {failure.message}"] += 1
-        if self._ended >= MIN_ROLLOUTS_TO_JUDGE and self._reasons.total() > self._limit * self._ended:
+        if self._reasons.total() > self._limit:
             raise self._error()
 
     def require_any_sound(self) -> None:

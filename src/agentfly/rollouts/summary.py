@@ -19,8 +19,8 @@ def succeeded(trajectory: Trajectory) -> bool | None:
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means and counts over trajectories; every value is finite.
 
-    Means of reward and success are over the scored trajectories that infrastructure did not spoil; the spoiled ones
-    are counted by cause under ``failures/…``.
+    Means of reward and success are over the scored trajectories that infrastructure did not spoil, and left out where
+    there is none; the spoiled ones are counted by cause under ``failures/…``, tool errors under ``tool_errors/…``.
     """
     sound = [t for t in trajectories if not t.infrastructure_failed]
     scored = [t for t in sound if t.reward is not None]
@@ -28,9 +28,6 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in scored if t.reward is not None]
     metrics = {
         "rollouts": float(len(trajectories)),
-        "reward/mean": _mean(rewards),
-        "reward/std": _std(rewards),
-        "success/mean": _mean(float(bool(succeeded(t))) for t in scored),
         "response_length/mean": _mean(float(_sampled(t)) for t in sound),
         "turns/mean": _mean(float(len(t.turns)) for t in sound),
         "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
@@ -39,8 +36,14 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "unscored": float(sum(t.reward is None for t in trajectories)),
         "failures/infrastructure": float(len(trajectories) - len(sound)),
     }
+    if scored:
+        metrics["reward/mean"] = _mean(rewards)
+        metrics["reward/std"] = _std(rewards)
+        metrics["success/mean"] = _mean(float(bool(succeeded(t))) for t in scored)
     for name in sorted({name for t in scored for name in t.metrics} - {"success"}):
-        metrics[f"reward/{name}"] = _mean(t.metrics[name] for t in scored if name in t.metrics)
+        metrics[f"reward_metrics/{name}"] = _mean(t.metrics[name] for t in scored if name in t.metrics)
+    for kind, count in sorted(Counter(r.failure.kind for r in results if r.failure is not None).items()):
+        metrics[f"tool_errors/{kind}"] = float(count)
     for cause, count in sorted(_causes(trajectories).items()):
         metrics[f"failures/{cause}"] = float(count)
     for part in ("generation", "tools", "waiting", "reward", "total"):

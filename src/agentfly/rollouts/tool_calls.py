@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentfly.agents.agent import Agent
 from agentfly.contexts.context import Context
@@ -44,7 +45,7 @@ async def _execute(call: ToolCall, agent: Agent, context: Context, events: Event
     seconds = time.perf_counter() - started
     error = record.failure.kind if record.failure else None
     events.emit(ToolFinished(rollout_id=context.rollout_id, turn=turn, tool=call.name, seconds=seconds, error=error))
-    return ToolRecord(call, record.observation, record.reward, record.done, record.failure, seconds)
+    return replace(record, seconds=seconds)
 
 
 async def _outcome(call: ToolCall, agent: Agent, context: Context) -> ToolRecord:
@@ -56,4 +57,4 @@ async def _outcome(call: ToolCall, agent: Agent, context: Context) -> ToolRecord
             result = await tool.call(call.arguments, call_context)
     except ToolError as error:
         return ToolRecord(call, f"Error: {error}", failure=Failure.of(error))
-    return ToolRecord(call, result.observation, result.reward, result.done)
+    return ToolRecord(call, result.observation, result.reward, result.done, result.state, dict(result.info))

@@ -9,15 +9,19 @@ pieces between them, and the pieces are encoded as ordinary text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 
 MARK = "\ue0f1"
-"""A private-use character. It breaks control tokens apart; text that holds one already is refused."""
+"""A private-use character that breaks control tokens apart."""
+
+REPLY = "\ue0f2reply\ue0f2"
+"""Stands for a generation in synthetic conversations. No disarmed text holds it."""
+
+_RESERVED = {ord(MARK): "\ufffd", ord(REPLY[0]): "\ufffd"}
 
 
 class ControlTokens:
@@ -30,8 +34,11 @@ class ControlTokens:
         self._pattern = re.compile("|".join(re.escape(token) for token in longest_first)) if self._ids else None
 
     def disarm(self, messages: Sequence[Message]) -> list[Message]:
-        """The same messages with every control token in their text broken by a mark. The argument stays unchanged."""
-        return [cast(Message, {**message, "content": self._disarm_text(message["content"])}) for message in messages]
+        """The same messages with every control token in any text of theirs broken by a mark.
+
+        The argument stays unchanged. The two characters that rendering needs for itself become U+FFFD.
+        """
+        return [cast(Message, self._disarm(dict(message))) for message in messages]
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of rendered text: control tokens as such, everything between them as ordinary text."""
@@ -47,15 +54,15 @@ class ControlTokens:
         """The id of the first control token in rendered text."""
         return next((control_id for _, control_id in self._pieces(rendered) if control_id is not None), None)
 
-    def _disarm_text(self, text: str) -> str:
-        if MARK in text:
-            raise ChatFormatError(
-                f"A message holds the private-use character U+{ord(MARK):04X}, which rendering needs for itself. "
-                "Take it out of the text."
-            )
-        if self._pattern is None:
-            return text
-        return self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+    def _disarm(self, value: Any) -> Any:
+        if isinstance(value, str):
+            text = value.translate(_RESERVED)
+            return self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text) if self._pattern else text
+        if isinstance(value, Mapping):
+            return {self._disarm(key): self._disarm(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._disarm(item) for item in value]
+        return value
 
     def _pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:
         start = 0

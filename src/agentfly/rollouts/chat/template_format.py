@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
-from agentfly.rollouts.chat.rendered import ControlTokens
+from agentfly.rollouts.chat.rendered import REPLY, ControlTokens
 
-_REPLY = "\ue0f2reply\ue0f2"
-"""Stands for a generation in the synthetic conversations that the continuation is derived from."""
+_OBSERVATION = "observation"
 
 
 class TemplateChatFormat:
@@ -20,13 +19,18 @@ class TemplateChatFormat:
     ``[user, assistant: REPLY, *messages]`` is rendered, and everything after REPLY is encoded. What was sampled stays
     as it is, also where the template would drop a reply's thoughts later on.
 
+    Args:
+        tokenizer: the policy's.
+        answer: makes the message that answers a generation from its text, as the agent's tool-call format does. The
+            format is proved with it: a template that leaves such a message out, or refuses it, is of no use.
+
     Raises:
-        ChatFormatError: the template is not prefix-stable: it would write something else before a reply once there is
-            more after it, so that the ids of a later turn would not start with those of the earlier ones. Also when
-            it writes no control token after a reply, so that a turn would have no end.
+        ChatFormatError: the template is not prefix-stable: once more follows an answer, it would write something else
+            for it, so that the ids of a later turn would not start with those of the earlier ones. Also when it
+            writes no control token after a reply, so that a turn would have no end, or leaves the answer out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, answer: Callable[[str], Message]) -> None:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self._base: list[Message] = [{"role": "user", "content": "question"}]
@@ -41,7 +45,7 @@ class TemplateChatFormat:
         self.stop_ids: tuple[int, ...] = tuple(
             dict.fromkeys(stop for stop in (end_of_turn, tokenizer.eos_id) if stop is not None)
         )
-        self._prove()
+        self._prove(answer(_OBSERVATION))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the conversation's start, with the header of the assistant's first turn."""
@@ -61,9 +65,9 @@ class TemplateChatFormat:
         return self._tokenizer.decode(ids)
 
     def _render_after_reply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        conversation: list[Message] = [*self._base, {"role": "assistant", "content": _REPLY}, *messages]
+        conversation: list[Message] = [*self._base, {"role": "assistant", "content": REPLY}, *messages]
         rendered = self._tokenizer.render(conversation, add_generation_prompt=add_generation_prompt)
-        _, found, after = rendered.rpartition(_REPLY)
+        _, found, after = rendered.partition(REPLY)
         if not found:
             raise ChatFormatError(
                 "The model's chat template leaves out an assistant's reply once other messages follow it, so a "
@@ -71,30 +75,36 @@ class TemplateChatFormat:
             )
         return after
 
-    def _prove(self) -> None:
-        """Compare the template's render of a conversation with that of the same conversation one turn earlier."""
-        reply: Message = {"role": "assistant", "content": _REPLY}
-        answers: list[list[Message]] = [
-            [{"role": "user", "content": "observation"}],
-            [{"role": "tool", "content": "observation"}],
-        ]
+    def _prove(self, answer: Message) -> None:
+        """Compare what follows each reply in a conversation of two turns with what follows the reply of one turn.
+
+        Only the header of the assistant's turn may be longer at the end, where it opens a turn to be sampled.
+        """
+        reply: Message = {"role": "assistant", "content": REPLY}
+        alone = self._render_after_reply([answer], add_generation_prompt=True)
+        if _OBSERVATION not in alone:
+            raise ChatFormatError(
+                f"The model's chat template leaves out messages of the role {answer['role']!r}, so the model would "
+                "never see what its tools answer. Use a tool-call format whose results are user messages, for "
+                "instance 'action', or a model whose template knows the role."
+            )
         opening = self._tokenizer.render(self._base, add_generation_prompt=True)
-        for answer in answers:
-            try:
-                two_turns = self._tokenizer.render(
-                    [*self._base, reply, *answer, reply, *answer], add_generation_prompt=True
-                )
-            except ChatFormatError:
-                continue  # a template may refuse a role; a tool-call format that needs it fails when it is used
-            grown = opening
-            for _ in range(2):
-                grown += _REPLY + self._render_after_reply(answer, add_generation_prompt=True)
-            if two_turns != grown:
-                at = next((i for i, (a, b) in enumerate(zip(two_turns, grown, strict=False)) if a != b), len(grown))
+        conversation = [*self._base, reply, answer, reply, answer]
+        rendered = self._tokenizer.render(conversation, add_generation_prompt=True)
+        before, first, second = rendered.split(REPLY)
+        for whole, turn_by_turn, stable in (
+            (before, opening, opening.startswith(before)),
+            (first, alone, alone.startswith(first)),
+            (second, alone, alone == second),
+        ):
+            if not stable:
                 raise ChatFormatError(
-                    "The model's chat template is not prefix-stable: rendered as a whole, a conversation with a "
-                    f"{answer[0]['role']} message differs from the same conversation rendered turn by turn. "
-                    f"As a whole: …{two_turns[max(0, at - 30) : at + 30]!r}; "
-                    f"turn by turn: …{grown[max(0, at - 30) : at + 30]!r}. "
-                    "Use a template that keeps earlier turns as they are."
+                    "The model's chat template is not prefix-stable: it writes something else once the conversation "
+                    f"goes on. As part of the whole: {_around_difference(whole, turn_by_turn)}; turn by turn: "
+                    f"{_around_difference(turn_by_turn, whole)}. Use a template that keeps earlier turns as they are."
                 )
+
+
+def _around_difference(text: str, other: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return repr(text[max(0, at - 30) : at + 30])

@@ -85,7 +85,7 @@ def test_the_dialogues_it_was_made_from_have_the_ids_of_rollouts(tokenizer, scri
 
 def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int], list[bool]]:
     """The ids of a dialogue, and which of them are sampled, if a model said what its assistant says."""
-    chat = TemplateChatFormat(tokenizer)
+    chat = TemplateChatFormat(tokenizer, lambda text: {"role": "tool", "content": text})
     ids: list[int] = []
     sampled: list[bool] = []
     unanswered: list[Message] = []

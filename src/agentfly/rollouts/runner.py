@@ -185,26 +185,28 @@ class _Health:
     def __init__(self, max_failure_share: float, batch: int) -> None:
         self._limit = max_failure_share * batch
         self._ended = 0
-        self._reasons: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
 
     def count(self, trajectory: Trajectory) -> None:
         self._ended += 1
         if trajectory.infrastructure_failed:
             failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
-            self._reasons[f"{failure.kind}: {failure.message}"] += 1
-        if self._reasons.total() > self._limit:
+            self._kinds[failure.kind] += 1
+            self._messages.setdefault(failure.kind, failure.message)
+        if self._kinds.total() > self._limit:
             raise self._error()
 
     def require_any_sound(self) -> None:
         """Called when all rollouts have ended: a run in which not one was sound has no result to return."""
-        if self._ended and self._reasons.total() == self._ended:
+        if self._ended and self._kinds.total() == self._ended:
             raise self._error()
 
     def _error(self) -> TooManyFailures:
-        reason, count = self._reasons.most_common(1)[0]
+        kind, count = self._kinds.most_common(1)[0]
         return TooManyFailures(
-            f"{self._reasons.total()} of {self._ended} rollouts failed for reasons that the policy could not cause; "
-            f"stopping. The most frequent reason ({count} times) was {reason}"
+            f"{self._kinds.total()} of {self._ended} rollouts failed for reasons that the policy could not cause; "
+            f"stopping. The most frequent was {kind} ({count} times), for instance: {self._messages[kind]}"
         )
 
 

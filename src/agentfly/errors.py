@@ -91,6 +91,10 @@ class ResourceDied(ResourceError):
     """A live instance went away while it was leased."""
 
 
+class LeaseOver(ResourceError):
+    """A resource was used by an owner whose lease of it had ended."""
+
+
 class AcquireTimeout(ResourceError):
     """A request waited longer than its limit. The message lists the holders with their ages, and the queue."""
 
@@ -142,6 +146,12 @@ class ToolTimeout(ToolError):
 
 class ToolCrashed(ToolError):
     """A tool's code failed with an exception of another kind, which is the cause."""
+
+
+class ToolUnavailable(AgentFlyError):
+    """A tool's code failed because of the machine or the network, which the policy is not to blame for."""
+
+    boundary = Boundary.TOOL
 
 
 class RewardError(AgentFlyError):

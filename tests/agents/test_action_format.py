@@ -56,7 +56,7 @@ FORMAT = ActionFormat()
 
 
 def calls_in(text: str, **settings: bool) -> list[ToolCall]:
-    return list(ActionFormat(**settings).parse(text, TOOLS).calls)
+    return list(ActionFormat(**settings).parse(text, TOOLS))
 
 
 def only_call(text: str) -> ToolCall:
@@ -96,8 +96,7 @@ def test_a_line_is_read_as_a_call(text: str, name: str, arguments: dict[str, Any
     "text", ["I would check[eggs] now.", "check[eggs] is what I do", "note[1]", "Actions: many", ""]
 )
 def test_prose_is_no_call(text: str) -> None:
-    assert FORMAT.parse(text, TOOLS).calls == ()
-    assert FORMAT.parse(text, TOOLS).content == text
+    assert FORMAT.parse(text, TOOLS) == ()
 
 
 @pytest.mark.parametrize(
@@ -131,16 +130,14 @@ def test_an_error_repeats_only_part_of_a_long_line() -> None:
     assert len(call.error or "") < 1_300
 
 
-def test_several_lines_are_parallel_calls_in_order_and_the_rest_is_content() -> None:
-    parsed = FORMAT.parse("Let me see.\nAction: check[eggs]\nAction: guess[2]\nSo.", TOOLS, first_call=4)
-    assert [(call.id, call.name) for call in parsed.calls] == [("call_4", "check"), ("call_5", "guess")]
-    assert parsed.content == "Let me see.\nSo."
+def test_several_lines_are_parallel_calls_in_order() -> None:
+    calls = FORMAT.parse("Let me see.\nAction: check[eggs]\nAction: guess[2]\nSo.", TOOLS, first_call=4)
+    assert [(call.id, call.name) for call in calls] == [("call_4", "check"), ("call_5", "guess")]
 
 
 def test_what_follows_an_observation_that_the_model_made_up_is_not_executed() -> None:
-    parsed = FORMAT.parse("Action: check[eggs]\nObservation: low\nAction: check[tea]", TOOLS)
-    assert [call.arguments for call in parsed.calls] == [{"item": "eggs"}]
-    assert parsed.content == "Observation: low\nAction: check[tea]"
+    calls = calls_in("Action: check[eggs]\nObservation: low\nAction: check[tea]")
+    assert [call.arguments for call in calls] == [{"item": "eggs"}]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def write(path: str, content: str = "") -> None:
 
 
 def calls_in(text: str, **settings: bool) -> list[ToolCall]:
-    return list(HermesFormat(**settings).parse(text, [write]).calls)
+    return list(HermesFormat(**settings).parse(text, [write]))
 
 
 def only_call(text: str) -> ToolCall:
@@ -39,10 +39,9 @@ def tagged(inside: str) -> str:
 # --- what is well written ------------------------------------------------------------------------------------------
 
 
-def test_a_call_and_the_text_around_it_are_told_apart() -> None:
-    parsed = FORMAT.parse('I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n', [write])
-    assert parsed.content == "I look."
-    assert parsed.calls == (ToolCall("call_0", "f", {"a": 1}),)
+def test_a_call_is_found_in_the_text_around_it() -> None:
+    text = 'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    assert FORMAT.parse(text, [write]) == (ToolCall("call_0", "f", {"a": 1}),)
 
 
 def test_text_without_a_tag_is_no_call() -> None:
@@ -67,8 +66,8 @@ def test_markers_inside_an_argument_are_the_argument(content: str) -> None:
 
 def test_parallel_calls_keep_their_order_and_have_ids_of_their_own() -> None:
     text = tagged('{"name":"a","arguments":{}}') + "\n" + tagged('{"name":"b","arguments":{}}')
-    parsed = FORMAT.parse(text, [], first_call=5)
-    assert [(call.id, call.name) for call in parsed.calls] == [("call_5", "a"), ("call_6", "b")]
+    calls = FORMAT.parse(text, [], first_call=5)
+    assert [(call.id, call.name) for call in calls] == [("call_5", "a"), ("call_6", "b")]
 
 
 @pytest.mark.parametrize(
@@ -253,4 +252,8 @@ def test_a_result_names_the_call_that_it_answers() -> None:
         "tool_call_id": "call_7",
         "name": "write",
     }
-    assert "name" not in FORMAT.result(ToolCall("call_7", "", None, "unreadable"), "Error")
+
+
+@pytest.mark.parametrize("name", ["", "<|im_end|>", "write\n", "two words", "x" * 65])
+def test_a_result_does_not_repeat_a_name_that_no_tool_can_have(name: str) -> None:
+    assert "name" not in FORMAT.result(ToolCall("call_7", name, None, "unreadable"), "Error")

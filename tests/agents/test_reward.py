@@ -11,10 +11,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from agentfly.agents.reward import Reward, RewardResult, reward
+from agentfly.agents.reward import Reward, RewardResult, reward, tool_rewards
 from agentfly.contexts.context import Context
-from agentfly.errors import AcquireTimeout, RewardDefinitionError, RewardError, ToolError
-from agentfly.trajectory import Failure, Trajectory
+from agentfly.errors import AcquireTimeout, PromptTooLong, RewardDefinitionError, RewardError, ToolCrashed, ToolError
+from agentfly.messages import ToolCall
+from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
 
 
 @reward
@@ -121,6 +122,31 @@ async def test_an_exception_leaves_the_trajectory_unscored_with_its_cause(
     assert not Failure.of(failed.value).by_policy
 
 
+@pytest.mark.parametrize(
+    ("error", "caught"),
+    [(ToolError("no such file"), "ToolError"), (ToolCrashed("x"), "ToolError"), (PromptTooLong("x"), "PromptTooLong")],
+)
+async def test_a_failure_that_the_policy_may_have_caused_says_how_to_give_it_a_score(
+    error: Exception, caught: str, trajectory: Trajectory, context: Context
+) -> None:
+    @reward
+    def judge() -> float:
+        raise error
+
+    with pytest.raises(RewardError, match=f"may have caused this: catch {caught} in the reward and give a score"):
+        await judge.score(trajectory, context)
+
+
+async def test_a_failure_of_the_rewards_own_is_not_laid_on_the_policy(trajectory: Trajectory, context: Context) -> None:
+    @reward
+    def judge() -> float:
+        raise ValueError("no JSON")
+
+    with pytest.raises(RewardError) as failed:
+        await judge.score(trajectory, context)
+    assert "policy" not in str(failed.value)
+
+
 async def test_a_typed_failure_of_infrastructure_keeps_its_type(trajectory: Trajectory, context: Context) -> None:
     @reward
     async def judge() -> float:
@@ -205,3 +231,17 @@ async def test_rewards_pickle(trajectory: Trajectory, context: Context) -> None:
     assert pickle.loads(cloudpickle.dumps(exact)) is exact
     copy: Reward = pickle.loads(cloudpickle.dumps(local))
     assert (await copy.score(trajectory, context)).reward == 1.5
+
+
+@pytest.mark.parametrize(("said", "score"), [([], 0.0), ([None], 0.0), ([0.5, None, -2.0, 1], -0.5)])
+async def test_the_rewards_of_the_tools_are_summed_over_all_turns(
+    said: list[float | None], score: float, trajectory: Trajectory, context: Context
+) -> None:
+    records = [ToolRecord(ToolCall("call_0", "check", {}), "", reward=one) for one in said]
+    for number, results in enumerate((records[:1], records[1:])):
+        trajectory.turns.append(Turn(number, 0, 0, 1, "", stopped=True, results=tuple(results)))
+    assert await tool_rewards.score(trajectory, context) == RewardResult(score)
+
+
+def test_the_rewards_of_the_tools_pickle_by_name() -> None:
+    assert pickle.loads(cloudpickle.dumps(tool_rewards)) is tool_rewards

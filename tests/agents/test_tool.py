@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
+import math
 import pickle
+import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cloudpickle
+import httpx
 import pytest
 from pydantic import BaseModel
 
@@ -25,8 +29,10 @@ from agentfly.errors import (
     ToolDefinitionError,
     ToolError,
     ToolTimeout,
+    ToolUnavailable,
+    UnknownTool,
 )
-from agentfly.resources.spec import ResourceSpec
+from agentfly.trajectory import Failure
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -108,16 +114,6 @@ async def test_a_tool_is_still_the_function(context: Context) -> None:
     assert await check("eggs", context) == "eggs: low (rollout-0)"
     assert check.__name__ == "check"
     assert (add.__doc__ or "").startswith("Add two numbers.")
-
-
-def test_the_declared_resources_are_kept() -> None:
-    spec: ResourceSpec[Any] = ResourceSpec(capacity=2)
-
-    @tool(resources=[spec])
-    def look() -> None:
-        """Look."""
-
-    assert look.resources == (spec,)
 
 
 def look() -> str:
@@ -205,7 +201,6 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_the_cure(function: Any
         ({"name": "look up"}, "letters, digits"),
         ({"timeout_s": 0}, "above 0"),
         ({"max_output_chars": 0}, "at least 1"),
-        ({"resources": ["sandbox"]}, "no ResourceSpec"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], cure: str) -> None:
@@ -302,6 +297,33 @@ async def test_a_tool_result_says_more_than_a_text(context: Context) -> None:
     assert await step.call({}, context) == ToolResult("won", 1.0, True, {"at": 3}, {"moves": 9})
 
 
+async def result_with(context: Context, **fields: Any) -> ToolResult:
+    @tool
+    def step() -> ToolResult:
+        """Step."""
+        return ToolResult("", **fields)
+
+    return await step.call({}, context)
+
+
+async def test_state_and_info_come_out_as_json_gives_them_back(context: Context) -> None:
+    result = await result_with(context, done=1, state=Basket(eggs=2), info={"seen": ("a", Size.LARGE), 3: math.nan})
+    assert result.done is True
+    assert (result.state, result.info) == ({"eggs": 2}, {"seen": ["a", "large"], "3": "NaN"})
+
+
+@pytest.mark.parametrize("field", ["state", "info"])
+@pytest.mark.parametrize("value", [object(), b"\xff", "half \ud800 pair", {"lock": threading.Lock()}])
+async def test_a_state_that_json_cannot_hold_is_refused_with_the_cure(field: str, value: Any, context: Context) -> None:
+    with pytest.raises(ToolDefinitionError, match=rf"'step' returned ToolResult\({field}=….*\. Return numbers, texts"):
+        await result_with(context, **{field: value if field == "state" else {"it": value}})
+
+
+async def test_an_info_that_is_no_dict_is_refused(context: Context) -> None:
+    with pytest.raises(ToolDefinitionError, match=r"info='here'\): it must be a dict"):
+        await result_with(context, info="here")
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1"])
 def test_a_reward_of_a_call_that_is_no_number_is_refused(reward: Any) -> None:
     with pytest.raises(ToolDefinitionError, match="finite number"):
@@ -327,6 +349,107 @@ async def test_an_exception_of_the_tools_code_is_told_to_the_model_with_its_caus
     with pytest.raises(ToolCrashed, match=r"^ZeroDivisionError: division by zero$") as crashed:
         await divide.call({"by": 0}, context)
     assert isinstance(crashed.value.__cause__, ZeroDivisionError)
+
+
+def wrapped() -> None:
+    try:
+        raise ConnectionResetError("peer")
+    except ConnectionResetError as error:
+        raise ValueError("no answer") from error
+
+
+def while_handling() -> None:
+    try:
+        raise ConnectionResetError("peer")
+    except ConnectionResetError:
+        raise ValueError("no answer")  # noqa: B904
+
+
+def replaced() -> None:
+    try:
+        raise ConnectionResetError("peer")
+    except ConnectionResetError:
+        raise ValueError("no answer") from None
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+async def failure_of(fail: Callable[[], None], context: Context) -> Exception:
+    @tool
+    def look() -> None:
+        """Look."""
+        fail()
+
+    with pytest.raises((ToolCrashed, ToolUnavailable)) as failed:
+        await look.call({}, context)
+    return failed.value
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        raises(ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
+        raises(MemoryError()),
+        raises(OSError(errno.ENOSPC, "disk full")),
+        raises(OSError(errno.EMFILE, "too many files")),
+        raises(OSError(errno.ENETUNREACH, "no way there")),
+        raises(socket.gaierror(socket.EAI_NONAME, "no such host")),
+        raises(httpx.ConnectError("refused")),
+        raises(httpx.ReadTimeout("slow")),
+        raises(ExceptionGroup("two", [ValueError("x"), ConnectionRefusedError("y")])),
+        raises(ExceptionGroup("one", [AcquireTimeout("pool full")])),
+        wrapped,
+        while_handling,
+    ],
+)
+async def test_an_outage_is_infrastructure_and_says_what_to_do_if_the_model_can_cause_it(
+    fail: Callable[[], None], context: Context
+) -> None:
+    failure = await failure_of(fail, context)
+    assert isinstance(failure, ToolUnavailable)
+    assert not isinstance(failure, ToolError)  # the model is not told of it
+    assert not Failure.of(failure).by_policy
+    assert str(failure).startswith(f"The tool 'look' failed with {type(failure.__cause__).__name__}: ")
+    assert "catch the exception in the tool and raise agentfly.ToolError" in str(failure)
+
+
+async def test_an_outage_behind_an_exception_is_named(context: Context) -> None:
+    failure = await failure_of(wrapped, context)
+    assert "ValueError: no answer (because of ConnectionResetError: peer)" in str(failure)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        raises(FileNotFoundError(errno.ENOENT, "no such file")),
+        raises(PermissionError(errno.EACCES, "not yours")),
+        raises(IsADirectoryError(errno.EISDIR, "a directory")),
+        raises(OSError("something")),
+        raises(httpx.InvalidURL("nowhere")),
+        raises(ExceptionGroup("two", [ValueError("x"), UnknownTool("y")])),
+        replaced,
+    ],
+)
+async def test_what_the_model_may_have_caused_is_told_to_it(fail: Callable[[], None], context: Context) -> None:
+    assert isinstance(await failure_of(fail, context), ToolCrashed)
+
+
+async def test_a_tool_may_say_that_the_model_caused_an_outage(context: Context) -> None:
+    @tool
+    def fetch(host: str) -> None:
+        """Fetch."""
+        try:
+            raise ConnectionRefusedError(host)
+        except ConnectionError as error:
+            raise ToolError(f"{host} does not answer") from error
+
+    with pytest.raises(ToolError, match=r"^example does not answer$"):
+        await fetch.call({"host": "example"}, context)
 
 
 @pytest.mark.parametrize("sync", [True, False])

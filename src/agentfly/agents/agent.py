@@ -38,7 +38,6 @@ class Agent:
         temperature: divides the logits when sampling; 0 takes the most likely token.
         top_p: share of probability mass to sample from; 1 samples from all of it.
         top_k: number of most likely tokens to sample from; 0 samples from all of them.
-        name: the agent's name, for people.
 
     Raises:
         ConfigError: a field has a value that it cannot have, or two contradict each other.
@@ -58,7 +57,6 @@ class Agent:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    name: str = "agent"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(self.tools))
@@ -98,7 +96,7 @@ class Agent:
 
     def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none."""
-        return self.format.parse(text, self.tools, first_call=first_call).calls if self.tools else ()
+        return self.format.parse(text, self.tools, first_call=first_call) if self.tools else ()
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""

@@ -13,7 +13,7 @@ from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
 from agentfly.agents.parameters import Parameter, Source, field_of_task, names_at, read_parameters
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError
+from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError
 from agentfly.trajectory import Trajectory
 
 _CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
@@ -61,7 +61,9 @@ class Reward(UserFunction):
 
         Raises:
             RewardDefinitionError: the function asks for a field that the task does not have, or returned no score.
-            RewardError: the function failed, which is the cause, or took longer than ``timeout_s``.
+            RewardError: the function failed, which is the cause, or took longer than ``timeout_s``. That is so
+                even if the policy may have caused it, for instance because it did not write a file: only the function
+                knows what that is worth, so it has to catch the failure and give the score.
             AgentFlyError: a typed failure of something the function used, for instance of a resource.
         """
         arguments = {one.name: self._value(one, trajectory, context) for one in self.parameters}
@@ -74,7 +76,7 @@ class Reward(UserFunction):
             if isinstance(error, AgentFlyError) and not error.by_policy:
                 raise error from error.__cause__
             message = excerpt(f"{type(error).__name__}: {error}", ECHO_CHARS)
-            raise RewardError(f"The reward {self.name!r} failed with {message}") from error
+            raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
         return self._result(value)
 
     def _value(self, parameter: Parameter, trajectory: Trajectory, context: Context) -> Any:
@@ -133,7 +135,8 @@ def reward(
     The function asks for what it needs by the names of its parameters: ``response`` (the text of the last turn),
     ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and any field of the task.
     It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and whose other keys hold
-    metrics. Raising an exception leaves the trajectory unscored.
+    metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of infrastructure: what the
+    policy can cause, for instance a `ToolError` because it did not write a file, is to be caught and given a score.
 
     Args:
         function: a sync or async function. A sync one runs on a thread, so that it never holds up rollouts.
@@ -165,5 +168,21 @@ def _make(function: Callable[..., Any], names: Mapping[str, Any], name: str | No
     return Reward(function, name, parameters, timeout_s)
 
 
+def _cure_of(error: BaseException) -> str:
+    if not (isinstance(error, AgentFlyError) and error.by_policy):
+        return ""
+    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+    return (
+        "\nThe trajectory stays unscored. The policy may have caused this: "
+        f"catch {kind} in the reward and give a score."
+    )
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+@reward
+def tool_rewards(trajectory: Trajectory) -> float:
+    """The sum of what the tools said their calls were worth; 0 if they said nothing."""
+    return sum((result.reward or 0.0 for turn in trajectory.turns for result in turn.results), 0.0)

@@ -13,11 +13,12 @@ from typing import Any, NoReturn, overload
 
 import docstring_parser
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
+from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import (
     MISSING,
     FromTask,
@@ -29,15 +30,15 @@ from agentfly.agents.parameters import (
 )
 from agentfly.agents.schema import Argument, ArgumentSchema
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, ToolCrashed, ToolDefinitionError, ToolError, ToolTimeout
-from agentfly.resources.spec import ResourceSpec
+from agentfly.errors import AgentFlyError, ToolCrashed, ToolDefinitionError, ToolError, ToolTimeout, ToolUnavailable
 
 __all__ = ["FromTask", "Tool", "ToolResult", "tool"]
 
 MAX_OUTPUT_CHARS = 16_000
 """The longest observation that a tool gives unless it says otherwise, in characters."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+"""What a tool may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class ToolResult:
         observation: the text that the model is given.
         reward: what the call was worth, if the tool says so.
         done: whether the task is finished.
-        state: the state that the environment is in after the call, if the tool says so.
-        info: anything else, for those who read trajectories; the model does not see it.
+        state: the state that the environment is in after the call, if the tool says so; anything that JSON can hold.
+        info: anything else that JSON can hold, for those who read trajectories; the model does not see it.
     """
 
     observation: str
@@ -63,6 +64,8 @@ class ToolResult:
             raise ToolDefinitionError(
                 f"ToolResult(reward={self.reward!r}): the reward of a tool call must be a finite number, or None."
             )
+        if not isinstance(self.info, Mapping):
+            raise ToolDefinitionError(f"ToolResult(info={excerpt(repr(self.info), ECHO_CHARS)}): it must be a dict.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +80,6 @@ class Tool(UserFunction):
         parameters_from_elsewhere: the parameters that the context and the task fill in.
         timeout_s: seconds that a call may take, waiting for resources not counted; None for any time.
         max_output_chars: an observation longer than this keeps its head and tail only, and says so.
-        resources: what the tool will acquire, as far as that is known ahead.
     """
 
     description: str
@@ -85,7 +87,6 @@ class Tool(UserFunction):
     parameters_from_elsewhere: tuple[Parameter, ...] = ()
     timeout_s: float | None = None
     max_output_chars: int = MAX_OUTPUT_CHARS
-    resources: tuple[ResourceSpec[Any], ...] = ()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -111,8 +112,9 @@ class Tool(UserFunction):
             ToolTimeout: the call took longer than ``timeout_s``.
             ToolError: the tool says that the call did not work, or `ToolCrashed`: its code failed with an exception
                 of another kind. The message of each of these is what the model should be told.
-            AgentFlyError: anything that the model is not to blame for: a resource that could not be had, a task that
-                lacks a field, a definition that is wrong.
+            ToolUnavailable: the tool's code failed because of the machine or the network (see `outage_in`).
+            AgentFlyError: anything else that the model is not to blame for: a resource that could not be had, a task
+                that lacks a field, a definition that is wrong.
         """
         given = self.schema.validate(arguments)
         for parameter in self.parameters_from_elsewhere:
@@ -123,7 +125,7 @@ class Tool(UserFunction):
             raise ToolTimeout(f"The call of {self.name!r} was stopped after {self.timeout_s:g} s.") from None
         except FunctionFailed as failed:
             self._raise_failure(failed)
-        result = _as_result(value)
+        result = self._as_result(value)
         return replace(result, observation=excerpt(result.observation, self.max_output_chars))
 
     def _fill_in(self, parameter: Parameter, context: Context) -> Any:
@@ -143,7 +145,37 @@ class Tool(UserFunction):
             raise ToolError(excerpt(str(error), self.max_output_chars)) from error
         if isinstance(error, AgentFlyError):
             raise error from error.__cause__
-        raise ToolCrashed(excerpt(f"{type(error).__name__}: {error}", ECHO_CHARS)) from error
+        message = excerpt(f"{type(error).__name__}: {error}", ECHO_CHARS)
+        outage = outage_in(error)
+        if outage is None:
+            raise ToolCrashed(message) from error
+        behind = "" if outage is error else f" (because of {type(outage).__name__}: {excerpt(str(outage), ECHO_CHARS)})"
+        raise ToolUnavailable(
+            f"The tool {self.name!r} failed with {message}{behind}. The machine or the network is to blame for that, "
+            "so the rollout gets no reward: see that what the tool uses is there. If the model can cause it by what it "
+            "asks for, catch the exception in the tool and raise agentfly.ToolError, which the model is told."
+        ) from error
+
+    def _as_result(self, value: Any) -> ToolResult:
+        if not isinstance(value, ToolResult):
+            return ToolResult(_as_text(value))
+        return replace(
+            value,
+            observation=_as_text(value.observation),
+            done=bool(value.done),
+            state=self._as_json("state", value.state),
+            info=self._as_json("info", dict(value.info)),
+        )
+
+    def _as_json(self, field: str, value: Any) -> Any:
+        """``value`` as JSON gives it back, so that a saved trajectory is read as it was."""
+        try:
+            return json.loads(to_json(value, inf_nan_mode="strings"))
+        except (ValueError, RecursionError) as error:
+            raise ToolDefinitionError(
+                f"The tool {self.name!r} returned ToolResult({field}=…) with something that JSON cannot hold: {error}. "
+                "Return numbers, texts, lists, dicts, dataclasses or pydantic models; of an array, array.tolist()."
+            ) from error
 
 
 @overload
@@ -156,7 +188,6 @@ def tool(
     name: str | None = None,
     timeout_s: float | None = None,
     max_output_chars: int = MAX_OUTPUT_CHARS,
-    resources: Sequence[ResourceSpec[Any]] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
@@ -167,7 +198,6 @@ def tool(
     name: str | None = None,
     timeout_s: float | None = None,
     max_output_chars: int = MAX_OUTPUT_CHARS,
-    resources: Sequence[ResourceSpec[Any]] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a tool of a function: ``@tool``, or ``@tool(timeout_s=60)``.
 
@@ -183,16 +213,15 @@ def tool(
         name: what the model calls it; the function's name if it is not given.
         timeout_s: seconds that a call may take, waiting for resources not counted; None for any time.
         max_output_chars: an observation longer than this keeps its head and tail only, and says so.
-        resources: what the tool will acquire, as far as that is known ahead.
 
     Raises:
         ToolDefinitionError: the function cannot become a tool, for instance because it has no docstring.
     """
     if function is not None:
-        return _make(function, names_at(1), name, timeout_s, max_output_chars, resources)
+        return _make(function, names_at(1), name, timeout_s, max_output_chars)
 
     def decorate(function: Callable[..., Any]) -> Tool:
-        return _make(function, names_at(1), name, timeout_s, max_output_chars, resources)
+        return _make(function, names_at(1), name, timeout_s, max_output_chars)
 
     return decorate
 
@@ -203,10 +232,9 @@ def _make(
     name: str | None,
     timeout_s: float | None,
     max_output_chars: int,
-    resources: Sequence[ResourceSpec[Any]],
 ) -> Tool:
     name = name or name_of(function)
-    _require_settings(name, function, timeout_s, max_output_chars, resources)
+    _require_settings(name, function, timeout_s, max_output_chars)
     described = docstring_parser.parse("\n" + (inspect.getdoc(function) or ""))  # sections begin after a line break
     description = (described.description or "").strip()
     if not description:
@@ -221,7 +249,7 @@ def _make(
     documented = {param.arg_name: " ".join((param.description or "").split()) for param in described.params}
     schema = _schema(name, [one for one in parameters if one.source is Source.CALLER], documented)
     elsewhere = tuple(one for one in parameters if one.source is not Source.CALLER)
-    return Tool(function, name, description, schema, elsewhere, timeout_s, max_output_chars, tuple(resources))
+    return Tool(function, name, description, schema, elsewhere, timeout_s, max_output_chars)
 
 
 def _schema(name: str, parameters: Sequence[Parameter], documented: Mapping[str, str]) -> ArgumentSchema:
@@ -254,7 +282,6 @@ def _require_settings(
     function: Callable[..., Any],
     timeout_s: float | None,
     max_output_chars: int,
-    resources: Sequence[ResourceSpec[Any]],
 ) -> None:
     if isinstance(function, Tool):
         raise ToolDefinitionError(f"{name!r} is a tool already; use @tool once.")
@@ -264,7 +291,7 @@ def _require_settings(
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ToolDefinitionError(f"The tool {name!r} yields, but an observation is one value: return it instead.")
-    if not _NAME.fullmatch(name):
+    if not TOOL_NAME.fullmatch(name):
         raise ToolDefinitionError(
             f"{name!r} is no name that a model can call. Give one of letters, digits, '_' and '-', at most 64 of them: "
             "@tool(name=…)."
@@ -273,17 +300,6 @@ def _require_settings(
         raise ToolDefinitionError(f"The tool {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
     if max_output_chars < 1:
         raise ToolDefinitionError(f"The tool {name!r} has max_output_chars={max_output_chars}; it must be at least 1.")
-    for resource in resources:
-        if not isinstance(resource, ResourceSpec):
-            raise ToolDefinitionError(
-                f"The tool {name!r} declares the resource {resource!r}, which is no ResourceSpec."
-            )
-
-
-def _as_result(value: Any) -> ToolResult:
-    if isinstance(value, ToolResult):
-        return replace(value, observation=_as_text(value.observation))
-    return ToolResult(_as_text(value))
 
 
 def _as_text(value: Any) -> str:

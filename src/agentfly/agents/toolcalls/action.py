@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.toolcalls.format import ParsedTurn, call_id
+from agentfly.agents.toolcalls.format import call_id
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
 from agentfly.messages import Message, ToolCall
@@ -71,20 +71,17 @@ class ActionFormat:
             ]
         )
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> ParsedTurn:
-        """Read a turn's text."""
+    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """The calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
-        content: list[str] = []
         calls: list[ToolCall] = []
-        made_up = False
-        for line, thought in self._lines(text):
-            made_up = made_up or (not thought and _OBSERVATION.match(line) is not None)
-            call = None if thought or made_up else _read_line(line, known, call_id(first_call + len(calls)))
-            if call is None:
-                content.append(line)
-            else:
+        for line in self._spoken_lines(text):
+            if _OBSERVATION.match(line):
+                break
+            call = _read_line(line, known, call_id(first_call + len(calls)))
+            if call is not None:
                 calls.append(call)
-        return ParsedTurn("".join(content).strip(), tuple(calls))
+        return tuple(calls)
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a call. A single argument is written bare, so it must be one that can be (see the class)."""
@@ -97,13 +94,12 @@ class ActionFormat:
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
-    def _lines(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The lines, their ends included, and whether they are thinking. A line also ends at a marker of thinking."""
+    def _spoken_lines(self, text: str) -> Iterator[str]:
+        """The lines that are not thinking. A line also ends at a marker of thinking."""
         spans = [marker.span() for marker in MARKER.finditer(text)] if self.calls_in_thinking else thinking_spans(text)
         position = 0
         for start, stop in [*spans, (len(text), len(text))]:
-            yield from ((line, False) for line in re.findall(r"[^\n]*\n|[^\n]+", text[position:start]))
-            yield text[start:stop], True
+            yield from text[position:start].split("\n")
             position = stop
 
 

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentfly.messages import Message, ToolCall
 
 if TYPE_CHECKING:
     from agentfly.agents.tool import Tool
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
-    """What the text of a turn says.
-
-    Attributes:
-        content: the text outside the calls that were read.
-        calls: the calls in order; malformed ones carry an error.
-    """
-
-    content: str
-    calls: tuple[ToolCall, ...]
 
 
 @runtime_checkable
@@ -38,8 +24,8 @@ class ToolCallFormat(Protocol):
         """What the system prompt says about the tools and how to call them."""
         ...
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> ParsedTurn:
-        """Read a turn's text. Never raises for any text: a malformed call is a `ToolCall` with an error.
+    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """The calls in a turn's text, in order. Never raises for any text: a malformed call carries an error.
 
         Args:
             text: the text of one turn, without its end-of-turn token.

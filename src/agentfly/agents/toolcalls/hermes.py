@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.toolcalls.format import ParsedTurn, call_id
+from agentfly.agents.tool import TOOL_NAME, Tool
+from agentfly.agents.toolcalls.format import call_id
 from agentfly.agents.toolcalls.json_text import BadSyntax, NotJSON, decode_objects, repair
 from agentfly.agents.toolcalls.thinking import is_inside, thinking_spans
 from agentfly.messages import Message, ToolCall
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -59,18 +57,17 @@ class HermesFormat:
             f'{OPEN}\n{{"name": "<name of the tool>", "arguments": {{"<name>": <value>}}}}\n{CLOSE}'
         )
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> ParsedTurn:
-        """Read a turn's text."""
+    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """The calls in a turn's text."""
         blocks = list(_blocks(text))
         if not self.calls_in_thinking:
             thought = thinking_spans(text, [(block.start, block.stop) for block in blocks])
             blocks = [block for block in blocks if not is_inside(block.start, thought)]
         calls = [call for block in blocks for call in block.calls]
-        numbered = tuple(
+        return tuple(
             ToolCall(call_id(first_call + number), call.name, call.arguments, call.error)
             for number, call in enumerate(calls)
         )
-        return ParsedTurn(_outside(text, blocks), numbered)
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a call."""
@@ -78,9 +75,9 @@ class HermesFormat:
         return f"{OPEN}\n{call}\n{CLOSE}"
 
     def result(self, call: ToolCall, observation: str) -> Message:
-        """A message of role ``tool`` that names the call it answers."""
+        """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
         message: Message = {"role": "tool", "content": observation, "tool_call_id": call.id}
-        if call.name:
+        if TOOL_NAME.fullmatch(call.name):
             message["name"] = call.name
         return message
 
@@ -184,11 +181,3 @@ def _call(value: Any) -> _Call:
 
 def _wrong(value: Any, name: str, reason: str) -> _Call:
     return _Call(name, None, _error(json.dumps(value, ensure_ascii=False), reason).error)
-
-
-def _outside(text: str, blocks: Sequence[_Block]) -> str:
-    pieces, position = [], 0
-    for block in blocks:
-        pieces.append(text[position : block.start])
-        position = block.stop
-    return "".join([*pieces, text[position:]]).strip()

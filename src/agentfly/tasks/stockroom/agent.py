@@ -17,7 +17,6 @@ def hermes_agent(model: str | Path = "tiny") -> Agent:
         tool_prompt="",
         max_turns=3,
         max_tokens_per_turn=24,
-        name="stockroom",
     )
 
 
@@ -31,5 +30,4 @@ def action_agent(model: str | Path = "smollm2-135m") -> Agent:
         tool_prompt="",
         max_turns=3,
         max_tokens_per_turn=10,
-        name="stockroom",
     )

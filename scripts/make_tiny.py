@@ -3,8 +3,9 @@
     python scripts/make_tiny.py [DIRECTORY]
 
 The model is warm-started on made-up dialogues until it plays the Hermes tool-call format. It knows how to play and not
-how to win: in the dialogues about the stockroom (`agentfly.tasks.stockroom`) the item that is looked up is one of those
-named, or any other, by chance, and the order is drawn by chance alone. What wins is left to reinforcement learning.
+how to win: in the dialogues about the stockroom (`agentfly.tasks.stockroom`) the item that is looked up is drawn from
+those that are named, and the order follows a habit that is right one time in four, as chance would be. What wins is
+left to reinforcement learning. The other dialogues, about toy tools, are there so that it can try any tool.
 
 Takes less than a minute on one core, and gives the same files each time on the same machine and library versions.
 """
@@ -37,7 +38,9 @@ CONTEXT = 1024
 VOCABULARY = 512
 START, END = "<|im_start|>", "<|im_end|>"
 HABIT = (0.25, 0.4, 0.25, 0.1)
-"""How often an order in the dialogues is right, and one, two and three crates beside it (in turns of four)."""
+"""How often an order is right, and how often it is one, two and three crates beside it, in turns of four.
+
+It makes the model look at the level before it orders. Were orders pure chance, it would learn to look away."""
 CONTROL = (END, START, "<tool_call>", "</tool_call>")
 
 CALL_PIECES = r'\n\{"name": "|", "arguments": \{"|": "|": |"?\}\}\n'
@@ -119,7 +122,7 @@ class ToyTool:
 
 
 def stockroom_dialogue(chance: random.Random) -> list[Message]:
-    """Look up an item, named or not, then order by chance."""
+    """Look up an item that is named, the right one or not, then order by habit."""
     item, other = chance.sample(ITEMS, 2)
     request = chance.choice(REQUESTS)
     looked_up = chance.choice([item, other] if "{other}" in request else [item])

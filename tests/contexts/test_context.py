@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from agentfly.contexts.context import Context
-from agentfly.errors import AcquireTimeout, ResourceError, ResourceStartError, UsageError
+from agentfly.errors import AcquireTimeout, DeadlockBroken, LeaseOver, ResourceError, ResourceStartError, UsageError
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Resource, Status
@@ -65,7 +65,8 @@ async def test_two_rollouts_never_share_a_rollout_instance_but_do_share_a_global
     first, second = context(engine, "r0"), context(engine, "r1")
     assert await first.acquire(BoxSpec()) is not await second.acquire(BoxSpec())
     shared = BoxSpec(colour="shared")
-    assert await first.acquire(shared, scope="global") is await second.acquire(shared, "global")
+    one, other = await first.acquire(shared, scope="global"), await second.acquire(shared, "global")
+    assert one.instance == other.instance
 
 
 async def test_what_a_rollout_left_behind_is_never_seen_by_the_next(engine):
@@ -166,19 +167,20 @@ async def test_a_lease_ends_with_its_block_and_is_of_its_own(engine):
     spec = BoxSpec(capacity=2)
     first = context(engine)
     kept = await first.acquire(spec)
-    async with first.lease(spec) as other:
-        assert other is not kept
+    async with first.lease(spec) as box:
+        other = box.instance
+        assert other != kept.instance
     async with context(engine, "r1").lease(spec, timeout=5) as again:
-        assert again is other
+        assert again.instance == other
 
 
 async def test_call_scope_ends_with_the_tool_call(engine):
     spec = BoxSpec(capacity=1)
     first = context(engine)
     async with first.call() as call:
-        box = await call.acquire(spec, scope="call")
+        first_box = (await call.acquire(spec, scope="call")).instance
     async with first.call() as call:
-        assert await call.acquire(spec, scope="call", timeout=5) is box
+        assert (await call.acquire(spec, scope="call", timeout=5)).instance == first_box
 
 
 async def test_call_scope_outside_a_call_says_what_to_write_instead(engine):
@@ -190,6 +192,75 @@ async def test_a_sync_tool_on_a_thread_waits_for_work_on_the_loop(engine):
     first = context(engine)
     box = await asyncio.to_thread(lambda: first.wait(first.acquire(BoxSpec())))
     assert box is await first.acquire(BoxSpec())
+
+
+async def test_a_sync_tool_that_takes_a_second_box_of_a_pool_of_one_for_its_call_is_told(engine):
+    spec = BoxSpec(capacity=1)
+
+    def tool(call):
+        call.wait(call.acquire(spec, scope="call"))
+        call.wait(call.acquire(spec, scope="call"))
+
+    async with context(engine).call() as call, asyncio.timeout(10):
+        with pytest.raises(DeadlockBroken, match="only itself could give back"):
+            await asyncio.to_thread(tool, call)
+
+
+async def test_an_async_tool_that_takes_a_second_box_in_a_task_that_it_waits_for_is_told(engine):
+    spec = BoxSpec(capacity=1)
+    async with context(engine).call() as call, asyncio.timeout(10):
+        await asyncio.create_task(call.acquire(spec, scope="call"))
+        with pytest.raises(DeadlockBroken):
+            await asyncio.create_task(call.acquire(spec, scope="call"))
+        with pytest.raises(DeadlockBroken):
+            async with call.lease(spec):
+                pass
+
+
+async def test_blocks_inside_one_another_that_wait_for_themselves_are_told(engine):
+    first, spec = context(engine), BoxSpec(capacity=1)
+    async with asyncio.timeout(10), first.lease(spec):
+        with pytest.raises(DeadlockBroken):
+            async with first.lease(spec):
+                pass
+        with pytest.raises(DeadlockBroken):
+            await first.acquire(spec)
+
+
+async def test_blocks_side_by_side_in_one_call_take_turns_and_are_no_deadlock(engine):
+    spec = BoxSpec(capacity=1)
+
+    async def branch(call):
+        async with call.lease(spec):
+            await asyncio.sleep(0.01)
+
+    async with context(engine).call() as call, asyncio.timeout(10):
+        await asyncio.gather(*(branch(call) for _ in range(4)))
+
+
+async def test_two_calls_side_by_side_take_turns_and_are_no_deadlock(engine):
+    first, spec = context(engine), BoxSpec(capacity=1)
+
+    async def tool():
+        async with first.call() as call:
+            await call.acquire(spec, scope="call")
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(tool() for _ in range(4)))
+
+
+async def test_what_a_tool_kept_of_a_resource_reaches_nothing_once_its_rollout_has_ended(engine):
+    spec = BoxSpec(capacity=1)
+    first, second = context(engine, "r0"), context(engine, "r1")
+    kept = await first.acquire(spec)
+    await first.close()
+    box = await second.acquire(spec)
+    with pytest.raises(LeaseOver, match="by r0 is over"):
+        kept.contents.append("of the first")
+    with pytest.raises(LeaseOver):
+        kept.contents = ["of the first"]
+    assert box.contents == []
 
 
 async def test_wait_on_the_loop_itself_is_refused_rather_than_hanging(engine):

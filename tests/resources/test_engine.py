@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,16 +17,21 @@ from agentfly.errors import (
     ConfigError,
     DeadlockBroken,
     EngineClosed,
+    LeaseOver,
     ResourceDied,
     ResourceError,
     ResourceStartError,
     UsageError,
 )
 from agentfly.events import EventStream
+from agentfly.resources import lifecycle
 from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.resources.resource import Status
-from agentfly.resources.spec import ResourceSpec, Scope
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
+from agentfly.resources.ledger import Ledger
+from agentfly.resources.registry import register
+from agentfly.resources.resource import Resource, Status
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
+from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld, behave_well
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
@@ -75,7 +84,7 @@ async def hang_though_cancelled():
 
 def run_now(coroutine):
     """Run what never waits, at once."""
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration), closing(coroutine):
         coroutine.send(None)
 
 
@@ -92,6 +101,88 @@ def test_the_next_owner_sees_nothing_of_what_the_last_one_left(play):
         second = await engine.acquire(spec, "b")
         assert second.instance == first.instance
         assert second.resource.contents == []
+
+    play(scene)
+
+
+def test_what_an_owner_kept_of_a_resource_reaches_nothing_of_the_next_one(play):
+    async def scene(engine):
+        spec = FakeSpec(capacity=1)
+        first = await engine.acquire(spec, "a")
+        kept, status, behave = first.resource, first.resource.status, first.resource.status()
+        await engine.release_owner("a")
+        second = await engine.acquire(spec, "b")
+        assert second.instance == first.instance
+        for use in (
+            lambda: kept.contents,
+            lambda: setattr(kept, "contents", ["stale"]),
+            lambda: delattr(kept, "contents"),
+            lambda: run_now(status()),
+            lambda: run_now(behave),
+        ):
+            with pytest.raises(LeaseOver, match="by a is over"):
+                use()
+        assert second.resource.contents == []
+        assert await second.resource.status() is Status.HEALTHY
+        assert "whose lease by a is over" in repr(kept)
+
+    play(scene)
+
+
+def test_the_leases_of_a_shared_resource_end_one_by_one(play):
+    async def scene(engine):
+        spec = FakeSpec()
+        first, second = [await engine.acquire(spec, owner, scope=Scope.GLOBAL) for owner in "ab"]
+        assert first.instance == second.instance
+        await engine.release(first)
+        with pytest.raises(LeaseOver):
+            assert first.resource.contents
+        assert second.resource.contents == []
+
+    play(scene)
+
+
+class Shelf(FakeResource):
+    """A resource with special methods."""
+
+    def __getitem__(self, place):
+        return self.contents[place]
+
+    def __len__(self):
+        return len(self.contents)
+
+    async def __aenter__(self):
+        return self.contents
+
+    async def __aexit__(self, *_):
+        self.contents.append("left")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShelfSpec(FakeSpec):
+    pass
+
+
+register(ShelfSpec, Shelf, kind="shelf")
+
+
+def test_a_leased_resource_passes_for_the_resource_itself(play):
+    async def scene(engine):
+        lease = await engine.acquire(ShelfSpec(), "a")
+        shelf = lease.resource
+        assert isinstance(shelf, Shelf)
+        assert isinstance(shelf, Resource)
+        shelf.label = "upper"
+        async with shelf as contents:
+            contents.append("book")
+        assert (shelf[0], len(shelf), shelf.label) == ("book", 2, "upper")
+        assert "label" in vars(shelf)
+        assert inspect.iscoroutinefunction(shelf.status)
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            copy.copy(shelf)
+        await engine.release(lease)
+        with pytest.raises(LeaseOver):
+            len(shelf)
 
     play(scene)
 
@@ -187,6 +278,21 @@ def test_closing_is_over_in_bounded_time_also_if_an_instance_never_goes(tmp_path
         assert lease.instance in ledger.read_text()
 
     run_in_virtual_time(main())
+
+
+async def test_closing_is_over_though_all_threads_of_the_loop_are_busy_and_the_disk_hangs(tmp_path, monkeypatch):
+    hanging, busy = threading.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(busy)
+    busy.submit(hanging.wait)
+    monkeypatch.setattr(lifecycle, "SYNC_PATIENCE_S", 0.01)
+    monkeypatch.setattr(Ledger, "sync", lambda ledger: hanging.wait())
+    try:
+        async with asyncio.timeout(30):
+            async with ResourceEngine(ledger=tmp_path) as engine:
+                await engine.acquire(FakeSpec(), "a")
+        assert not list(tmp_path.iterdir())
+    finally:
+        hanging.set()
 
 
 def test_fifty_slow_releases_go_on_in_parallel_and_hold_up_nobody(play):
@@ -323,7 +429,7 @@ def test_a_dead_instance_is_noticed_while_it_is_leased_and_its_rollout_is_told(p
         lease = await engine.acquire(spec, "a")
         spec.world.kill(lease.instance)
         await asyncio.sleep(15)
-        with pytest.raises(ResourceDied):
+        with pytest.raises(ResourceDied, match="What a did in it is lost"):
             await engine.acquire(spec, "a")
         other = await engine.acquire(spec, "b", timeout=5)
         assert spec.world.alive == {other.instance}

@@ -14,7 +14,7 @@ import pytest
 
 from agentfly.errors import ResourceError
 from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.resources.spec import Scope
+from agentfly.resources.scope import Scope
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
 from agentfly.testing.virtual_time import run_in_virtual_time
 

@@ -58,6 +58,14 @@ def test_the_state_directory_is_the_chosen_one_or_follows_the_environment(tmp_pa
     assert state_directory(tmp_path / "chosen") == tmp_path / "chosen"
 
 
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
+    for name in ("AGENTFLY_STATE_DIR", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody's
+    with pytest.raises(PrerequisiteError, match="Set AGENTFLY_STATE_DIR"):
+        ResourceEngine()
+
+
 def test_an_entry_can_be_read_back_until_its_instance_is_gone(tmp_path):
     book = Ledger(tmp_path / "state")
     book.write(entry("one"))
@@ -240,12 +248,8 @@ KIND = """
             leases = [await engine.acquire(SleepSpec(), f"o{n}") for n in range(3)]
             print(*(lease.resource.process.pid for lease in leases), flush=True)
             await asyncio.sleep(600)
-
-
-    if __name__ == "__main__":
-        import sleep_kind
-        asyncio.run(sleep_kind.main(sys.argv[1]))
 """
+PROGRAM = "import asyncio, sys, sleep_kind; asyncio.run(sleep_kind.main(sys.argv[1]))"
 
 
 def wait_until_gone(pids):
@@ -260,7 +264,7 @@ async def test_after_kill_9_the_next_engine_removes_the_orphans_of_the_dead_and_
 
     def run():
         process = subprocess.Popen(
-            [sys.executable, "sleep_kind.py", str(state)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", PROGRAM, str(state)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
         )
         return process, [int(pid) for pid in process.stdout.readline().split()]
 

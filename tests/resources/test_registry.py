@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.registry import kind_of, load, make_resource, register
-from agentfly.resources.spec import ResourceSpec, parse_bytes
+from agentfly.resources.spec import ResourceSpec
 from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld
 
 
@@ -43,21 +45,48 @@ def test_what_cannot_be_imported_says_so(address):
         load(address)
 
 
-def test_a_reap_that_a_later_process_could_not_import_is_refused():
+def reap_of_a_program(traces):
+    """As if it stood in the file that is run."""
+
+
+reap_of_a_program.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    "reap",
+    [
+        lambda traces: None,
+        partial(print, "gone"),
+        reap_of_a_program,
+        "__main__:reap",
+        FakeResource(FakeSpec(), "one").release,
+    ],
+)
+def test_a_reap_that_a_later_process_could_not_import_is_refused(reap):
     with pytest.raises(ConfigError, match="top level of a module"):
-        register(LazySpec, FakeResource, kind="lazy", reap=lambda traces: None)
+        register(LazySpec, FakeResource, kind="lazy", reap=reap)
 
 
 def test_a_reap_is_known_by_its_address():
     register(LazySpec, FakeResource, kind="lazy", reap=parse_bytes)
-    assert kind_of(LazySpec(world=FakeWorld())).reap_address == "agentfly.resources.spec:parse_bytes"
+    assert kind_of(LazySpec(world=FakeWorld())).reap_address == "agentfly.resources.byte_size:parse_bytes"
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"capacity": 0},
+        {"capacity": "8"},
+        {"capacity": 2.5},
+        {"capacity": True},
         {"warm": 9},
+        {"warm": "1"},
+        {"cpus": "2"},
+        {"cpus": float("nan")},
+        {"gpus": float("inf")},
+        {"start_timeout_s": "60"},
+        {"start_timeout_s": None},
+        {"max_uses": 1.5},
         {"cpus": -1},
         {"gpus": -0.5},
         {"memory": -1},
@@ -72,7 +101,8 @@ def test_a_reap_is_known_by_its_address():
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused_when_it_is_written(fields):
-    with pytest.raises(ConfigError):
+    (name,) = fields
+    with pytest.raises(ConfigError, match=rf"FakeSpec\({name}=|is not a size in bytes"):
         FakeSpec(**fields)
 
 

@@ -20,7 +20,8 @@ from agentfly.resources.budget import Budget
 from agentfly.resources.decisions import Check, End, Fail, Grant, Reset, Start, Stop
 from agentfly.resources.pool import InstanceState, Request
 from agentfly.resources.scheduler import SWEEP_S, Scheduler
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.supply import PATIENCE_S
 
 
@@ -434,13 +435,93 @@ def test_a_deadlock_over_the_budget_is_broken_too():
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
 
 
+def have_one_stuck(desk, spec):
+    """An instance of ``spec`` that was told to go and does not."""
+    desk.take(desk.scheduler.died(desk.has(spec, "last owner").instance.name, OSError("killed"), desk.now))
+    desk.take(desk.scheduler.owner_released("last owner", desk.now))
+    desk.take(desk.scheduler.stuck(desk.stopping.pop(), desk.now))
+
+
+def test_an_instance_that_is_stuck_elsewhere_hides_no_deadlock_over_the_budget():
+    desk = Desk(budget=Budget(cpus=2))
+    have_one_stuck(desk, ThingSpec(name="elsewhere"))
+    one, other = ThingSpec(name="one", cpus=1), ThingSpec(name="other", cpus=1)
+    desk.has(one, "a")
+    desk.has(other, "b")
+    desk.ask(other, "a")
+    desk.ask(one, "b")
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_an_instance_that_is_stuck_in_a_full_pool_hides_no_deadlock_over_the_others():
+    desk = Desk()
+    box, judge = ThingSpec(name="box", capacity=2), ThingSpec(name="judge", capacity=1)
+    have_one_stuck(desk, box)
+    desk.has(box, "a")
+    desk.has(judge, "b")
+    desk.ask(judge, "a")
+    desk.ask(box, "b")
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_starts_that_go_on_elsewhere_without_end_hide_no_deadlock_over_full_pools():
+    desk = Desk(max_concurrent_starts=1)
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
+    desk.has(box, "a")
+    desk.has(judge, "b")
+    desk.ask(ThingSpec(name="elsewhere"), "c")
+    assert desk.scheduler.starting == 1
+    desk.ask(judge, "a")
+    desk.ask(box, "b")
+    assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_who_waits_only_for_a_place_to_start_is_in_no_deadlock():
+    desk = Desk(max_concurrent_starts=1)
+    box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
+    desk.has(box, "a")
+    desk.has(ThingSpec(name="lamp", capacity=1), "b")
+    desk.ask(ThingSpec(name="elsewhere"), "c")
+    first, second = desk.ask(judge, "a"), desk.ask(box, "b")
+    desk.wait(SWEEP_S)
+    assert not desk.failed
+    desk.start_all()
+    assert first in desk.granted
+    assert second in desk.waiting
+
+
+@pytest.mark.parametrize("fields", [{"reuse": "reset"}, {"reuse": "recreate"}])
+def test_it_is_no_deadlock_while_an_instance_that_would_help_the_budget_is_being_reset_or_goes(fields):
+    desk = Desk(budget=Budget(cpus=3))
+    one, other = ThingSpec(name="one", cpus=1), ThingSpec(name="other", cpus=1)
+    third = desk.has(ThingSpec(name="third", cpus=1, **fields), "c")
+    desk.has(one, "a")
+    desk.has(other, "b")
+    desk.release(third)
+    requests = [desk.ask(other, "a"), desk.ask(one, "b")]
+    desk.wait(SWEEP_S)
+    assert not desk.failed
+    desk.settle()
+    assert any(request in desk.granted for request in requests)
+
+
+def test_a_request_waits_on_behalf_of_all_its_callers_and_a_holding_ends_with_the_first_of_its_own():
+    desk = Desk()
+    spec = ThingSpec(capacity=1)
+    desk.has(spec, "a", scope=Scope.CALL, callers=("call", "one task"))
+    beside = desk.ask(spec, "a", scope=Scope.CALL, callers=("another task", "another call"))
+    inside = desk.ask(spec, "a", scope=Scope.CALL, callers=("another task", "call"))
+    assert beside in desk.waiting
+    assert isinstance(desk.failed[inside], DeadlockBroken)
+
+
 def test_a_deadlock_that_comes_about_by_a_grant_is_found_in_time():
     desk = Desk()
     box, judge = ThingSpec(name="box", capacity=1), ThingSpec(name="judge", capacity=1)
     held = desk.has(box, "first")
     desk.has(judge, "young")
-    desk.ask(box, "old", caller="one call")
-    desk.ask(judge, "old", caller="another call")  # holds nothing yet, and waits for both
+    desk.ask(box, "old", callers=("one call",))
+    desk.ask(judge, "old", callers=("another call",))  # holds nothing yet, and waits for both
     desk.ask(box, "young")
     assert not desk.failed
     desk.release(held)
@@ -453,8 +534,8 @@ def test_a_deadlock_that_comes_about_by_a_grant_is_found_in_time():
 def test_asking_for_a_second_instance_of_a_pool_of_one_fails_at_once(held):
     desk = Desk()
     spec = ThingSpec(capacity=1)
-    desk.has(spec, "a", scope=held, caller="call")
-    second = desk.ask(spec, "a", scope=Scope.CALL, caller="call")
+    desk.has(spec, "a", scope=held, callers=("call",))
+    second = desk.ask(spec, "a", scope=Scope.CALL, callers=("call",))
     assert isinstance(desk.failed[second], DeadlockBroken)
     assert "only itself could give back" in str(desk.failed[second])
 
@@ -462,8 +543,8 @@ def test_asking_for_a_second_instance_of_a_pool_of_one_fails_at_once(held):
 def test_two_calls_of_one_owner_side_by_side_are_no_deadlock():
     desk = Desk()
     spec = ThingSpec(capacity=1)
-    first = desk.has(spec, "a", scope=Scope.CALL, caller="one call")
-    second = desk.ask(spec, "a", scope=Scope.CALL, caller="another call")
+    first = desk.has(spec, "a", scope=Scope.CALL, callers=("one call",))
+    second = desk.ask(spec, "a", scope=Scope.CALL, callers=("another call",))
     desk.wait(SWEEP_S)
     assert second in desk.waiting
     desk.release(first)
@@ -540,19 +621,43 @@ def test_a_start_for_the_warm_count_that_fails_is_not_tried_again_at_once():
     assert not desk.failed
 
 
-def test_an_instance_that_stands_idle_too_long_is_stopped_except_for_the_warm_ones():
+def test_an_instance_that_stands_idle_too_long_is_stopped_except_for_the_warm_ones_while_somebody_still_asks():
     desk = Desk()
-    spec = ThingSpec(capacity=3, warm=1, idle_timeout_s=10)
-    holdings = [desk.has(spec, owner) for owner in "ab"]
+    spec = ThingSpec(capacity=4, warm=1, idle_timeout_s=10)
+    holdings = [desk.has(spec, owner) for owner in "abc"]
     desk.settle()
-    for holding in holdings:
+    for holding in holdings[1:]:
         desk.release(holding)
     desk.settle()
     (pool,) = desk.scheduler.pools
+    assert len(pool.idle) == 3
     for _ in range(40):
+        desk.ask(spec, "a")
         desk.wait(1)
         desk.settle()
-    assert len(pool.instances) == 1
+    assert len(pool.idle) == 1
+
+
+def test_a_pool_that_nobody_asks_for_any_more_keeps_nothing_warm_and_does_again_when_somebody_does():
+    desk = Desk()
+    for task in range(20):
+        desk.release(desk.has(ThingSpec(name=f"for task {task}", warm=1, idle_timeout_s=10)))
+        desk.settle()
+    for _ in range(30):
+        desk.wait(1)
+        desk.settle()
+    assert not desk.scheduler.pools
+    assert desk.scheduler.next_tick() is None
+    desk.has(ThingSpec(name="for task 0", warm=1, idle_timeout_s=10))
+    desk.settle()
+    (pool,) = desk.scheduler.pools
+    assert len(pool.idle) == 1
+
+
+def test_a_warm_pool_whose_spec_the_budget_can_never_hold_is_not_kept():
+    desk = Desk(budget=Budget(cpus=1))
+    desk.ask(ThingSpec(cpus=2, warm=1))
+    assert not desk.scheduler.pools
 
 
 def test_a_pool_is_forgotten_when_its_last_instance_is_gone():

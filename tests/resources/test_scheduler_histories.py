@@ -16,7 +16,8 @@ from agentfly.resources.budget import Budget
 from agentfly.resources.decisions import Check, End, Fail, Grant, Reset, Start, Stop
 from agentfly.resources.pool import Request
 from agentfly.resources.scheduler import SWEEP_S, Scheduler
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.supply import PATIENCE_S
 
 
@@ -68,17 +69,17 @@ class SchedulerHistory(RuleBasedStateMachine):
         owner=st.sampled_from(OWNERS),
         scope=st.sampled_from([Scope.ROLLOUT, Scope.ROLLOUT, Scope.CALL, Scope.GLOBAL]),
         priority=st.sampled_from([0, 0, 0, 1]),
-        caller=st.sampled_from(["one", "two"]),
+        callers=st.sampled_from([("one",), ("two",), ("one", "one inside"), ("two inside", "two")]),
         timeout=st.sampled_from([None, None, 3.0, 30.0]),
     )
-    def ask(self, spec, owner, scope, priority, caller, timeout):
+    def ask(self, spec, owner, scope, priority, callers, timeout):
         request = Request(
             id=next(self.ids),
             spec=spec,
             owner=owner,
             scope=scope,
             priority=priority,
-            caller=(owner, caller),
+            callers=tuple((owner, name) for name in callers),
             deadline=None if timeout is None else self.now + timeout,
         )
         together = [
@@ -280,7 +281,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 break
             self.finish_what_is_under_way()
             for number, holding in list(self.held.items()):
-                waits = [r.caller for r in self.waiting.values() if r.owner == holding.owner]
+                waits = [caller for r in self.waiting.values() if r.owner == holding.owner for caller in r.callers]
                 if not waits or (holding.scope is Scope.CALL and holding.caller not in waits):
                     self.take(self.scheduler.released(number, self.now))
             self.now += SWEEP_S

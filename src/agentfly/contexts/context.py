@@ -14,7 +14,8 @@ from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, Us
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
 from agentfly.resources.resource import Resource
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
 
@@ -50,7 +51,7 @@ class Context:
         self._priority = priority
         self._loop = asyncio.get_running_loop()
         self._rollout = _Shared()
-        self._call_leases: list[Lease[Any]] | None = None
+        self._call: _Call | None = None
 
     @property
     def waited_seconds(self) -> float:
@@ -82,14 +83,14 @@ class Context:
             ResourceError: the instance could not be started or prepared, or the engine was closed.
         """
         scope = Scope(scope)
-        if scope is Scope.CALL and self._call_leases is None:
+        if scope is Scope.CALL and self._call is None:
             raise UsageError(
                 "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
                 "Write `async with context.lease(spec) as resource:` instead."
             )
-        lease = await self._request(spec, scope, timeout)
-        if scope is Scope.CALL and self._call_leases is not None:
-            self._call_leases.append(lease)
+        lease = await self._request(spec, scope, timeout, (self._call, asyncio.current_task()))
+        if scope is Scope.CALL and self._call is not None:
+            self._call.leases.append(lease)
         if prepare is not None:
             await self._prepare_once(lease, prepare)
         return lease.resource
@@ -100,7 +101,7 @@ class Context:
 
         Raises: as `acquire`.
         """
-        lease = await self._request(spec, Scope.CALL, timeout)
+        lease = await self._request(spec, Scope.CALL, timeout, (asyncio.current_task(), self._call))
         try:
             yield lease.resource
         finally:
@@ -127,11 +128,11 @@ class Context:
     async def call(self) -> AsyncIterator[Context]:
         """This context for one call of a tool or reward: leases of scope ``call`` end with the block."""
         call_context = copy.copy(self)
-        call_context._call_leases = []
+        call_context._call = call = _Call()
         try:
             yield call_context
         finally:
-            for lease in call_context._call_leases:
+            for lease in call.leases:
                 await self._engine.release(lease)
 
     async def close(self) -> None:
@@ -139,7 +140,14 @@ class Context:
         self._rollout.ended = True
         await self._engine.release_owner(self.rollout_id)
 
-    async def _request(self, spec: ResourceSpec[R], scope: Scope, timeout: float | None) -> Lease[R]:
+    async def _request(
+        self, spec: ResourceSpec[R], scope: Scope, timeout: float | None, callers: tuple[object, ...]
+    ) -> Lease[R]:
+        """Ask the engine on behalf of the call and of the task that asks in it, which both wait for the answer.
+
+        The first of ``callers`` is the one that the lease ends with, if it is of scope ``call``. The task alone would
+        not do: each `wait` of a sync tool, and `asyncio.wait_for`, asks in a task of its own.
+        """
         if self._rollout.ended:
             raise ResourceError(
                 f"{spec.label} was asked for by rollout {self.rollout_id}, which has ended. A tool that outlived its "
@@ -147,7 +155,7 @@ class Context:
             )
         with self._rollout.waits.one():
             return await self._engine.acquire(
-                spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority
+                spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority, callers=callers
             )
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
@@ -170,6 +178,13 @@ class Context:
                     "prepare."
                 ) from error
             preparation.done = True
+
+
+class _Call:
+    """One call of a tool or reward, and the leases that end with it."""
+
+    def __init__(self) -> None:
+        self.leases: list[Lease[Any]] = []
 
 
 class _Preparation:

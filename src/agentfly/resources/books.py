@@ -12,7 +12,8 @@ from typing import Any
 from agentfly.errors import AgentFlyError
 from agentfly.resources.decisions import Decision, End, Fail, Grant
 from agentfly.resources.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.timers import Timers
 
 
@@ -21,7 +22,7 @@ class Books:
 
     def __init__(self) -> None:
         self.pools: dict[ResourceSpec[Any], Pool] = {}
-        self.warm_pools: dict[Pool, None] = {}
+        self.warm_pools: dict[Pool, None] = {}  # those that keep idle instances ready
         self.instances: dict[str, Instance] = {}
         self.owners: dict[str, Owner] = {}  # those who hold or wait
         self.entangled: dict[str, Owner] = {}  # those who hold and wait: only they can be in a deadlock
@@ -36,9 +37,26 @@ class Books:
         pool = self.pools.get(spec)
         if pool is None:
             pool = self.pools[spec] = Pool(spec)
-            if spec.warm:
-                self.warm_pools[pool] = None
         return pool
+
+    def ask(self, pool: Pool, now: float) -> None:
+        """Somebody wants something of a pool, which then keeps as much ready as its spec says."""
+        pool.asked = now
+        if pool.spec.warm and not pool.warm:
+            pool.warm = pool.spec.warm
+            self.warm_pools[pool] = None
+            self._await_lapse(pool)
+
+    def lapse(self, pool: Pool, now: float) -> None:
+        """If nobody has asked for a pool during its idle time, it keeps nothing ready any more."""
+        limit = pool.spec.idle_timeout_s
+        if not pool.warm or limit is None or now < pool.lapses:
+            return
+        if now < pool.asked + limit:
+            self._await_lapse(pool)
+        else:
+            pool.warm = 0
+            del self.warm_pools[pool]
 
     def forget_if_empty(self, pool: Pool) -> None:
         """Drop a pool that nothing is left of."""
@@ -113,8 +131,7 @@ class Books:
             scope=waiter.scope,
             instance=instance,
             since=now,
-            waited=now - waiter.since,
-            caller=requests[0].caller,
+            caller=next(iter(requests[0].callers), None),
             claims=len(requests),
         )
         instance.holdings[holding.id] = holding
@@ -141,6 +158,11 @@ class Books:
         self._note(owner)
         self.decisions.append(End(holding))
         return holding.instance.holdings.pop(holding.id, None) is not None
+
+    def _await_lapse(self, pool: Pool) -> None:
+        if pool.spec.idle_timeout_s is not None:
+            pool.lapses = pool.asked + pool.spec.idle_timeout_s
+            self.timers.set(pool.lapses, pool)
 
     def _note(self, owner: Owner) -> None:
         """Keep the lists of owners right after what one holds or waits for has changed."""

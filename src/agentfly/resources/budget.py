@@ -85,10 +85,6 @@ class Account:
         ]
         return ", ".join(over) or None
 
-    def within(self) -> bool:
-        """Whether no more is spent than there is; always so."""
-        return all(limit is None or spent <= limit for spent, limit in zip(self._spent, self._limits, strict=True))
-
     def _lacking(self, cost: Cost, spent: list[int]) -> tuple[bool, ...]:
         return tuple(
             limit is not None and amount > 0 and taken + amount > limit

@@ -20,7 +20,8 @@ from agentfly.events import (
     ResourceStuck,
 )
 from agentfly.resources.decisions import Decision
-from agentfly.resources.lifecycle import Lifecycle, say
+from agentfly.resources.lifecycle import Lifecycle
+from agentfly.resources.refusals import say
 from agentfly.resources.resource import Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.spec import ResourceSpec

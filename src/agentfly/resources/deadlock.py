@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from agentfly.errors import DeadlockBroken
 from agentfly.resources.pool import Holding, Owner, Waiter
-from agentfly.resources.spec import Scope
+from agentfly.resources.scope import Scope
 
 InTheWay = Callable[[Waiter], Iterable[Holding]]
 """The holdings any one of which must end before a waiter can go on; none if it will go on without."""
@@ -42,7 +42,8 @@ def waits_of(holding: Holding, owners: Mapping[str, Owner]) -> list[Waiter]:
     """What keeps a holder from giving back. What is held for a call ends with the call, so only its own waits do."""
     waits = owners[holding.owner].waiters.values()
     if holding.scope is Scope.CALL:
-        return [waiter for waiter in waits if any(r.caller == holding.caller for r in waiter.requests.values())]
+        caller = holding.caller
+        return [waiter for waiter in waits if any(caller in request.callers for request in waiter.requests.values())]
     return list(waits)
 
 

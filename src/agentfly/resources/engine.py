@@ -25,6 +25,7 @@ from agentfly.resources import orphans
 from agentfly.resources.budget import Budget
 from agentfly.resources.crew import Crew
 from agentfly.resources.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.handle import hand_out, void
 from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
 from agentfly.resources.lifecycle import Lifecycle
@@ -32,8 +33,9 @@ from agentfly.resources.pool import Holding, Request
 from agentfly.resources.registry import kind_of
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.scope import Scope
 from agentfly.resources.snapshot import Snapshot, take_snapshot
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.work import see_through
 
 __all__ = ["Budget", "ResourceEngine"]
@@ -110,7 +112,7 @@ class ResourceEngine:
         scope: Scope | str = Scope.ROLLOUT,
         timeout: float | None = None,
         priority: int = 0,
-        caller: Hashable = None,
+        callers: tuple[Hashable, ...] = (),
     ) -> Lease[R]:
         """A lease of a live instance of ``spec``; waits while there is none to be had.
 
@@ -121,8 +123,9 @@ class ResourceEngine:
             scope: ``rollout`` and ``call`` instances have one owner at a time; ``global`` ones have several.
             timeout: seconds to wait at most; None waits as long as it takes.
             priority: higher ones are served first.
-            caller: names the thread of control that asks, for instance a tool call; by default the running task. What
-                a caller holds for a call cannot come back while that caller waits, which is how a deadlock is told
+            callers: the threads of control that wait for the answer, for instance a tool call and the task in it that
+                asks; by default the running task. What is held for a call comes back when the first of them ends,
+                and so never while a request waits that it is among the callers of. That is how a deadlock is told
                 from calls that run side by side.
 
         Raises:
@@ -143,7 +146,7 @@ class ResourceEngine:
             owner=owner,
             scope=Scope(scope),
             priority=priority,
-            caller=asyncio.current_task() if caller is None else caller,
+            callers=callers or (asyncio.current_task(),),
             deadline=None if timeout is None else now + timeout,
         )
         answer: asyncio.Future[Lease[R]] = loop.create_future()
@@ -245,7 +248,8 @@ class ResourceEngine:
         lease = self._leases.get(holding.id)
         if lease is None:
             name, spec = holding.instance.name, holding.instance.pool.spec
-            lease = Lease(self._lifecycle[name], holding.owner, spec, holding.scope, name, holding.id)
+            resource = hand_out(self._lifecycle[name], holding.owner)
+            lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
             self._leases[holding.id] = lease
         answer = self._answers.get(request)
         if answer is None or answer.done():  # cancelled a moment ago
@@ -262,6 +266,7 @@ class ResourceEngine:
 
     def _end(self, holding: Holding) -> None:
         if (lease := self._leases.pop(holding.id, None)) is not None:
+            void(lease.resource)
             held = self._now() - holding.since
             scope = lease.scope.value
             self._emit(

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agentfly.resources.resource import Resource
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 
 R = TypeVar("R", bound=Resource)
 
@@ -19,7 +20,7 @@ class Lease(Generic[R]):
     each request gets a lease of its own), and the first release ends it for all who have it.
 
     Attributes:
-        resource: the live resource, to be used until the lease ends.
+        resource: stands for the live resource until the lease ends. Using it after that raises `LeaseOver`.
         owner: who has it.
         spec: what was asked for.
         scope: how long it lasts.

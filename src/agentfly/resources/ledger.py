@@ -47,13 +47,24 @@ class Entry:
 
 
 def state_directory(chosen: Path | None = None) -> Path:
-    """Where ledgers lie: as chosen, or ``$AGENTFLY_STATE_DIR``, or ``agentfly`` under ``$XDG_STATE_HOME``."""
+    """Where ledgers lie: as chosen, or ``$AGENTFLY_STATE_DIR``, or ``agentfly`` under ``$XDG_STATE_HOME``.
+
+    Raises:
+        PrerequisiteError: none of these is given, and the user has no home directory.
+    """
     if chosen is not None:
         return chosen
     if own := os.environ.get("AGENTFLY_STATE_DIR"):
         return Path(own)
-    home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "state") / "agentfly"
+    if home := os.environ.get("XDG_STATE_HOME"):
+        return Path(home) / "agentfly"
+    try:
+        return Path.home() / ".local" / "state" / "agentfly"
+    except RuntimeError as error:
+        raise PrerequisiteError(
+            f"What is started is written down in a directory of the user, and user {os.getuid()} has no home: {error} "
+            "Set AGENTFLY_STATE_DIR to a directory that can be written and outlives this process."
+        ) from error
 
 
 class Ledger:
@@ -65,11 +76,6 @@ class Ledger:
         self._file = -1
         self._entries: dict[str, Entry] = {}
         self._lines = 0
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Everything that is not known to be gone."""
-        return list(self._entries.values())
 
     def write(self, entry: Entry) -> None:
         """An instance is about to start; or it has started, and its traces are known in full.
@@ -168,7 +174,10 @@ def read(path: Path) -> tuple[ProcessIdentity | None, list[Entry]]:
 
 
 def write_remaining(path: Path, owner: ProcessIdentity, entries: list[Entry]) -> None:
-    """Replace a dead process's ledger by what could not be removed of it."""
+    """Replace a dead process's ledger by what could not be removed of it, or remove it if there is nothing."""
+    if not entries:
+        path.unlink(missing_ok=True)
+        return
     lines = [json.dumps({"ledger": 1, "process": asdict(owner)}), *(_line(entry) for entry in entries)]
     draft = path.with_suffix(".draft")
     draft.touch(mode=0o600)

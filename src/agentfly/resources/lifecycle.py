@@ -11,12 +11,17 @@ from typing import Any
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
 from agentfly.resources import orphans
 from agentfly.resources.ledger import Entry, Ledger
+from agentfly.resources.own_thread import OwnThread
+from agentfly.resources.refusals import say
 from agentfly.resources.registry import kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.work import bounded
 
 logger = logging.getLogger(__name__)
+
+SYNC_PATIENCE_S = 10.0
+"""Seconds that closing waits for the disk. The ledger is no use to the living, so no longer than that."""
 
 
 class Lifecycle:
@@ -27,6 +32,7 @@ class Lifecycle:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._thread = OwnThread()
         self._resources: dict[str, Resource] = {}
         self._syncing: asyncio.Future[None] | None = None
         self._unsynced = False
@@ -70,15 +76,9 @@ class Lifecycle:
         """
         resource = self._resources[instance]
         limit = resource.spec.reset_timeout_s
-        try:
-            status = await bounded(resource.status(), limit, f"status() of {instance}")
-            told = f"it says that it is {status.value}"
-        except TimeoutError:
-            raise
-        except Exception as error:
-            status, told = Status.BROKEN, f"asked for its status, it raised {say(error)}"
-        if status is not Status.HEALTHY:
-            raise ResourceDied(f"{instance} is broken: {told}.")
+        complaint = await bounded(_complaint(resource), limit, f"status() of {instance}")
+        if complaint is not None:
+            raise ResourceDied(f"{instance} is broken: {complaint}.")
 
     async def remove(self, instance: str) -> None:
         """Free everything that belongs to a resource: by its own ``release``, called again if it fails, and
@@ -112,10 +112,11 @@ class Lifecycle:
             raise cancelled
 
     async def close(self) -> None:
-        """Close the ledger."""
-        while self._syncing is not None:
-            await asyncio.wait({self._syncing})
-            await asyncio.sleep(0)
+        """Close the ledger. If the disk does not answer, it is not waited for any longer than `SYNC_PATIENCE_S`."""
+        self._unsynced = False
+        if (syncing := self._syncing) is not None:
+            await asyncio.wait({syncing}, timeout=SYNC_PATIENCE_S)
+            syncing.cancel()
         self._ledger.close()
 
     def _write_down(self, resource: Resource) -> None:
@@ -125,17 +126,17 @@ class Lifecycle:
 
     async def _reap(self, resource: Resource) -> None:
         """Remove a resource as an orphan of it would be removed."""
-        address = kind_of(resource.spec).reap_address
-        if address is None:
-            raise ResourceError("its kind has no reap to remove it otherwise")
-        await orphans.remove(load(address), resource.traces)
+        address, traces = kind_of(resource.spec).reap_address, resource.traces
+        if address is None or not traces:
+            raise ResourceError("its kind has no reap to remove it otherwise, or it left no traces to be found by")
+        await orphans.remove(load(address), traces)
 
     def _sync(self) -> None:
         """Bring the ledger to the disk without waiting for it; starts at the same time share one sync."""
         self._unsynced = True
         if self._syncing is None:
             self._unsynced = False
-            self._syncing = asyncio.get_running_loop().run_in_executor(None, self._ledger.sync)
+            self._syncing = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
             self._syncing.add_done_callback(self._synced)
 
     def _synced(self, _: asyncio.Future[None]) -> None:
@@ -144,6 +145,10 @@ class Lifecycle:
             self._sync()
 
 
-def say(error: BaseException) -> str:
-    """An error for people."""
-    return f"{type(error).__name__}: {error}"
+async def _complaint(resource: Resource) -> str | None:
+    """What is wrong with a resource by its own account; None if nothing is."""
+    try:
+        status = await resource.status()
+    except Exception as error:
+        return f"asked for its status, it raised {say(error)}"
+    return None if status is Status.HEALTHY else f"it says that it is {status.value}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentfly.resources import ledger
 from agentfly.resources.ledger import Entry, state_directory
+from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.registry import Reap, load
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ async def remove(function: Reap, traces: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(function):
             await function(traces)
         else:
-            await asyncio.to_thread(function, traces)
+            await asyncio.get_running_loop().run_in_executor(OwnThread(), function, traces)
 
 
 async def _reap_ledger(path: Path) -> list[Entry]:
@@ -69,10 +70,7 @@ async def _reap_ledger(path: Path) -> list[Entry]:
     orphans = [entry for entry in entries if entry.reap is not None]
     outcomes = await asyncio.gather(*(_reap_entry(entry) for entry in orphans))
     remaining = [entry for entry, gone in zip(orphans, outcomes, strict=True) if not gone]
-    if remaining:
-        ledger.write_remaining(path, owner, remaining)
-    else:
-        await asyncio.to_thread(path.unlink, missing_ok=True)
+    ledger.write_remaining(path, owner, remaining)
     return [entry for entry, gone in zip(orphans, outcomes, strict=True) if gone]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from itertools import islice, takewhile
 from typing import Any
 
 from agentfly.resources.budget import NOTHING, Cost, cost_of
-from agentfly.resources.spec import ResourceSpec, Scope
+from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 
 
 class InstanceState(StrEnum):
@@ -24,8 +26,11 @@ class InstanceState(StrEnum):
     STUCK = "stuck"  # it was told to go and did not; tried again now and then
 
 
-MOVING = frozenset({InstanceState.STARTING, InstanceState.RESETTING, InstanceState.STOPPING, InstanceState.STUCK})
-"""States that end without any owner doing anything."""
+COMING = frozenset({InstanceState.STARTING, InstanceState.RESETTING})
+"""States after which an instance is there for whoever comes next."""
+
+BUSY = COMING | {InstanceState.STOPPING, InstanceState.STUCK}
+"""States in which something is done with an instance, which nobody has or can get meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +40,9 @@ class Request:
     Args:
         id: the request's number; never used twice in an engine.
         owner: whom the lease belongs to, for instance a rollout's id.
-        caller: the thread of control that asks, for instance one tool call; it cannot give anything back while it
-            waits. Two calls of one owner that run side by side are two callers.
+        callers: the threads of control that wait for the answer, for instance a tool call and the task in it that
+            asks. None of them can give anything back meanwhile. The first is the one whose end gives back what is
+            held for a call. Two calls of one owner that run side by side are different callers.
         deadline: when to give up, on the scheduler's clock; None for never.
     """
 
@@ -45,7 +51,7 @@ class Request:
     owner: str
     scope: Scope = Scope.ROLLOUT
     priority: int = 0
-    caller: Hashable = None
+    callers: tuple[Hashable, ...] = ()
     deadline: float | None = None
 
 
@@ -74,8 +80,7 @@ class Holding:
     scope: Scope
     instance: Instance
     since: float
-    waited: float
-    caller: Hashable
+    caller: Hashable  # the thread of control whose end gives it back, if it is held for a call
     claims: int = 0  # acquires that were answered with it
     death: BaseException | None = None  # why its instance is gone, for an owner who must not get another unawares
 
@@ -168,6 +173,9 @@ class Pool:
         self.queue = Queue()
         self.line_key: tuple[int, int] | None = None  # its place among the pools that want a start
         self.failures = 0  # starts that failed since the last that did not
+        self.asked = 0.0  # when somebody last asked for an instance
+        self.warm = 0  # how many idle instances to keep ready: the spec's count, until nobody asks any more
+        self.lapses = math.inf  # when it is seen whether anybody still asks
         self.warm_from = 0.0  # no start for the warm count before this
 
     def enter(self, instance: Instance, state: InstanceState, now: float) -> None:
@@ -180,7 +188,7 @@ class Pool:
         self.idle.pop(instance.name, None)
         if state is InstanceState.IDLE and not instance.shared:
             self.idle[instance.name] = instance
-        if state in MOVING:
+        if state in BUSY:
             instance.shared = False
             self.shared.pop(instance.name, None)
 
@@ -227,9 +235,9 @@ class Pool:
 
     def missing_warm(self, now: float) -> int:
         """How many instances to start for the warm count, within capacity."""
-        if not self.spec.warm or now < self.warm_from:
+        if not self.warm or now < self.warm_from:
             return 0
-        wanted = self.unmet() + self.spec.warm - len(self.idle)
+        wanted = self.unmet() + self.warm - len(self.idle)
         return min(wanted, self.spec.capacity - len(self.instances))
 
     def next_served(self) -> list[Waiter]:
@@ -240,10 +248,10 @@ class Pool:
         seats = self.spec.max_concurrency or len(self.queue)
         return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self.queue, seats)))
 
-    def is_moving(self) -> bool:
-        """Whether an instance will change its state without any owner doing anything."""
-        return any(self.counts[state] for state in MOVING)
+    def is_full(self) -> bool:
+        """Whether as many instances are alive as may be."""
+        return len(self.instances) >= self.spec.capacity
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost if the pool were forgotten."""
-        return not (self.instances or self.queue or self.held or self.spec.warm)
+        return not (self.instances or self.queue or self.held or self.warm)

@@ -44,9 +44,11 @@ def owner_ended(owner: str, label: str) -> ResourceError:
 def died(holding: Holding) -> ResourceDied:
     """The owner's instance is gone, with what the owner had in it."""
     death = holding.death
+    assert death is not None  # only asked about those
     error = ResourceDied(
-        f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {_say(death)}. Release the "
-        "lease and acquire again to get a fresh one."
+        f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {say(death)}. What "
+        f"{holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is not "
+        "scored, and can be retried."
     )
     error.__cause__ = death
     return error
@@ -54,7 +56,7 @@ def died(holding: Holding) -> ResourceDied:
 
 def not_started(instance: Instance, cause: BaseException) -> ResourceStartError:
     """An instance did not start."""
-    error = ResourceStartError(f"{instance.pool.spec.label} {instance.name} did not start: {_say(cause)}")
+    error = ResourceStartError(f"{instance.pool.spec.label} {instance.name} did not start: {say(cause)}")
     error.__cause__ = cause
     return error
 
@@ -81,5 +83,6 @@ def _occupancy(pool: Pool) -> str:
     return f"Of a capacity of {pool.spec.capacity}: {states or 'none alive'}{room}."
 
 
-def _say(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}" if error is not None else "unknown"
+def say(error: BaseException) -> str:
+    """An error for people."""
+    return f"{type(error).__name__}: {error}"

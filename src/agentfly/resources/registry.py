@@ -7,6 +7,7 @@ be given as itself or as ``"module:Name"``, which is imported when it is first n
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -40,7 +41,8 @@ class Kind:
         """`reap` as ``module:name``, by which a later process finds it."""
         if self.reap is None or isinstance(self.reap, str):
             return self.reap
-        return f"{self.reap.__module__}:{self.reap.__qualname__}"
+        module, name = (getattr(self.reap, part, None) for part in ("__module__", "__qualname__"))
+        return f"{module}:{name}" if module and name else None
 
 
 _kinds: dict[type[ResourceSpec[Any]], Kind] = {}
@@ -66,14 +68,27 @@ def register(
     Raises:
         ConfigError: ``reap`` cannot be imported by another process.
     """
-    if not isinstance(reap, str) and reap is not None:
-        name = getattr(reap, "__qualname__", "<unnamed>")
-        if "<" in name:
-            raise ConfigError(
-                f"register({spec_type.__name__}, kind={kind!r}): reap is {name}, which a later process cannot import. "
-                "Give a function at the top level of a module."
-            )
-    _kinds[spec_type] = Kind(kind, resource_type, reap)
+    registered = Kind(kind, resource_type, reap)
+    if reap is not None and not _can_be_imported(reap, registered.reap_address or ""):
+        raise ConfigError(
+            f"register({spec_type.__name__}, kind={kind!r}): reap is {registered.reap_address or reap!r}, which a "
+            "later process cannot import. Give a function at the top level of a module, and not of the program that "
+            "is run (__main__)."
+        )
+    _kinds[spec_type] = registered
+
+
+def _can_be_imported(reap: Reap | str, address: str) -> bool:
+    """Whether another process will find this function by its address, as far as can be told from here."""
+    module, _, name = address.partition(":")
+    if not module or module in ("__main__", "__mp_main__"):
+        return False
+    if isinstance(reap, str):
+        return True  # it is imported when it is needed
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return bool(found == reap)
 
 
 def kind_of(spec: ResourceSpec[Any]) -> Kind:

@@ -31,8 +31,8 @@ from agentfly.resources.books import Books
 from agentfly.resources.budget import Account, Budget
 from agentfly.resources.deadlock import broken, find_knot, youngest
 from agentfly.resources.decisions import Decision
-from agentfly.resources.pool import MOVING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
-from agentfly.resources.spec import Scope
+from agentfly.resources.pool import COMING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scope import Scope
 from agentfly.resources.supply import Supply
 
 SWEEP_S = 1.0
@@ -60,21 +60,13 @@ class Scheduler:
     def requested(self, request: Request, now: float) -> list[Decision]:
         """Somebody asks for an instance."""
         books, pool = self._books, self._books.pool(request.spec)
-        key = (request.owner, request.scope)
         if self._supply.closed:
             books.refuse(request.id, refusals.closed(request.owner, request.spec.label))
         elif pool.costly and (excess := self._supply.account.excess(pool.cost)) is not None:
             books.refuse(request.id, refusals.too_large(request, excess))
-        elif (holding := pool.held.get(key)) is not None:
-            if holding.death is not None:
-                books.refuse(request.id, refusals.died(holding))
-            else:
-                books.claim(holding, request.id)
-        elif (waiter := pool.waiting.get(key)) is not None:
-            books.join(waiter, request)
-            books.set_deadline(request)
         else:
-            self._queue(request, pool, now)
+            books.ask(pool, now)
+            self._answer(request, pool, now)
         books.forget_if_empty(pool)
         return self._done(now)
 
@@ -190,6 +182,7 @@ class Scheduler:
                 self._supply.look_after(what, now)
                 self._serve(what.pool, now)
             elif isinstance(what, Pool):
+                self._books.lapse(what, now)
                 self._serve(what, now)
             else:
                 self._sweep(now)
@@ -230,6 +223,20 @@ class Scheduler:
         return self._supply.starting
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
+
+    def _answer(self, request: Request, pool: Pool, now: float) -> None:
+        """Give a request what its owner has or is about to get, or else a place in the queue."""
+        books, key = self._books, (request.owner, request.scope)
+        if (holding := pool.held.get(key)) is not None:
+            if holding.death is not None:
+                books.refuse(request.id, refusals.died(holding))
+            else:
+                books.claim(holding, request.id)
+        elif (waiter := pool.waiting.get(key)) is not None:
+            books.join(waiter, request)
+            books.set_deadline(request)
+        else:
+            self._queue(request, pool, now)
 
     def _queue(self, request: Request, pool: Pool, now: float) -> None:
         """Have a request wait for its turn, which may be now."""
@@ -284,7 +291,7 @@ class Scheduler:
         """A request has waited as long as it may."""
         if (waiter := self._books.waiters.get(request.id)) is None:
             return
-        error = refusals.timed_out(waiter, now, self._holdings_before(waiter))
+        error = refusals.timed_out(waiter, now, _holdings_of(self._instances_before(waiter)))
         self._books.withdraw(request.id)
         self._books.refuse(request.id, error)
         self._serve(waiter.pool, now)
@@ -306,24 +313,23 @@ class Scheduler:
             self._serve(loser.pool, now)
 
     def _in_the_way(self, waiter: Waiter) -> list[Holding]:
-        """The holdings any one of which must end before a waiter can go on; none if something is moving anyway."""
-        pool = waiter.pool
-        if pool.is_moving() or self._supply.starts_are_full():
-            return []
-        if len(pool.instances) < pool.spec.capacity and (
-            self.account.fits(pool.cost) or any(i.state in MOVING for i in self._books.instances.values())
-        ):
-            return []
-        return self._holdings_before(waiter)
+        """The holdings any one of which must end before a waiter can go on; none if it will go on without.
 
-    def _holdings_before(self, waiter: Waiter) -> list[Holding]:
-        """What is held of the pool, or of the budget if that is what is short."""
+        Something else will help it if an instance is coming or, in a full pool, going. What is merely stuck will not,
+        nor what moves elsewhere. A pool that may start another one waits for the budget, unless what is on its way out
+        leaves enough of it; then a place to start is all that it needs, and every start ends.
+        """
+        pool, before = waiter.pool, self._instances_before(waiter)
+        if pool.coming() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
+            return []
+        if any(instance.state in COMING for instance in before):
+            return []
+        return _holdings_of(before)
+
+    def _instances_before(self, waiter: Waiter) -> list[Instance]:
+        """What is alive of the pool if it is full, and otherwise what takes the budget that is short."""
         pool = waiter.pool
-        if len(pool.instances) >= pool.spec.capacity:
-            instances = list(pool.instances.values())
-        else:
-            instances = [i for i in self._books.instances.values() if self._supply.would_help(i, pool)]
-        return [holding for instance in instances for holding in instance.holdings.values()]
+        return list(pool.instances.values()) if pool.is_full() else self._supply.in_place_of(pool)
 
     def _done(self, now: float) -> list[Decision]:
         """What an event has come to."""
@@ -332,3 +338,7 @@ class Scheduler:
             self._books.timers.set(now + SWEEP_S, _SWEEP)
         decisions, self._books.decisions = self._books.decisions, []
         return decisions
+
+
+def _holdings_of(instances: list[Instance]) -> list[Holding]:
+    return [holding for instance in instances for holding in instance.holdings.values()]

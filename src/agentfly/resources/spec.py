@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from enum import StrEnum
+from numbers import Integral, Real
 from typing import Generic, Literal, TypeVar
 
 from agentfly.errors import ConfigError
+from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.resource import Resource
 
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
-
-
-class Scope(StrEnum):
-    """How long a lease lasts."""
-
-    CALL = "call"  # this tool call
-    ROLLOUT = "rollout"  # until the rollout ends
-    GLOBAL = "global"  # shared by many owners, until the engine closes or it idles out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +34,8 @@ class ResourceSpec(Generic[R_co]):
         reset_timeout_s: seconds a reset or health check may take before the instance is replaced.
         release_timeout_s: seconds an instance may take to go away in good order before it is forced, which may take
             as long again.
-        idle_timeout_s: seconds an instance may stand idle before it is released, unless it is one of the ``warm``
-            ones; None means for ever.
+        idle_timeout_s: seconds an instance may stand idle before it is released; None means for ever. The ``warm``
+            ones stay longer, until nobody has asked for the spec for so many seconds.
         check_interval_s: seconds between two health checks of an instance that is idle or leased; None means that
             it is checked only after a reset.
 
@@ -64,27 +58,33 @@ class ResourceSpec(Generic[R_co]):
     check_interval_s: float | None = 30.0
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ConfigError(
-                f"{type(self).__name__}(capacity={self.capacity}): a pool needs a capacity of at least 1."
-            )
-        if not 0 <= self.warm <= self.capacity:
-            raise ConfigError(
-                f"{type(self).__name__}(warm={self.warm}): the warm count must lie between 0 and "
-                f"the capacity of {self.capacity}."
-            )
-        for name in ("cpus", "gpus"):
-            if getattr(self, name) < 0:
-                raise self._wrong(name, "an instance cannot take less than nothing of the host's budget")
+        self._require_whole("capacity", least=1)
+        self._require_whole("warm", least=0)
+        if self.warm > self.capacity:
+            raise self._wrong("warm", f"no more can be kept ready than the capacity of {self.capacity}")
         for name in ("max_concurrency", "max_uses"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise self._wrong(name, "give at least 1, or None for no limit")
-        for name in ("start_timeout_s", "reset_timeout_s", "release_timeout_s", "idle_timeout_s", "check_interval_s"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise self._wrong(name, "give a number of seconds above 0")
+            if getattr(self, name) is not None:
+                self._require_whole(name, least=1, otherwise=", or None for no limit")
+        for name in ("cpus", "gpus"):
+            if not (_is_number(value := getattr(self, name)) and value >= 0):
+                raise self._wrong(name, "write a number of at least 0, without quotes")
+        for name in ("start_timeout_s", "reset_timeout_s", "release_timeout_s"):
+            self._require_seconds(name)
+        for name in ("idle_timeout_s", "check_interval_s"):
+            if getattr(self, name) is not None:
+                self._require_seconds(name, otherwise=", or None for never")
         if self.reuse not in ("reset", "recreate"):
             raise self._wrong("reuse", "write 'reset' or 'recreate'")
         parse_bytes(self.memory)
+
+    def _require_whole(self, name: str, *, least: int, otherwise: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise self._wrong(name, f"write a whole number of at least {least}, without quotes{otherwise}")
+
+    def _require_seconds(self, name: str, *, otherwise: str = "") -> None:
+        if not (_is_number(value := getattr(self, name)) and value > 0):
+            raise self._wrong(name, f"write a number of seconds above 0, without quotes{otherwise}")
 
     def _wrong(self, name: str, cure: str) -> ConfigError:
         return ConfigError(f"{type(self).__name__}({name}={getattr(self, name)!r}): {cure}.")
@@ -100,37 +100,5 @@ class ResourceSpec(Generic[R_co]):
         return parse_bytes(self.memory)
 
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size such as ``"512MiB"``, ``"2GB"`` or ``1024``.
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
-    if isinstance(size, int) and size >= 0:
-        return size
-    text = str(size).strip().lower()
-    number = text.rstrip("bkmgti ")
-    unit = text[len(number) :].strip()
-    try:
-        count = int(float(number) * _UNITS[unit])
-        if count < 0:
-            raise ValueError(size)
-        return count
-    except (ValueError, KeyError, OverflowError):
-        raise ConfigError(
-            f"{size!r} is not a size in bytes. Write a number and a unit, for instance '512MiB' or '2GB'."
-        ) from None
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,7 +6,7 @@ from agentfly.resources.books import Books
 from agentfly.resources.budget import Account, Budget, Cost
 from agentfly.resources.decisions import Check, Reset, Start, Stop
 from agentfly.resources.line import StartLine
-from agentfly.resources.pool import MOVING, Instance, InstanceState, Pool
+from agentfly.resources.pool import BUSY, Instance, InstanceState, Pool
 
 PATIENCE_S = 5.0
 """Seconds that a request waits for the budget before a busy pool gives up an instance for it."""
@@ -35,7 +35,7 @@ class Supply:
         if pool.queue and pool.missing() > 0:
             self._lines[pool.costly].join(pool)
         self.advance(now)
-        if pool.spec.warm:
+        if pool.warm:
             self._warm_up(now)
 
     def start_what_fits(self, now: float) -> None:
@@ -108,7 +108,7 @@ class Supply:
         self.stop(instance, now)
         pool.failures += 1
         pool.warm_from = now + min(2.0 ** (pool.failures - 1), WARM_RETRY_S)
-        if pool.spec.warm:
+        if pool.warm:
             self._books.timers.set(pool.warm_from, pool)
 
     def take(self, instance: Instance, now: float) -> None:
@@ -160,15 +160,20 @@ class Supply:
         if pool.worn_out(instance) or (pool.spec.reuse == "recreate" and not instance.shared):
             return True
         hungry = self._lines[True].first()
-        if hungry is None or hungry is pool or not self.would_help(instance, hungry):
+        if hungry is None or hungry is pool or not _eases(self.account.short(hungry.cost), pool.cost):
             return False
         own, other = pool.queue.first(), hungry.queue.first()
         assert other is not None  # a pool in the line has a waiter
         return own is None or (other.order < own.order and now - other.since >= PATIENCE_S)
 
-    def would_help(self, instance: Instance, pool: Pool) -> bool:
-        """Whether an instance takes something of the budget that a pool's next start is short of."""
-        return _eases(self.account.short(pool.cost), instance.pool.cost)
+    def in_place_of(self, pool: Pool) -> list[Instance]:
+        """The instances that take what of the budget a pool's next start will be short of.
+
+        None if there will be enough, once everything on its way out is gone.
+        """
+        if not any(short := self.account.short(pool.cost)):
+            return []
+        return [instance for instance in self._books.instances.values() if _eases(short, instance.pool.cost)]
 
     # --- what time does to it -----------------------------------------------------------------------------------------
 
@@ -181,13 +186,13 @@ class Supply:
             instance.state is InstanceState.IDLE
             and spec.idle_timeout_s is not None
             and now >= instance.since + spec.idle_timeout_s
-            and (instance.shared or len(pool.idle) > spec.warm)
+            and (instance.shared or len(pool.idle) > pool.warm)
         ):
             self.stop(instance, now)
             return
         if spec.check_interval_s is not None and now >= instance.checked + spec.check_interval_s:
             instance.checked = now
-            if instance.state not in MOVING:
+            if instance.state not in BUSY:
                 self._books.decisions.append(Check(instance.name, spec))
         self._set_timer(instance, now)
 

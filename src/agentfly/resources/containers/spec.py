@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from agentfly.errors import ConfigError
+from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.registry import register
-from agentfly.resources.spec import ResourceSpec, parse_bytes
+from agentfly.resources.spec import ResourceSpec
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.container import Container  # noqa: F401  (named in the base class)

@@ -89,7 +89,7 @@ async def test_rows_that_join_and_leave_at_any_token_decode_as_they_do_alone(
         assert generation.finish == "length"
         assert_exact(model, prompt, generation)
 
-    async with policy_of(model, tokenizer, max_concurrent=8) as policy:
+    async with policy_of(model, tokenizer, max_concurrent_generations=8) as policy:
         await asyncio.gather(*(one(number) for number in range(30)))
 
 
@@ -107,7 +107,7 @@ async def test_sixty_four_rollouts_of_several_turns_at_once(model: PreTrainedMod
             await asyncio.sleep(chance.random() / 50)
         policy.forget(str(number))
 
-    async with policy_of(model, tokenizer, max_concurrent=64) as policy:
+    async with policy_of(model, tokenizer, max_concurrent_generations=64) as policy:
         await asyncio.gather(*(rollout(number) for number in range(64)))
 
 
@@ -155,7 +155,7 @@ async def test_with_few_slots_earlier_turns_are_evicted_and_nothing_goes_wrong(
             assert_exact(model, ids, generation)
             ids = [*ids, *generation.ids, 3, 4]
 
-    async with policy_of(model, tokenizer, max_concurrent=2, max_resident=2) as policy:
+    async with policy_of(model, tokenizer, max_concurrent_generations=2, max_resident=2) as policy:
         await asyncio.gather(*(rollout(number) for number in range(7)))
 
 
@@ -189,7 +189,7 @@ async def test_a_cancelled_generation_leaves_the_batch(model: PreTrainedModel, t
 async def test_samples_depend_on_the_seed_and_the_rollout_not_on_who_runs_besides(
     model: PreTrainedModel, tokenizer: HFTokenizer
 ) -> None:
-    async def samples(order: Sequence[int], seed: int, max_concurrent: int) -> dict[int, list[list[int]]]:
+    async def samples(order: Sequence[int], seed: int, at_once: int) -> dict[int, list[list[int]]]:
         found: dict[int, list[list[int]]] = {}
 
         async def rollout(number: int) -> None:
@@ -201,13 +201,13 @@ async def test_samples_depend_on_the_seed_and_the_rollout_not_on_who_runs_beside
                 ids = ids + turns[-1]
             found[number] = turns
 
-        async with policy_of(model, tokenizer, seed=seed, max_concurrent=max_concurrent) as policy:
+        async with policy_of(model, tokenizer, seed=seed, max_concurrent_generations=at_once) as policy:
             await asyncio.gather(*(rollout(number) for number in order))
         return found
 
-    first = await samples(range(8), seed=0, max_concurrent=8)
-    assert await samples([5, 0, 7, 2, 1, 6, 4, 3], seed=0, max_concurrent=3) == first
-    assert await samples(range(8), seed=1, max_concurrent=8) != first
+    first = await samples(range(8), seed=0, at_once=8)
+    assert await samples([5, 0, 7, 2, 1, 6, 4, 3], seed=0, at_once=3) == first
+    assert await samples(range(8), seed=1, at_once=8) != first
 
 
 async def test_a_generation_with_its_own_seed_repeats(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
@@ -234,7 +234,7 @@ async def test_a_sampled_stop_token_is_the_last_and_ends_the_generation(
 
 
 async def test_the_context_length_cuts_a_generation(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
-    async with policy_of(model, tokenizer, context_length=10) as policy:
+    async with policy_of(model, tokenizer, max_context_tokens=10) as policy:
         generation = await policy.generate([1] * 6, GREEDY, rollout_id="a")
         assert (len(generation.ids), generation.finish) == (4, "length")
         with pytest.raises(PromptTooLong, match="10 tokens and the policy holds 10"):
@@ -336,6 +336,6 @@ async def test_a_prompt_that_is_none_is_refused_alone(
 
 def test_contradicting_limits_are_refused(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
     with pytest.raises(ConfigError, match="max_resident"):
-        policy_of(model, tokenizer, max_concurrent=8, max_resident=4)
+        policy_of(model, tokenizer, max_concurrent_generations=8, max_resident=4)
     with pytest.raises(ConfigError, match="2 to 1024"):
-        policy_of(model, tokenizer, context_length=4096)
+        policy_of(model, tokenizer, max_context_tokens=4096)

@@ -16,7 +16,7 @@ from agentfly.errors import PolicyError
 from agentfly.policies.embedded.attention import output_layer, packed_hidden
 from agentfly.policies.embedded.keyvalues import CachedAttention, Chunk, KeyValueStore
 from agentfly.policies.embedded.sampling import sample
-from agentfly.policies.embedded.slots import Resident, SlotTable
+from agentfly.policies.embedded.slots import Placement, Resident, SlotTable
 from agentfly.policies.policy import SamplingParams
 
 PREFILL_TOKENS = 512
@@ -91,7 +91,7 @@ class RunningBatch:
     def renew(self, version: int) -> None:
         """The weights have changed: what is kept of earlier ones is dropped. No row may be running."""
         self._version = version
-        self._table.clear()
+        self._drop_everything()
 
     def step(self, *, admit: bool = True) -> list[Request]:
         """Let waiting requests join if ``admit``, and compute the next tokens of every row.
@@ -107,7 +107,6 @@ class RunningBatch:
         if not self._rows:
             return []
         rows, chunks = self._next_chunks()
-        self._reserve(1, max(chunk.stop for chunk in chunks))
         hidden = self._forward(rows, chunks)
         ready: list[_Row] = []
         last: list[int] = []
@@ -125,47 +124,61 @@ class RunningBatch:
         return [row.request for row in ended]
 
     def abort(self) -> list[Request]:
-        """Take every row out of the batch after a failed step; returns their requests."""
+        """Take every row out of the batch after a failed step, and free all memory; returns the rows' requests."""
         requests = [row.request for row in self._rows]
         self._leave(list(self._rows))
-        self._table.clear()
+        self._drop_everything()
         return requests
+
+    def _drop_everything(self) -> None:
+        """Keep nothing of earlier turns. No row may be running."""
+        self._table.clear()
+        self._store.clear()
 
     def _admit(self) -> None:
         """Let waiting requests join, in their order, as far as there is room."""
         for request in [request for request in self.waiting if request.cancelled]:
             self.waiting.remove(request)
         held_back: list[Request] = []
-        while self.waiting and len(self._rows) < self._max_concurrent:
-            request = self.waiting.popleft()
-            placement = self._table.place(request.rollout_id, request.prompt)
-            if placement is None:
-                held_back.append(request)
-                continue
-            resident = placement.resident
-            request.version = self._version
-            self._rows.append(_Row(request, resident))
-            self._reserve(resident.slot + 1, len(request.prompt))
-            if placement.copy_from is not None:
-                self._store.copy(placement.copy_from, resident.slot, resident.computed)
-        self.waiting.extendleft(reversed(held_back))
+        try:
+            while self.waiting and len(self._rows) < self._max_concurrent:
+                request = self.waiting.popleft()
+                placement = self._table.place(request.rollout_id, request.prompt)
+                if placement is None:
+                    held_back.append(request)
+                else:
+                    self._join(request, placement)
+        finally:
+            self.waiting.extendleft(reversed(held_back))
 
-    def _reserve(self, slots: int, length: int) -> None:
-        self._store.reserve(slots, length, {slot: kept.computed for slot, kept in self._table.residents.items()})
+    def _join(self, request: Request, placement: Placement) -> None:
+        resident, source = placement.resident, placement.copy_from
+        request.version = self._version
+        self._rows.append(_Row(request, resident))
+        self._reserve(resident, len(request.prompt), kept=resident.computed if source is None else 0, needed=source)
+        if source is not None:
+            self._store.copy(source, resident.slot, resident.computed)
+
+    def _reserve(self, resident: Resident, length: int, *, kept: int, needed: int | None = None) -> None:
+        """Make room for a resident; forgotten ones, except in the slot ``needed``, go before more memory is taken."""
+        spare = (slot for slot in self._table.forgotten() if slot != needed)
+        if (given_up := self._store.reserve(resident.slot, length, kept, spare)) is not None:
+            self._table.drop(given_up)
 
     def _next_chunks(self) -> tuple[list[_Row], list[Chunk]]:
-        """The rows of this step in packed order, those that sample first and by slot, and the tokens of each."""
+        """The rows of this step in packed order, those that sample first and by place, and the tokens of each."""
         budget = PREFILL_TOKENS
         single: list[tuple[_Row, Chunk]] = []
         several: list[tuple[_Row, Chunk]] = []
         for row in self._rows:
             chunk = row.chunk(max(budget, 1))
+            self._reserve(row.resident, chunk.stop, kept=row.resident.computed)
             if chunk.count == 1:
                 single.append((row, chunk))
             else:
                 several.append((row, chunk))
                 budget -= chunk.count
-        single.sort(key=lambda pair: pair[1].slot)
+        single.sort(key=lambda pair: self._store.place(pair[1].slot))
         pairs = single + several
         return [row for row, _ in pairs], [chunk for _, chunk in pairs]
 

@@ -8,11 +8,14 @@ ancestors and, causally, to itself. Segments of one parent are attended to in on
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from agentfly.policies.embedded.prefixes import common_prefix
 
 MIN_SHARED = 16
 """A common prefix shorter than this is computed once per row: a segment of its own would cost more."""
@@ -67,7 +70,8 @@ def pack_rows(
     leaves: list[Segment] = [None] * len(rows)  # type: ignore[list-item]
     if share_prefixes:
         order = sorted(range(len(rows)), key=lambda index: tuple(rows[index]))
-        common = [common_prefix(rows[left], rows[right]) for left, right in itertools.pairwise(order)]
+        ordered = [array("i", rows[index]) for index in order]
+        common = [common_prefix(left, right) for left, right in itertools.pairwise(ordered)]
         _grow(_Growth(rows, order, common, segments, leaves), 0, len(rows), 0, None)
     else:
         for index, row in enumerate(rows):
@@ -88,15 +92,6 @@ def pack_rows(
         row_indices=[leaf.packed_indices() for leaf in leaves],
         plan=PackedAttention([AttentionBlock.of(block, device, dtype) for block in blocks]),
     )
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(left), len(right))
-    for index in range(length):
-        if left[index] != right[index]:
-            return index
-    return length
 
 
 @dataclass

@@ -43,9 +43,9 @@ class EmbeddedPolicy:
         model: PreTrainedModel,
         tokenizer: HFTokenizer,
         *,
-        max_concurrent: int = 64,
+        max_concurrent_generations: int = 64,
         max_resident: int | None = None,
-        context_length: int | None = None,
+        max_context_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
         """Use a model that is already loaded.
@@ -53,28 +53,28 @@ class EmbeddedPolicy:
         Args:
             model: a causal language model whose attention can be chosen (see `embedded.attention`).
             tokenizer: its tokenizer.
-            max_concurrent: the most generations in the running batch; others wait, in their order.
+            max_concurrent_generations: the most generations in the running batch; others wait, in their order.
             max_resident: the most sequences whose keys and values are in memory, running ones included; by default
-                twice ``max_concurrent``.
-            context_length: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
+                twice ``max_concurrent_generations``. Each takes memory for up to twice its tokens.
+            max_context_tokens: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
             seed: where all random numbers of the policy come from.
 
         Raises:
             ConfigError: a limit is out of its range.
         """
         longest = int(model.config.max_position_embeddings)
-        resident = 2 * max_concurrent if max_resident is None else max_resident
-        if max_concurrent < 1 or resident < max_concurrent:
+        resident = 2 * max_concurrent_generations if max_resident is None else max_resident
+        if max_concurrent_generations < 1 or resident < max_concurrent_generations:
             raise ConfigError(
-                f"max_concurrent is {max_concurrent} and max_resident {resident}; they must be at least 1, and "
-                "max_resident no less than max_concurrent."
+                f"max_concurrent_generations is {max_concurrent_generations} and max_resident {resident}; they must be "
+                "at least 1, and max_resident no less than max_concurrent_generations."
             )
-        if context_length is not None and not 2 <= context_length <= longest:
-            raise ConfigError(f"context_length is {context_length}; this model can hold 2 to {longest} tokens.")
+        if max_context_tokens is not None and not 2 <= max_context_tokens <= longest:
+            raise ConfigError(f"max_context_tokens is {max_context_tokens}; this model can hold 2 to {longest} tokens.")
         self.model = model
         self._tokenizer = tokenizer
-        self._context_length = context_length or longest
-        self._max_concurrent = max_concurrent
+        self._context_length = max_context_tokens or longest
+        self._max_concurrent = max_concurrent_generations
         self._max_resident = resident
         self._seed = seed
         self._version = 0
@@ -89,9 +89,9 @@ class EmbeddedPolicy:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        max_concurrent: int = 64,
+        max_concurrent_generations: int = 64,
         max_resident: int | None = None,
-        context_length: int | None = None,
+        max_context_tokens: int | None = None,
         threads: int | None = None,
         seed: int = 0,
     ) -> Self:
@@ -102,7 +102,7 @@ class EmbeddedPolicy:
             device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
             dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` (see `loading.choose_dtype`).
             threads: CPU threads to compute on; by default see `threads.choose_threads`.
-            max_concurrent, max_resident, context_length, seed: see the class.
+            max_concurrent_generations, max_resident, max_context_tokens, seed: see the class.
 
         Raises:
             PrerequisiteError: the model cannot be had, or the machine lacks something.
@@ -116,9 +116,9 @@ class EmbeddedPolicy:
         return cls(
             model,
             HFTokenizer.load(path),
-            max_concurrent=max_concurrent,
+            max_concurrent_generations=max_concurrent_generations,
             max_resident=max_resident,
-            context_length=context_length,
+            max_context_tokens=max_context_tokens,
             seed=seed,
         )
 
@@ -225,7 +225,7 @@ class EmbeddedPolicy:
         if len(prompt_ids) >= self._context_length:
             raise PromptTooLong(
                 f"The prompt has {len(prompt_ids)} tokens and the policy holds {self._context_length}, prompt and "
-                "sampled together: no room is left. Shorten the prompt, or load the model with a longer context_length."
+                "sampled together: no room is left. Shorten the prompt, or load the model with more max_context_tokens."
             )
         if not prompt_ids:
             raise PolicyError("The prompt is empty: there is nothing to continue.")

@@ -123,7 +123,11 @@ class Sampler:
 
 def _as_policy_error(error: Exception) -> PolicyError:
     """An error of its own for each generation of a failed step."""
-    known = isinstance(error, PolicyError)
-    failure = PolicyError(str(error) if known else f"The model failed: {type(error).__name__}: {error}")
+    message = str(error)
+    if not isinstance(error, PolicyError):
+        message = f"The model failed: {type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in message:  # on a GPU, on a processor
+            message += " Lower max_concurrent_generations or max_context_tokens, which bound the memory of sampling."
+    failure = PolicyError(message)
     failure.__cause__ = error
     return failure

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
+from agentfly.policies.embedded.prefixes import common_prefix
 
 WORTH_COPYING = 8
 """A common prefix shorter than this is computed again rather than copied from another slot."""
@@ -93,6 +93,14 @@ class SlotTable:
             if kept.rollout_id == rollout_id:
                 kept.rollout_id = None
 
+    def forgotten(self) -> list[int]:
+        """The idle slots of forgotten rollouts, those used longest ago first."""
+        return [kept.slot for kept in self._idle() if kept.rollout_id is None]
+
+    def drop(self, slot: int) -> None:
+        """Free an idle slot, because its keys and values are gone."""
+        del self.residents[slot]
+
     def clear(self) -> None:
         """Free every idle slot, because its keys and values are of no use any more."""
         self.residents = {slot: kept for slot, kept in self.residents.items() if kept.running}
@@ -117,23 +125,16 @@ class SlotTable:
 
     def _free_slot(self, keep: Resident | None) -> int | None:
         """A forgotten slot, else an empty one, else the idle one used longest ago; ``keep`` only as the last."""
-        idle = sorted((kept for kept in self.residents.values() if not kept.running), key=lambda kept: kept.used)
-        forgotten = [kept.slot for kept in idle if kept.rollout_id is None and kept is not keep]
-        if forgotten:
+        kept_slot = None if keep is None else keep.slot
+        if forgotten := [slot for slot in self.forgotten() if slot != kept_slot]:
             return forgotten[0]
         if len(self.residents) < self.limit:
             return next(slot for slot in range(self.limit) if slot not in self.residents)
-        return next((kept.slot for kept in sorted(idle, key=lambda kept: kept is keep)), None)
+        return next((kept.slot for kept in sorted(self._idle(), key=lambda kept: kept is keep)), None)
+
+    def _idle(self) -> list[Resident]:
+        return sorted((kept for kept in self.residents.values() if not kept.running), key=lambda kept: kept.used)
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-
-def common_prefix(left: array[int], right: array[int]) -> int:
-    """Length of the longest common prefix of two arrays of token ids."""
-    length = min(len(left), len(right))
-    if length == 0 or left[0] != right[0]:
-        return 0
-    different = np.flatnonzero(np.frombuffer(left, np.intc, length) != np.frombuffer(right, np.intc, length))
-    return int(different[0]) if len(different) else length

@@ -12,7 +12,7 @@ import pytest
 
 from agentfly.cli import main as cli
 from agentfly.policies.catalog import find_model
-from agentfly.resources.containers import launcher
+from agentfly.resources.containers import tiers
 from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
 
 AGENT = '''
@@ -73,7 +73,7 @@ def refused(project, monkeypatch, capsys):
 
 def test_a_machine_without_user_namespaces(refused, monkeypatch):
     cure = "Ordinary users may not make user namespaces here. As root, run: sysctl -w user.max_user_namespaces=15000"
-    monkeypatch.setattr(launcher, "_own", lambda: SandboxCapabilities(Tier.NONE, missing=(cure,)))
+    monkeypatch.setattr(tiers, "_own", lambda: SandboxCapabilities(Tier.NONE, missing=(cure,)))
     code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:boxed")
     assert code == 1
     assert cure in message

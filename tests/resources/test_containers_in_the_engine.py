@@ -6,15 +6,23 @@ import asyncio
 import os
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied
+from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError
 from agentfly.resources import orphans
-from agentfly.resources.containers.launcher import probe, runtime_directory
+from agentfly.resources.containers.capabilities import Tier
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.launcher import Launcher
+from agentfly.resources.containers.program import Program
+from agentfly.resources.containers.reaping import reap
+from agentfly.resources.containers.scratch import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.tiers import probe
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.registry import register
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -45,13 +53,58 @@ async def test_rollouts_share_few_sandboxes_and_never_see_what_another_left(tmp_
 async def test_a_sandbox_that_dies_is_replaced_for_the_next_owner(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(SPEC, "first")
-        os.kill(lease.resource.traces["pid"], 9)
+        sandbox = lease.resource._sandbox
+        assert sandbox is not None
+        sandbox.kill()
         with pytest.raises(ResourceDied):
             await lease.resource.run("sleep 60")
         assert await engine.check(lease) is Status.BROKEN
         await engine.release_owner("first")
         other = await engine.acquire(SPEC, "second")
         assert str(await other.resource.run("echo alive")) == "alive"
+
+
+async def test_an_owners_reset_and_a_health_check_do_not_disturb_each_other(tmp_path: Path) -> None:
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        lease = await engine.acquire(SPEC, "first")
+        reset = asyncio.create_task(lease.resource.reset())
+        while not reset.done():
+            assert await engine.check(lease) is Status.HEALTHY
+            await asyncio.sleep(0.001)
+        await reset
+        assert str(await lease.resource.run("echo alive")) == "alive"
+
+
+class StuckSpec(ContainerSpec):
+    """A sandbox whose bubblewrap never says that it is up, and never closes what it should say it on."""
+
+
+async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    program = runtime_directory() / f"bwrap-{os.getpid()}"  # where any user can read it
+    program.write_text('#!/bin/bash\n[[ "$*" != *--info-fd* ]] || sleep 7321\n')
+    program.chmod(0o755)
+    stuck = await asyncio.to_thread(Launcher, Tier.USER, Program(program), None)
+    made = []
+
+    def make(spec: ContainerSpec, instance: str) -> Container:
+        made.append(instance)
+        return Container(spec, instance, launcher=stuck)
+
+    register(StuckSpec, make, kind="container", reap=reap)
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        spec = replace(SPEC, capacity=9)
+        starts = [engine.acquire(spec, f"healthy-{n}") for n in range(9)]
+        never = engine.acquire(StuckSpec(memory="128MiB", start_timeout_s=2), "stuck")
+        refusal, *leases = await asyncio.gather(never, *starts, return_exceptions=True)
+        assert isinstance(refusal, ResourceError)
+        assert "start" in str(refusal)
+        for lease in leases:
+            assert not isinstance(lease, BaseException)
+            assert str(await lease.resource.run("echo alive")) == "alive"
+        assert made
+        assert [instance for instance in made if (runtime_directory() / instance).exists()] == []
+    stuck.close()
+    program.unlink()
 
 
 async def test_a_spec_that_cannot_be_enforced_fails_its_request_with_the_cure(

@@ -14,9 +14,9 @@ from typing import Any
 
 from agentfly.resources.containers.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.launcher import probe
 from agentfly.resources.containers.layout import SYSTEM, common_arguments
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.tiers import probe
 
 _SPEC = ContainerSpec(memory="256MiB", pids=64, cpus=1)
 
@@ -53,9 +53,12 @@ async def _measure(rounds: int, commands: int) -> dict[str, Any]:
 
     for number in range(rounds):
         box = Container(spec, f"bench-{os.getpid()}-{number}")
-        await timed("cold_start", box.start)
-        await timed("reset", box.reset)
-        await timed("release", box.release)
+        try:
+            await timed("cold_start", box.start)
+            await timed("reset", box.reset)
+            await timed("release", box.release)
+        finally:
+            await box.release()  # a second time where all went well, which is nothing
         times.setdefault("bare_cold_start", []).append(_bare_start(spec, found.program, number))
     async with _Session(spec) as session:
         for _ in range(commands):
@@ -79,7 +82,11 @@ class _Session:
         )
 
     async def __aenter__(self) -> _Session:
-        await self.box.start()
+        try:
+            await self.box.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -101,25 +108,24 @@ def _bare_start(spec: ContainerSpec, program: str, number: int) -> float:
     """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it."""
     home = cgroup_home()
     group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}", cpus=spec.cpus) if home else None
-    with tempfile.TemporaryDirectory() as directory:
-        shown = _bare_arguments(spec, Path(directory))
-        before = time.perf_counter()
-        if group is not None:
-            group.create(memory=spec.memory_limit, pids=spec.pids, cpus=spec.cpus)
-        with subprocess.Popen(
-            [program, *shown, "--", "/bin/bash", "--norc", "--noprofile", "-c", "read; echo; read"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            command = [program, *_bare_arguments(spec, Path(directory)), "--", "/bin/bash", "--norc", "--noprofile"]
+            before = time.perf_counter()
             if group is not None:
-                group.attach(process.pid)
-            process.stdin.write(b"\n")
-            process.stdout.read(1)
-            took = (time.perf_counter() - before) * 1e3
-            process.stdin.close()
+                group.create(memory=spec.memory_limit, pids=spec.pids, cpus=spec.cpus)
+            with subprocess.Popen(
+                [*command, "-c", "read; echo; read"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            ) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                if group is not None:
+                    group.attach(process.pid)
+                process.stdin.write(b"\n")
+                process.stdout.read(1)
+                took = (time.perf_counter() - before) * 1e3
+                process.stdin.close()
+    finally:
         if group is not None:
             group.remove()
     return took

@@ -26,8 +26,11 @@ class SandboxCapabilities:
     Args:
         tier: how they are started.
         program: the path of bubblewrap; empty if there is none.
-        memory: what holds a sandbox to its memory: the kernel, for all its processes together (``cgroup``); or a
-            limit for each process and a watchdog for their sum (``watchdog``).
+        memory: what holds a sandbox to its memory: the kernel, for all its processes and private files together
+            (``cgroup``); or a limit for each process, and a watchdog for the sum of them and of the private files
+            (``watchdog``). The watchdog looks four times a second, so that the sum can be over the limit in between;
+            and what is written over an unpacked image, outside the workdir, the home and the directories for
+            temporary files, has no limit of its own there.
         pids: what bounds the number of processes: ``cgroup`` or ``rlimit``.
         cpus: whether processor time can be limited.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.

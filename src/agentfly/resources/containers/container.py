@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import posixpath
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
-from agentfly.resources.containers.launcher import Launcher, launcher_aside, runtime_directory
+from agentfly.resources.containers.command import Outcome, Request
+from agentfly.resources.containers.launcher import Launcher
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.shell import Outcome, Request, Shell
+from agentfly.resources.containers.scratch import runtime_directory
+from agentfly.resources.containers.shell import Shell
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.containers.tiers import launcher_aside
 from agentfly.resources.containers.watchdog import MemoryWatchdog
 from agentfly.resources.resource import Resource, Status
 
@@ -22,11 +27,17 @@ MAX_FILE = 64 * 2**20
 _FILE_TIMEOUT_S = 60.0
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OUR_SCRIPTS = re.compile(rf"{INSIDE}/\d+\.(?:sh|cmd): ")
+_OUR_SCRIPTS = re.compile(rf"^{INSIDE}/\d+\.(?:sh|cmd): ", re.MULTILINE)
 
 
 class Container(Resource):
-    """A sandbox that runs commands: ``await box.run("python solve.py", timeout=60)``."""
+    """A sandbox that runs commands: ``await box.run("python solve.py", timeout=60)``.
+
+    Its processes cannot reach beyond it, but they can reach each other, the shell and every file that they may write:
+    any of them can make up the exit code or the output of a later command, and what a later `read_file` finds. So no
+    grade may rest on what a box says in which processes of the agent still live, or whose programs it could replace:
+    take the agent's files out with `read_file`, check what they are, and grade them in a fresh box.
+    """
 
     spec: ContainerSpec
 
@@ -45,6 +56,11 @@ class Container(Resource):
         self._sandbox: Sandbox | None = None
         self._shell: Shell | None = None
         self._watchdog: MemoryWatchdog | None = None
+        self._changing = asyncio.Lock()  # one of start, reset and release at a time
+        self._change: asyncio.Task[None] | None = None  # the start or reset under way
+        self._up = False
+        self._resetting = False
+        self._released = False
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -55,6 +71,59 @@ class Container(Resource):
             PrerequisiteError: the machine cannot do what the spec asks; the message says what to do.
             ResourceStartError: the sandbox did not come up, or a setup command failed.
         """
+        await self._alone(self._bring_up)
+
+    async def reset(self) -> None:
+        """Begin again with an empty private layer, no processes but the shell, and the setup commands run.
+
+        Raises:
+            ResourceStartError: as `start` does.
+            ResourceDied: the container has been released, before or meanwhile.
+        """
+        await self._alone(self._begin_again)
+
+    async def status(self) -> Status:
+        """Whether the sandbox is alive, or is being reset."""
+        alive = self._up and self._shell is not None and not self._shell.dead
+        return Status.HEALTHY if alive or self._resetting else Status.BROKEN
+
+    async def release(self) -> None:
+        """Kill every process inside, wherever it hid, and remove every trace of the sandbox. It is not started again.
+
+        Raises:
+            OSError: something of it cannot be removed; a second call tries again.
+        """
+        self._released = True
+        if self._change is not None:
+            self._change.cancel()
+        async with self._changing:
+            await self._take_down()
+
+    async def _alone(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start or reset, unless the container has been released; a release meanwhile puts an end to it."""
+        async with self._changing:
+            if self._released:
+                raise ResourceDied(f"The container {self.instance} has been released.")
+            self._change = asyncio.create_task(change())
+            try:
+                await self._change
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise ResourceDied(f"The container {self.instance} was released while it was started.") from None
+            finally:
+                self._change = None
+
+    async def _begin_again(self) -> None:
+        self._resetting = self._up
+        try:
+            await self._take_down()
+            await self._bring_up()
+        finally:
+            self._resetting = False
+
+    async def _bring_up(self) -> None:
         if self._launcher is None:
             self._launcher = await launcher_aside()
         self._launcher.capabilities.check(self.spec)
@@ -62,7 +131,7 @@ class Container(Resource):
         await self._sandbox.start()
         self._shell = Shell(self._sandbox)
         if self._sandbox.cgroup is None:
-            self._watchdog = MemoryWatchdog(self._sandbox)
+            self._watchdog = MemoryWatchdog(self._sandbox, self._shell)
         try:
             await self._shell.ready()
         except ResourceDied:
@@ -73,19 +142,10 @@ class Container(Resource):
             result = await self.run(command, timeout=self.spec.start_timeout_s)
             if result.exit_code:
                 raise ResourceStartError(f"The setup command {command!r} of {self.instance} failed:\n{result}")
+        self._up = True
 
-    async def reset(self) -> None:
-        """Begin again with an empty private layer, no processes but the shell, and the setup commands run."""
-        await self.release()
-        await self.start()
-
-    async def status(self) -> Status:
-        """Whether the sandbox is alive."""
-        alive = self._shell is not None and not self._shell.dead
-        return Status.HEALTHY if alive else Status.BROKEN
-
-    async def release(self) -> None:
-        """Kill every process inside, wherever it hid, and remove every trace of the sandbox."""
+    async def _take_down(self) -> None:
+        self._up = False
         if self._watchdog is not None:
             self._watchdog.close()
         if self._shell is not None:
@@ -96,9 +156,7 @@ class Container(Resource):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The directory on the host, which names the control groups; and the process, once there is one."""
-        if self._sandbox is not None:
-            return self._sandbox.traces
+        """The directory on the host. It names the control groups, and the processes name it."""
         return {"scratch": str(runtime_directory() / self.instance)}
 
     # --- what tools use ---------------------------------------------------------------------------------------------
@@ -117,7 +175,8 @@ class Container(Resource):
         """Run bash source in the session, whose directory and variables last from one command to the next.
 
         The call returns when the command has ended, whether or not it left processes behind; those go on, and end at
-        the latest with the sandbox.
+        the latest with the sandbox. What they print from then on is thrown away; once eight later commands have left
+        processes behind too, printing fails for them, so what is to last should print to a file.
 
         Args:
             command: any number of lines.
@@ -132,15 +191,19 @@ class Container(Resource):
 
         Raises:
             ResourceDied: the sandbox ended.
+            ResourceError: the host has no room for what is passed in.
+            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character.
             UsageError: a name in ``env`` is not one of a variable.
         """
         variables = dict(env or {})
         for name in variables:
             if not _VARIABLE.fullmatch(name):
                 raise UsageError(f"run(env=…): {name!r} cannot be the name of a shell variable.")
-        source = command.encode("utf-8", "surrogatepass")
-        read = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
-        request = Request(source, new_process, cwd, variables, read, max_output)
+            _word(variables[name], f"The value of the variable {name}")
+        if cwd is not None:
+            _word(cwd, "The directory")
+        read = _encoded(stdin, "The input") if isinstance(stdin, str) else stdin
+        request = Request(_word(command, "The command"), new_process, cwd, variables, read, max_output)
         kills = self._memory_kills()
         outcome = await self._live().run(request, timeout)
         return self._result(outcome, timeout, kills)
@@ -152,8 +215,10 @@ class Container(Resource):
             ToolError: there is no such file, it cannot be read, or is longer than 64 MiB.
             ResourceDied: the sandbox ended.
         """
-        where = shlex.quote(posixpath.join(self.spec.workdir, path))
-        command = f"[[ -d {where} ]] || head -c {MAX_FILE + 1} -- {where} || exit 1; [[ ! -d {where} ]]"
+        where = self._quoted(path)
+        # "command -p" looks in the system's directories only, whatever the agent put into those before them
+        head = b"builtin command -p head -c %d -- %s" % (MAX_FILE + 1, where)
+        command = b"[[ -d %s ]] || %s || exit 1; [[ ! -d %s ]]" % (where, head, where)
         outcome = await self._file_command(command, None, 2 * (MAX_FILE + 1))
         if outcome.exit_code or outcome.timed_out:
             raise ToolError(f"{path} could not be read: {_reason(outcome) or 'it is a directory'}")
@@ -168,20 +233,27 @@ class Container(Resource):
             ToolError: it cannot be written, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
-        where = posixpath.join(self.spec.workdir, path)
-        parent = shlex.quote(posixpath.dirname(where))
-        content = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-        outcome = await self._file_command(f"mkdir -p -- {parent} && cat > {shlex.quote(where)}", content, MAX_OUTPUT)
+        where, parent = self._quoted(path), self._quoted(posixpath.dirname(path))
+        content = _encoded(data, "The text") if isinstance(data, str) else data
+        command = b"builtin command -p mkdir -p -- %s && builtin command -p cat > %s" % (parent, where)
+        outcome = await self._file_command(command, content, MAX_OUTPUT)
         if outcome.exit_code or outcome.timed_out:
             raise ToolError(f"{path} could not be written: {_reason(outcome)}")
 
-    async def _file_command(self, command: str, stdin: bytes | None, max_output: int) -> Outcome:
-        request = Request(command.encode("utf-8", "surrogatepass"), True, None, {}, stdin, max_output)
+    def _quoted(self, path: str) -> bytes:
+        """A path inside as a word of the shell. A name that is not UTF-8 is written as `os.fsdecode` does it."""
+        _word(path, "The path")
+        return os.fsencode(shlex.quote(posixpath.join(self.spec.workdir, path)))
+
+    async def _file_command(self, command: bytes, stdin: bytes | None, max_output: int) -> Outcome:
+        request = Request(command, True, None, {}, stdin, max_output)
         return await self._live().run(request, _FILE_TIMEOUT_S)
 
     def _live(self) -> Shell:
         if self._shell is None:
-            raise ResourceDied(f"The container {self.instance} is not running: it was not started, or was released.")
+            raise ResourceDied(
+                f"The container {self.instance} is not running: it was not started, is being reset, or was released."
+            )
         return self._shell
 
     def _memory_kills(self) -> int:
@@ -201,7 +273,7 @@ class Container(Resource):
         omitted = outcome.stdout.omitted + outcome.stderr.omitted
         return CommandResult(
             exit_code=outcome.exit_code,
-            stdout=_OUR_SCRIPTS.sub("bash: ", outcome.stdout.text()),
+            stdout=outcome.stdout.text(),
             stderr=_OUR_SCRIPTS.sub("bash: ", outcome.stderr.text()),
             truncated=omitted > 0,
             timed_out=outcome.timed_out,
@@ -216,3 +288,25 @@ def _reason(outcome: Outcome) -> str:
     if outcome.timed_out:
         return f"it took longer than {_FILE_TIMEOUT_S:g} s"
     return _OUR_SCRIPTS.sub("", outcome.stderr.text()).strip()
+
+
+def _word(text: str, what: str) -> bytes:
+    """What can be a word of the shell.
+
+    Raises:
+        ToolError: it cannot be one.
+    """
+    if "\0" in text:
+        raise ToolError(
+            f"{what} holds a NUL character at position {text.index(chr(0))}, which cannot be. Leave it out."
+        )
+    return _encoded(text, what)
+
+
+def _encoded(text: str, what: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ToolError(
+            f"{what} holds half a character (a lone surrogate) at position {error.start}. Leave it out."
+        ) from None

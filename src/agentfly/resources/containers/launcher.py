@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
+import select
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers import capabilities
 from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
-from agentfly.resources.containers.cgroups import CgroupHome, cgroup_home
-from agentfly.resources.containers.layout import common_arguments
-from agentfly.resources.containers.program import Program, find_program
+from agentfly.resources.containers.cgroups import CgroupHome
+from agentfly.resources.containers.layout import common_arguments, environment_arguments
+from agentfly.resources.containers.processes import kill_with_children
+from agentfly.resources.containers.program import Program
+from agentfly.resources.containers.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.containers.syscalls import (
     CAP_CHOWN,
@@ -42,10 +42,8 @@ from agentfly.resources.containers.trees import BoundTrees, MountedTrees, Trees
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
-EXCHANGE = "shell"  # what a sandbox's directory has for its shell
-GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
 _WORKERS = 4
+_PATIENCE_S = 20.0  # for a bubblewrap that has next to nothing to do
 _MOUNTER = (CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_ADMIN)
 _SESSION = Path(__file__).with_name("session.sh")
 
@@ -70,7 +68,7 @@ class Launched:
 
 
 class Launcher:
-    """Starts sandboxes in one way (a tier). `launcher` gives the one of this process."""
+    """Starts sandboxes in one way (a tier). The module `tiers` has the one of this process."""
 
     def __init__(self, tier: Tier, program: Program, home: CgroupHome | None) -> None:
         """Start the launching thread and try a sandbox.
@@ -81,7 +79,6 @@ class Launcher:
         """
         self.tier = tier
         self.cgroups = home
-        self.pid = os.getpid()
         self.base = runtime_directory()
         self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner that the sandbox's files need, if not us
         self._program = program
@@ -150,25 +147,33 @@ class Launcher:
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
         pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
         command = ["/bin/bash", "--norc", "--noprofile", str(INSIDE / _SESSION.name), str(pids), str(memory)]
-        return self._start(program, arguments, command, scratch / "log")
+        return self._start(program, arguments, environment_arguments(spec), command, scratch / "log")
 
     def drop(self, scratch: Path) -> None:
         """Undo what `launch` mounted. On the launching thread only, after the sandbox has ended."""
         self._trees.drop(scratch)
 
-    def _start(self, program: Program, arguments: list[str], command: list[str], log: Path) -> Launched:
+    def _start(
+        self, program: Program, arguments: list[str], hidden: list[str], command: list[str], log: Path
+    ) -> Launched:
+        """Start bubblewrap. Arguments that are `hidden` are not on its command line."""
         pipes = [os.pipe() for _ in range(4)]
         (requests_out, requests), (reports, reports_in), (info, info_in), (gate_out, gate) = pipes
-        theirs, ours = (requests_out, reports_in, info_in, gate_out), (requests, reports, info, gate)
+        theirs: tuple[int, ...] = (requests_out, reports_in, info_in, gate_out)
+        ours = (requests, reports, info, gate)
         try:
+            unseen = os.memfd_create("arguments")
+            theirs += (unseen,)
+            os.write(unseen, b"".join(os.fsencode(word) + b"\0" for word in hidden))
+            os.lseek(unseen, 0, os.SEEK_SET)
             options = ["--info-fd", str(info_in), "--block-fd", str(gate_out)]
             with log.open("wb") as errors:
                 process = subprocess.Popen(
-                    [str(program.path), *options, *arguments, "--", *command],
+                    [str(program.path), *options, *arguments, "--args", str(unseen), "--", *command],
                     stdin=requests_out,
                     stdout=reports_in,
                     stderr=errors,
-                    pass_fds=(info_in, gate_out),
+                    pass_fds=(info_in, gate_out, unseen),
                     start_new_session=True,  # a Ctrl-C at the terminal is for us, not for the sandboxes
                     cwd="/",
                     env={},
@@ -213,11 +218,11 @@ class Launcher:
             try:
                 arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
                 command = [str(program.path), *arguments, "--", "/bin/true"]
-                trial = subprocess.run(command, check=False, capture_output=True, cwd="/", env={})
+                exit_code, complaint = _answer(command)
             finally:
                 self._trees.drop(scratch)
-        if trial.returncode != 0:
-            raise PrerequisiteError(capabilities.user_namespace_cure(trial.stderr.decode(errors="replace")))
+        if exit_code:
+            raise PrerequisiteError(capabilities.user_namespace_cure(complaint))
 
     def _open_userns(self) -> int:
         """A user namespace in which user 0 is the sandbox's user, kept open by the file descriptor returned."""
@@ -229,6 +234,8 @@ class Launcher:
             assert process.stdout is not None
             process.stdin.write(b"\n")
             process.stdin.flush()
+            if not _readable(process.stdout.fileno()):
+                kill_with_children(process.pid)
             process.stdout.read(1)  # it runs: its namespace is mapped
             child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             descriptor = os.open(f"/proc/{child[0] if child else process.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -236,101 +243,28 @@ class Launcher:
         return descriptor
 
 
-def runtime_directory() -> Path:
-    """Where this user's sandboxes have their directories on the host. Short-lived, small files only.
+def _answer(command: list[str]) -> tuple[int, str]:
+    """Exit code and error output of a program that is expected to end soon.
 
     Raises:
-        PrerequisiteError: there is no place that can be written, or somebody else has taken it.
+        PrerequisiteError: it does not; it has been killed.
     """
-    user = os.geteuid()
-    owner = user or SANDBOX_UID
-    own = Path("/run") if user == 0 else Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-    shared = Path(tempfile.gettempdir())
-    places = (
-        Path(f"/dev/shm/agentfly-{user}"),
-        own / "agentfly",
-        shared / f"agentfly-{user}",
-    )  # in memory, if it can be
-    for directory in places:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={}
+    ) as process:
         try:
-            directory.mkdir(mode=0o711, exist_ok=True)
-            if user == 0 and directory.lstat().st_uid == 0:
-                os.chown(directory, owner, owner, follow_symlinks=False)
-            found = directory.lstat()
-        except OSError:
-            continue
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # else somebody else's
-            return directory
-    raise PrerequisiteError(
-        "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
-        f"for temporary files ({tempfile.gettempdir()}) can be written. Set TMPDIR to one that can."
-    )
+            _, complaint = process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            kill_with_children(process.pid)
+            raise PrerequisiteError(
+                f"{command[0]} did not start a sandbox within {_PATIENCE_S:g} s. Run '{command[0]} --version' to see "
+                "whether it is bubblewrap, and whether this machine is overloaded."
+            ) from None
+    return process.returncode, complaint.decode(errors="replace")
 
 
-def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | SandboxCapabilities:
-    """Try the tiers from the best down.
-
-    Args:
-        tier: try this one only.
-        cgroups: whether to use control groups where there are any.
-
-    Returns:
-        A launcher; or, where no tier works, what is missing.
-    """
-    program = find_program()
-    if program is None or not Path("/bin/bash").exists():
-        lacking = capabilities.PROGRAM_MISSING if program is None else capabilities.BASH_MISSING
-        return SandboxCapabilities(Tier.NONE, missing=(lacking,))
-    home = cgroup_home() if cgroups else None
-    missing: list[str] = []
-    tiers = [tier] if tier else [Tier.ROOT, Tier.USER] if os.geteuid() == 0 else [Tier.USER]
-    for candidate in tiers:
-        try:
-            launcher = Launcher(candidate, program, home)
-        except PrerequisiteError as error:
-            missing.append(str(error))
-        except OSError as error:
-            missing.append(capabilities.ROOT_MOUNTS_MISSING.format(reason=error))
-        else:
-            found = launcher.capabilities
-            launcher.capabilities = replace(found, missing=(*missing, *found.missing))
-            return launcher
-    return SandboxCapabilities(Tier.NONE, program=str(program.path), missing=tuple(dict.fromkeys(missing)))
-
-
-_making = threading.Lock()
-
-
-@cache
-def _made_in(pid: int) -> Launcher | SandboxCapabilities:
-    return make_launcher()
-
-
-def _own() -> Launcher | SandboxCapabilities:
-    with _making:
-        return _made_in(os.getpid())  # a forked child makes its own: its parent's threads are not in it
-
-
-def launcher() -> Launcher:
-    """The launcher of this process. The first call tries what the machine allows, which takes a moment.
-
-    Raises:
-        PrerequisiteError: sandboxes cannot be started here; the message says what to do.
-    """
-    found = _own()
-    if isinstance(found, Launcher):
-        return found
-    raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(found.missing))
-
-
-async def launcher_aside() -> Launcher:
-    """`launcher`, without holding up the event loop where it has to be made first."""
-    if _made_in.cache_info().currsize:
-        return launcher()
-    return await asyncio.to_thread(launcher)
-
-
-def probe() -> SandboxCapabilities:
-    """What sandboxes can do on this machine, found by trying, once for each process."""
-    found = _own()
-    return found.capabilities if isinstance(found, Launcher) else found
+def _readable(descriptor: int) -> bool:
+    """Whether there is something to read, or the end, within `_PATIENCE_S`."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(_PATIENCE_S * 1000))

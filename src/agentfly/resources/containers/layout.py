@@ -71,6 +71,11 @@ def private_directories(spec: ContainerSpec) -> list[tuple[str, int]]:
     return [(spec.workdir, 0o755), ("/tmp", 0o1777), ("/var/tmp", 0o1777), (spec.home, 0o755)]
 
 
+def private_file_systems(spec: ContainerSpec) -> list[tuple[str, int]]:
+    """The directories that are file systems of their own, in memory, where bubblewrap makes the root itself."""
+    return [("/dev/shm", 0o1777), *private_directories(spec)]
+
+
 def environment(spec: ContainerSpec) -> dict[str, str]:
     """The whole environment inside."""
     return {
@@ -121,7 +126,7 @@ def _copy_readable(source: Path, target: Path) -> None:
             _copy_readable(entry, target / entry.name)
 
 
-def host_arguments(spec: ContainerSpec, files: Path) -> list[str]:
+def host_arguments(files: Path) -> list[str]:
     """bubblewrap's arguments for the same root, read-only, for a user who cannot mount.
 
     Args:
@@ -146,7 +151,7 @@ def host_arguments(spec: ContainerSpec, files: Path) -> list[str]:
 
 
 def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
-    """bubblewrap's arguments that are the same however the root is made.
+    """bubblewrap's arguments that are the same however the root is made, but for `environment_arguments`.
 
     Args:
         exchange: the host's directory of the shell's pipes and scripts.
@@ -155,9 +160,12 @@ def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
     arguments = [*ISOLATION, *([] if spec.network else ["--unshare-net"])]
     arguments += ["--uid", inside, "--gid", inside, "--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--as-pid-1", "--clearenv"]
-    for name, value in environment(spec).items():
-        arguments += ["--setenv", name, value]
     arguments += ["--proc", "/proc", "--ro-bind", str(exchange), str(INSIDE), "--chdir", spec.workdir]
     if spec.network and Path("/etc/resolv.conf").exists():
         arguments += ["--ro-bind", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
     return arguments
+
+
+def environment_arguments(spec: ContainerSpec) -> list[str]:
+    """bubblewrap's arguments that set the environment. They are not for its command line, which every user can read."""
+    return [word for name, value in environment(spec).items() for word in ("--setenv", name, value)]

@@ -1,97 +1,55 @@
-"""OutputPipes: the host's ends of the two named pipes that a command's output goes to."""
+"""BoundedOutput: what is kept of the output of a command."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-
-from agentfly.resources.containers.result import BoundedOutput
-
-_CHUNK = 65536
-_DRAIN = 4  # chunks; a pipe holds one, and somebody else may be filling it for ever
+import codecs
 
 
-class OutputPipes:
-    """The pipes of one command at a time, for stdout and stderr, each read as it fills into a bounded buffer.
+class BoundedOutput:
+    """Bytes of which the head and the tail are kept, in bounded memory, and the rest is counted."""
 
-    A process that outlives its command may go on printing: that is read and thrown away, so that it neither blocks nor
-    fails, and holds nothing up. Once nobody can write to them any more, the pipes serve the next command.
-    """
+    def __init__(self, limit: int) -> None:
+        """Keep at most `limit` bytes, half of them from each end."""
+        self._head_limit = limit - limit // 2
+        self._tail_limit = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.total = 0
 
-    def __init__(self, path: str, owner: int | None) -> None:
-        """Make the pipes at `path` with ``.out`` and ``.err`` added.
+    def add(self, chunk: bytes) -> None:
+        """Take what came next."""
+        self.total += len(chunk)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        self._tail += chunk
+        if len(self._tail) > 2 * self._tail_limit + 4096:  # cut now and then, not at each chunk
+            self._cut()
 
-        Args:
-            path: where, on the host.
-            owner: the user of the host who is to write to them; None for this one.
-        """
-        self._ends = [_End(path + suffix, owner) for suffix in (".out", ".err")]
-        self._in_use = False
-
-    def begin(self, limit: int) -> tuple[BoundedOutput, BoundedOutput]:
-        """Collect the output of the next command, of each stream at most `limit` bytes."""
-        self._in_use = True
-        stdout, stderr = (end.begin(limit) for end in self._ends)
-        return stdout, stderr
-
-    def finish(self) -> None:
-        """Take what the command wrote before it ended; what others write later is thrown away."""
-        for end in self._ends:
-            end.finish()
-        self._in_use = False
+    def _cut(self) -> None:
+        del self._tail[: len(self._tail) - self._tail_limit]
 
     @property
-    def free(self) -> bool:
-        """Whether their command is finished, and nobody can write to them any more."""
-        return not self._in_use and not any(end.reading for end in self._ends)
-
-    def close(self) -> None:
-        """Stop reading. A process that still writes gets an error."""
-        for end in self._ends:
-            end.close()
-
-
-class _End:
-    def __init__(self, path: str, owner: int | None) -> None:
-        os.mkfifo(path, 0o600)
-        if owner is not None:
-            os.chown(path, owner, owner)
-        self._path = path
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = -1
-        self._output: BoundedOutput | None = None
+    def omitted(self) -> int:
+        """Bytes that were left out."""
+        return max(0, self.total - self._head_limit - self._tail_limit)
 
     @property
-    def reading(self) -> bool:
-        return self._descriptor >= 0
+    def kept(self) -> bytes:
+        """The bytes kept, head and tail together."""
+        if len(self._tail) > self._tail_limit:
+            self._cut()
+        return bytes(self._head + self._tail)
 
-    def begin(self, limit: int) -> BoundedOutput:
-        self._output = BoundedOutput(limit)
-        # opened anew for each command: until its first writer comes, a pipe opened just now is not at its end
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._loop.add_reader(self._descriptor, self._read)
-        return self._output
-
-    def finish(self) -> None:
-        for _ in range(_DRAIN):
-            if not self.reading or not self._read():
-                break
-        self._output = None
-
-    def close(self) -> None:
-        if self.reading:
-            self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _read(self) -> bool:
-        try:
-            chunk = os.read(self._descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        if not chunk:  # nobody has it open for writing any more
-            self.close()
-            return False
-        if self._output is not None:
-            self._output.add(chunk)
-        return True
+    def text(self) -> str:
+        """The bytes kept as text, with a line in place of what was left out."""
+        if not self.omitted:
+            return self.kept.decode("utf-8", "replace")
+        self._cut()
+        head = codecs.getincrementaldecoder("utf-8")("replace").decode(
+            bytes(self._head)
+        )  # no half character at the cut
+        tail = bytes(self._tail)
+        start = next((i for i, byte in enumerate(tail[:4]) if byte & 0xC0 != 0x80), 0)
+        return f"{head}\n[... {self.omitted + start} bytes left out ...]\n{tail[start:].decode('utf-8', 'replace')}"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.resources.containers.cgroups import members, remove
-from agentfly.resources.containers.launcher import EXCHANGE, GROUPS
-from agentfly.resources.containers.trees import remove_scratch
+from agentfly.resources.containers.scratch import EXCHANGE, GROUPS, remove_scratch
 
 _PATIENCE_S = 10.0
 
@@ -20,7 +19,7 @@ def reap(traces: dict[str, Any]) -> None:
     """Kill and remove exactly what the traces of a container name. Fine if it is gone already.
 
     Raises:
-        OSError: a process of it does not die.
+        OSError: a process of it does not die, or something of it cannot be removed.
     """
     scratch = Path(traces["scratch"])
     for pid in _started_for(scratch):

@@ -9,15 +9,13 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers.cgroups import Cgroup
-from agentfly.resources.containers.launcher import EXCHANGE, Launched, Launcher
+from agentfly.resources.containers.launcher import Launched, Launcher
 from agentfly.resources.containers.processes import ProcessNamespace, kill_with_children
+from agentfly.resources.containers.scratch import EXCHANGE, remove_scratch
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.trees import remove_scratch
-from agentfly.resources.identity import start_time
 
 
 class Sandbox:
@@ -39,20 +37,12 @@ class Sandbox:
         self._launching: asyncio.Future[Launched] | None = None
         self._limiting: asyncio.Future[None] | None = None
         self._exit_descriptor: int | None = None
+        self._ending = asyncio.Lock()
 
     @property
     def exchange(self) -> Path:
         """The host's directory of the shell's pipes and scripts."""
         return self.scratch / EXCHANGE
-
-    @property
-    def traces(self) -> dict[str, Any]:
-        """What a later process needs to remove this sandbox."""
-        traces: dict[str, Any] = {"scratch": str(self.scratch)}
-        if self.launched is not None:
-            pid = self.launched.process.pid
-            traces |= {"pid": pid, "start_time": start_time(pid)}
-        return traces
 
     async def start(self) -> None:
         """Bring process 1 up, inside its limits.
@@ -76,17 +66,22 @@ class Sandbox:
             raise ResourceStartError(f"The sandbox {self.scratch.name} could not be started: {error}") from error
 
     async def end(self) -> None:
-        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time."""
-        await self._settle()
-        if self._foreign():
-            return
-        if self.launched is not None:
-            if not self.ended.is_set():
-                self.kill()
-                await self.ended.wait()
-            self._close(self.launched)
-        await self.launcher.on_thread(self.launcher.drop, self.scratch)
-        await self.launcher.aside(self._remove)
+        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+
+        Raises:
+            OSError: something of it cannot be removed.
+        """
+        async with self._ending:
+            await self._settle()
+            if self._foreign():
+                return
+            if self.launched is not None:
+                if not self.ended.is_set():
+                    self.kill()
+                    await self.ended.wait()
+                self._close(self.launched)
+            await self.launcher.on_thread(self.launcher.drop, self.scratch)
+            await self.launcher.aside(self._remove)
 
     async def _settle(self) -> None:
         """Wait for what `start` left under way on other threads, which cannot be called off."""
@@ -112,6 +107,13 @@ class Sandbox:
             self.processes.signal(self.processes.first, signal.SIGKILL)  # the kernel then kills the whole namespace
         elif self.launched is not None:
             kill_with_children(self.launched.process.pid)
+
+    def cause_of_death(self) -> str:
+        """Why its first process is no more, as far as can be told."""
+        kills = self.cgroup.out_of_memory_kills() if self.cgroup is not None else 0
+        if kills:
+            return f"its first process was killed; the memory limit has cost it {kills} processes so far"
+        return "its first process was killed"
 
     def complaint(self) -> str:
         """What bubblewrap printed before the sandbox was up."""

@@ -11,91 +11,30 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shlex
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ResourceDied
-from agentfly.resources.containers.output import OutputPipes
+from agentfly.errors import ResourceDied, ResourceError
+from agentfly.resources.containers.command import Command, Outcome, Request
+from agentfly.resources.containers.exchange import Exchange
 from agentfly.resources.containers.processes import children, children_of_shell
-from agentfly.resources.containers.result import BoundedOutput
 from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.spec import INSIDE
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
 _SWEEPS = 10
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to run, and how.
-
-    Args:
-        command: bash source, of any number of lines.
-        own_process: whether to run it in a process of its own, which neither sees nor changes the session.
-        cwd: the directory for this command alone.
-        env: variables for this command alone.
-        stdin: what it can read; None means nothing.
-        max_output: bytes kept of each of its two outputs.
-    """
-
-    command: bytes
-    own_process: bool
-    cwd: str | None
-    env: Mapping[str, str]
-    stdin: bytes | None
-    max_output: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended.
-
-    Args:
-        exit_code: as the shell says it.
-        stdout: its output.
-        stderr: its error output.
-        timed_out: whether it was killed because it ran out of time.
-        lost: what the session lost because of it; empty if nothing.
-    """
-
-    exit_code: int
-    stdout: BoundedOutput
-    stderr: BoundedOutput
-    timed_out: bool
-    lost: str
-
-
-class _Running:
-    """A command on its way."""
-
-    def __init__(self, name: str, request: Request, pipes: OutputPipes, before: set[int]) -> None:
-        self.name = name
-        self.own_process = request.own_process
-        self.before = before  # processes that were there already, which its end must not touch
-        self.begun = False
-        self.process = 0  # its process id inside, if it has one of its own
-        self.lost = ""
-        self.ended = asyncio.Event()
-        self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
-        self.pipes = pipes
-        self.stdout, self.stderr = pipes.begin(request.max_output)
-
-    def finish(self, exit_code: int) -> None:
-        self.ended.set()
-        if not self.waiter.done():
-            self.waiter.set_result(exit_code)
-
-    def expire(self) -> None:
-        if not self.waiter.done():
-            self.waiter.set_result(None)
+_LOOKS = 3
+_REPORTS_AT_ONCE = 1024  # bytes; what fills it is no shell of ours, and must not keep the event loop busy
+_REPORTS_PAUSE_S = 0.005
 
 
 class Shell:
-    """The host's side of a sandbox's shell. What arrives from inside is read, and never trusted."""
+    """The host's side of a sandbox's shell.
+
+    What arrives from inside is read, and never trusted: the processes of a sandbox are one user's, so any of them can
+    write what the shell would write. A forged report can make up the end of a command, or its exit code; it cannot
+    reach beyond the sandbox, nor hold the event loop up.
+    """
 
     def __init__(self, sandbox: Sandbox) -> None:
         """Attach to a sandbox that has been started."""
@@ -103,23 +42,23 @@ class Shell:
         assert sandbox.processes is not None
         self._sandbox = sandbox
         self._launcher = sandbox.launcher
-        self._exchange = str(sandbox.exchange)
+        self._exchange = Exchange(sandbox.exchange, sandbox.launcher)
         self._processes = sandbox.processes
         self._requests, self._reports = sandbox.launched.requests, sandbox.launched.reports
-        self._starts = os.open(f"{self._exchange}/starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._starts = self._exchange.open_starts()
         self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
-        self._running: dict[str, _Running] = {}
-        self._pipes: dict[int, OutputPipes] = {}
+        self._running: dict[str, Command] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._buffer = b""
+        self._pause: asyncio.TimerHandle | None = None
         self._session: int | None = None  # the host's process ids
         self._starter: int | None = None
         self._ready = asyncio.Event()  # there is a session
         self._served = False  # the session has finished a command since it began
         self._directory = ""  # where the next command must go first, because its session could not keep it
-        self.dead = False
+        self._died_of: str | None = None
         self._loop.add_reader(self._reports, self._read_reports)
 
     async def ready(self) -> None:
@@ -136,6 +75,7 @@ class Shell:
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
+            ResourceError: the host has no room for the command's input, or too many files open.
         """
         if request.own_process:
             return await self._run(request, timeout)
@@ -144,19 +84,44 @@ class Shell:
 
     def close(self) -> None:
         """Let go of the sandbox, which is about to end or has."""
-        self._die()
-        for pipes in self._pipes.values():
-            pipes.close()
-        self._pipes.clear()
+        self._die("it was released or reset")
+        self._exchange.close()
         if self._starts >= 0:
             os.close(self._starts)
             self._starts = -1
+
+    @property
+    def keepers(self) -> set[int]:
+        """The host's ids of the processes that the shell itself consists of, beside process 1."""
+        return {pid for pid in (self._session, self._starter) if pid is not None}
 
     async def _run(self, request: Request, timeout: float) -> Outcome:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         self._check()
-        running = await self._send(request)
+        name = str(next(self._names))
+        try:
+            where, pipes = self._exchange.pipes()
+            running = self._running[name] = Command(name, request, pipes)
+        except OSError as error:
+            raise ResourceError(f"The output of a command could not be connected: {error}") from error
+        try:
+            directory = self._directory if not request.own_process else ""
+            source = await self._exchange.place(name, request, directory)
+            self._check()
+            if directory:
+                self._directory = ""
+            self._send(running, f"{name} {source} {where}\n".encode())
+            exit_code = await self._end_of(running, timeout)
+        finally:
+            self._running.pop(name)
+            self._exchange.finish(pipes)
+            self._exchange.remove(name)
+        self._check()
+        return running.outcome(exit_code)
+
+    async def _end_of(self, running: Command, timeout: float) -> int | None:
+        """Wait for the end of a command; None if it had to be killed because it ran out of time."""
         timer = self._loop.call_later(timeout, running.expire)
         try:
             exit_code = await running.waiter
@@ -168,90 +133,30 @@ class Shell:
             raise
         finally:
             timer.cancel()
-            self._forget(running, request)
-        self._check()
-        return Outcome(
-            124 if exit_code is None else exit_code, running.stdout, running.stderr, exit_code is None, running.lost
-        )
+        return exit_code
+
+    def _send(self, running: Command, line: bytes) -> None:
+        running.before.update(children_of_shell(self._processes.first))
+        if self._session is not None and not running.own_process:
+            running.before.update(children_of_shell(self._session))
+        try:
+            os.write(self._starts if running.own_process else self._requests, line)
+        except OSError as error:
+            self._die(f"its shell takes no more commands ({error})")
 
     def _check(self) -> None:
-        if self.dead:
-            raise ResourceDied(
-                f"The sandbox {self._sandbox.scratch.name} is gone: its first process was killed, or it was released."
-            )
-
-    # --- a command's way in and out ---------------------------------------------------------------------------------
-
-    async def _send(self, request: Request) -> _Running:
-        name = str(next(self._names))
-        before = set(children_of_shell(self._processes.first))
-        if self._session is not None and not request.own_process:
-            before.update(children_of_shell(self._session))
-        source = "/dev/null"
-        if request.stdin is not None:
-            source = f"{INSIDE}/{name}.in"
-            await self._launcher.aside(self._write, f"{name}.in", request.stdin)
-        self._write_script(name, request)
-        number, pipes = self._free_pipes()
-        running = self._running[name] = _Running(name, request, pipes, before)
-        line = f"{name} {source} {INSIDE}/{number}\n".encode()
-        try:
-            os.write(self._starts if request.own_process else self._requests, line)
-        except OSError:
-            self._die()
-        return running
-
-    def _free_pipes(self) -> tuple[int, OutputPipes]:
-        for number, pipes in self._pipes.items():
-            if pipes.free:
-                return number, pipes
-        number = len(self._pipes)
-        pipes = self._pipes[number] = OutputPipes(f"{self._exchange}/{number}", self._launcher.uid)
-        return number, pipes
-
-    def _write_script(self, name: str, request: Request) -> None:
-        script = request.command
-        if request.cwd is not None or request.env:
-            self._write(f"{name}.cmd", script)
-            steps = [] if request.cwd is None else [f"cd -- {shlex.quote(request.cwd)} || exit"]
-            steps += [f"export {key}={shlex.quote(value)}" for key, value in request.env.items()]
-            script = f"( {'; '.join(steps)}; . {INSIDE}/{name}.cmd )".encode()
-        if self._directory and not request.own_process:
-            script = f"cd -- {shlex.quote(self._directory)} 2>/dev/null; ".encode() + script
-            self._directory = ""
-        self._write(f"{name}.sh", script)
-
-    def _write(self, name: str, content: bytes) -> None:
-        path = f"{self._exchange}/{name}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            if self._launcher.uid is not None:
-                os.fchown(descriptor, self._launcher.uid, self._launcher.uid)
-            view = memoryview(content)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        finally:
-            os.close(descriptor)
-
-    def _forget(self, running: _Running, request: Request) -> None:
-        """Let go of a command. Its script goes too: a request that was never read must not run later."""
-        running.pipes.finish()
-        self._running.pop(running.name, None)
-        suffixes = (
-            ["sh"] + ["in"] * (request.stdin is not None) + ["cmd"] * (request.cwd is not None or bool(request.env))
-        )
-        for suffix in suffixes:
-            Path(f"{self._exchange}/{running.name}.{suffix}").unlink(missing_ok=True)
+        if self._died_of is not None:
+            raise ResourceDied(f"The sandbox {self._sandbox.scratch.name} is gone: {self._died_of}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _read_reports(self) -> None:
         try:
-            chunk = os.read(self._reports, 4096)
+            chunk = os.read(self._reports, _REPORTS_AT_ONCE)
         except BlockingIOError:
             return
         if not chunk:
-            self._die()
+            self._die(self._sandbox.cause_of_death())
             return
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         self._buffer = self._buffer[-256:]
@@ -259,28 +164,45 @@ class Shell:
             with contextlib.suppress(ValueError):  # not one of ours
                 word, *numbers = line.split()
                 self._report(word.decode(), [int(number) for number in numbers])
+        if len(chunk) == _REPORTS_AT_ONCE and not self.dead:
+            self._loop.remove_reader(self._reports)
+            self._pause = self._loop.call_later(
+                _REPORTS_PAUSE_S, self._loop.add_reader, self._reports, self._read_reports
+            )
 
     def _report(self, word: str, numbers: list[int]) -> None:
         match word, numbers:
             case "b", [name, process]:
                 if running := self._running.get(str(name)):
                     running.begun, running.process = True, process
-            case "d", [name, exit_code]:
+            case "d", [name, exit_code] if exit_code in range(256):
                 if running := self._running.get(str(name)):
                     self._served = self._served or not running.own_process
                     running.finish(exit_code)
-            case "h", [inside]:
-                self._session = self._processes.find(inside, self._processes.first)
-                self._served = False
-                self._ready.set()
-            case "f", [inside]:
+            case "h", [inside] if self._session is None:  # nobody waits for another
+                self._session_began(inside)
+            case "f", [inside] if self._starter is None or not self._lives(self._starter):
                 self._starter_began(inside)
-            case "e", [exit_code, kept]:
+            case "e", [exit_code, kept] if self._session is None or not self._lives(self._session):
                 self._session_ended(exit_code, bool(kept))
+
+    def _lives(self, keeper: int) -> bool:
+        return keeper in children_of_shell(self._processes.first)
+
+    def _child(self, inside: int) -> int | None:
+        """The host's id of a child of process 1. Looked for more than once: while others end, one may be left out."""
+        tries = (self._processes.find(inside, self._processes.first) for _ in range(_LOOKS))
+        return next((pid for pid in tries if pid is not None), None)
+
+    def _session_began(self, inside: int) -> None:
+        self._session = self._child(inside)
+        if self._session is not None:  # else it has ended since, which will be reported
+            self._served = False
+            self._ready.set()
 
     def _starter_began(self, inside: int) -> None:
         first = self._processes.first
-        self._starter = self._processes.find(inside, first)
+        self._starter = self._child(inside)
         for running in self._running.values():  # those of a starter before, which may have been killed with it
             if running.process and self._processes.find(running.process, first) is None:
                 running.finish(137)
@@ -295,10 +217,17 @@ class Shell:
                     running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
                 running.finish(exit_code)
 
-    def _die(self) -> None:
+    @property
+    def dead(self) -> bool:
+        """Whether the sandbox is gone."""
+        return self._died_of is not None
+
+    def _die(self, cause: str) -> None:
         if self.dead:
             return
-        self.dead = True
+        self._died_of = cause
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._reports)
         self._ready.set()
         for running in self._running.values():
@@ -306,14 +235,14 @@ class Shell:
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
-    def _begin_kill(self, running: _Running) -> asyncio.Task[None]:
+    def _begin_kill(self, running: Command) -> asyncio.Task[None]:
         kill = self._kill_process(running) if running.own_process else self._kill_in_session(running)
         task = asyncio.create_task(kill)
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
         return task
 
-    async def _kill_in_session(self, running: _Running) -> None:
+    async def _kill_in_session(self, running: Command) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
         session = self._session
         if session is None:
@@ -330,7 +259,7 @@ class Shell:
         if not await self._restarted(_RESTART_GRACE_S):
             self._sandbox.kill()
 
-    async def _kill_process(self, running: _Running) -> None:
+    async def _kill_process(self, running: Command) -> None:
         """Kill a command that has a process of its own."""
         await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -346,7 +275,7 @@ class Shell:
             return False
         return True
 
-    def _sweep(self, running: _Running, session: int | None, number: signal.Signals) -> None:
+    def _sweep(self, running: Command, session: int | None, number: signal.Signals) -> None:
         """Kill all that a command started, those too that left its process tree; then signal the session, if given.
 
         What left the tree of another command that runs at the same time cannot be told from it, and goes too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
 INSIDE = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
-_TAKEN = ("/", "/dev", "/proc", "/sys", str(INSIDE))
+# A directory shown at one of these, or below it, would hide what the shell and its programs are or need.
+_PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_TAKEN = ("/dev", "/proc", "/sys", str(INSIDE), *_PROGRAMS, *(f"/usr{path}" for path in _PROGRAMS))
+_TAKEN_ITSELF = ("/", "/etc", "/run", "/usr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +36,12 @@ class ContainerSpec(ResourceSpec["Container"]):
         cpus: processor cores that the sandbox may use; 0 means no limit of its own.
         memory: bytes, or a text such as ``"256MiB"``, for processes and private files together; 0 means 1 GiB.
         pids: the most processes and threads at once.
-        disk: size of the private layer, which lives in memory; 0 means half of the memory limit.
+        disk: size of the private layer, which lives in memory; 0 means half of the memory limit. Where the tier is
+            ``user``, half of it is for the workdir and an eighth for each other directory that can be written.
         network: whether the sandbox shares the host's network. Without it there is the loopback only.
         mounts: read-only views of host paths, as pairs of the host's path and the path inside.
-        env: environment variables, as pairs. Nothing of the host's environment is seen inside.
+        env: environment variables, as pairs. Nothing of the host's environment is seen inside. Their values may be
+            secrets, and are not in the spec's repr.
         workdir: the directory, writable, in which the shell starts.
         user: the ordinary user ``"agent"``, or ``"root"`` for programs that insist on user id 0. Either is an
             ordinary user of the host, without any capability.
@@ -61,6 +66,11 @@ class ContainerSpec(ResourceSpec["Container"]):
         self._check_image()
         self._check_limits()
         self._check_paths()
+
+    def __repr__(self) -> str:
+        shown = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        shown["env"] = "(" + "".join(f"({name!r}, …), " for name, _ in self.env) + ")"
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     @property
     def memory_limit(self) -> int:
@@ -96,32 +106,56 @@ class ContainerSpec(ResourceSpec["Container"]):
             )
 
     def _check_paths(self) -> None:
-        inside = [self.workdir, *(target for _, target in self.mounts)]
-        for path in inside:
+        for path in (self.workdir, *(target for _, target in self.mounts)):
             plain = PurePosixPath(path)
-            if not path.startswith("/") or ".." in plain.parts or str(plain) in _TAKEN or str(plain) != path:
+            own = path.startswith("/") and ".." not in plain.parts and str(plain) == path and "\0" not in path
+            if not own or path in _TAKEN_ITSELF or any(plain.is_relative_to(taken) for taken in _TAKEN):
                 raise ConfigError(
                     f"ContainerSpec: {path!r} cannot be a directory inside. Give an absolute path without '..' or a "
-                    f"slash at its end, and none of {', '.join(_TAKEN)}."
+                    f"slash at its end, such as /workspace or /mnt/data: none of {', '.join(_TAKEN_ITSELF)}, and "
+                    f"nothing at or below {', '.join(_TAKEN)}."
                 )
         for source, _ in self.mounts:
-            if not source.startswith("/"):
+            if not source.startswith("/") or "\0" in source:
                 raise ConfigError(f"ContainerSpec(mounts=…): the host path {source!r} is not absolute.")
 
     def _check_words(self) -> None:
-        for name, words in (("setup", self.setup), ("mounts", self.mounts), ("env", self.env)):
+        if not isinstance(self.env, tuple):
+            raise ConfigError(
+                f"ContainerSpec(env=…) is a {type(self.env).__name__}: specs are hashable values, so write a tuple of "
+                "pairs, for instance tuple({...}.items())."
+            )
+        for name, words in (("setup", self.setup), ("mounts", self.mounts)):
             if not isinstance(words, tuple):
+                raise ConfigError(f"ContainerSpec({name}={words!r}): specs are hashable values, so write a tuple.")
+        for command in self.setup:
+            if not isinstance(command, str) or "\0" in command:
+                raise ConfigError(f"ContainerSpec(setup=…): {command!r} is not a command; write text without NUL.")
+        for mount in self.mounts:
+            if not _is_pair(mount):
                 raise ConfigError(
-                    f"ContainerSpec({name}={words!r}): specs are hashable values, so write a tuple"
-                    + (", for instance tuple({...}.items())." if name == "env" else ".")
+                    f"ContainerSpec(mounts=…): {mount!r} is not a pair of texts. Write (path on the host, path "
+                    "inside); what is mounted is always read-only."
                 )
-        for name, value in self.env:
-            if not name or "=" in name or "\0" in name + value:
+        for number, variable in enumerate(self.env):
+            if not _is_pair(variable):
+                raise ConfigError(
+                    f"ContainerSpec(env=…): its item {number} is not a pair of texts. Write (name, value), for "
+                    "instance ('THREADS', '1'): numbers too are text there."
+                )
+            name, value = variable
+            if not name or "=" in name or "\0" in name:
                 raise ConfigError(f"ContainerSpec(env=…): {name!r} cannot be the name of an environment variable.")
+            if "\0" in value:
+                raise ConfigError(f"ContainerSpec(env=…): the value of {name} holds a NUL, which no variable can.")
         if self.user not in ("agent", "root"):
             raise ConfigError(f"ContainerSpec(user={self.user!r}): the user inside is 'agent' or 'root'.")
         if self.backend not in ("auto", "bubblewrap"):
             raise ConfigError(f"ContainerSpec(backend={self.backend!r}): there is 'auto' and 'bubblewrap'.")
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(word, str) for word in item)
 
 
 register(

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 CLONE_NEWNS = 0x20000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 0x1000, 0x4000, 1 << 18
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
 MNT_DETACH = 2
 
 _AT_FDCWD = -100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +147,8 @@ class MountedTrees:
 class BoundTrees:
     """Roots that bubblewrap makes itself, for a user who cannot mount: system directories are read-only.
 
-    Each private directory has the size limit for itself.
+    The private directories share the size limit: half of it is the workdir's, and the others have an eighth each. What
+    is written over an unpacked image elsewhere has no limit but the memory's.
     """
 
     def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
@@ -159,15 +159,15 @@ class BoundTrees:
             for name, text in layout.FILES.items():
                 (files / name).write_text(text)
                 (files / name).chmod(0o644)
-            arguments = layout.host_arguments(spec, files)
+            arguments = layout.host_arguments(files)
         else:
             arguments = ["--overlay-src", str(_checked_image(spec.image)), "--tmp-overlay", "/"]
         arguments += ["--dev", "/dev"]
-        sized = ["--size", str(spec.disk_limit)]
-        for path, mode in [("/dev/shm", 0o1777), *layout.private_directories(spec)]:
+        for path, mode in dict(layout.private_file_systems(spec)).items():
             if path in (spec.workdir, spec.home) and spec.image != HOST_IMAGE and Path(spec.image + path).is_dir():
                 continue  # what the image has there is shown
-            arguments += [*sized, "--perms", f"{mode:o}", "--tmpfs", path]
+            size = spec.disk_limit // (2 if path == spec.workdir else 8)
+            arguments += ["--size", str(size), "--perms", f"{mode:o}", "--tmpfs", path]
         for source, target in spec.mounts:
             if not Path(source).exists():
                 raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
@@ -200,8 +200,3 @@ def _copy_directories(source: Path, target: Path, depth: int) -> None:
                 mode = entry.stat(follow_symlinks=False).st_mode
                 if mode & stat.S_IROTH and mode & stat.S_IXOTH:
                     _copy_directories(Path(entry.path), target / entry.name, depth - 1)
-
-
-def remove_scratch(scratch: Path) -> None:
-    """Remove a sandbox's directory on the host. Only for a thread that does not see the sandboxes' mounts."""
-    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,28 +1,39 @@
-"""MemoryWatchdog: holds the processes of a sandbox to their memory limit together, where control groups cannot."""
+"""MemoryWatchdog: holds a sandbox to its memory limit where control groups cannot."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
+from agentfly.resources.containers.capabilities import Tier
+from agentfly.resources.containers.layout import private_file_systems
 from agentfly.resources.containers.processes import descendants, private_memory
 from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.shell import Shell
 
 _PERIOD_S = 0.25
+_OF_A_SHELL = 32 * 2**20  # what a keeper of the shell may take before it counts among the largest
 
 
 class MemoryWatchdog:
-    """Looks at the memory of a sandbox's processes four times a second, and kills the largest when it is too much.
+    """Looks at the memory of a sandbox's processes and private files four times a second.
 
-    A single process cannot outrun it: the shell has set a limit on what each may allocate.
+    When they take more than the limit together, the largest processes are killed until what is left fits. A single
+    process cannot outrun it, for the shell has set a limit on what each may allocate; nor can files, which have a limit
+    of their own that is lower.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, shell: Shell) -> None:
         """Begin to watch a sandbox that has been started."""
         assert sandbox.processes is not None
         self.kills = 0
         self._sandbox = sandbox
+        self._shell = shell
         self._processes = sandbox.processes
+        self._places = ["/"]  # with what is below it in the same file system
+        if sandbox.launcher.tier is Tier.USER:
+            self._places += [path for path, _ in private_file_systems(sandbox.spec)]
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -31,11 +42,28 @@ class MemoryWatchdog:
 
     async def _watch(self) -> None:
         while not self._sandbox.ended.is_set():
-            await self._sandbox.launcher.aside(self._look)
+            await self._sandbox.launcher.aside(self._look, self._shell.keepers)
             await asyncio.sleep(_PERIOD_S)
 
-    def _look(self) -> None:
+    def _look(self, keepers: set[int]) -> None:
         memory = {pid: private_memory(pid) for pid in descendants(self._processes.first)}
-        if sum(memory.values()) > self._sandbox.spec.memory_limit:
-            largest = max(memory, key=lambda pid: memory[pid])
-            self.kills += self._processes.signal(largest, signal.SIGKILL)
+        excess = self._private_files() + sum(memory.values()) - self._sandbox.spec.memory_limit
+        for keeper in keepers & memory.keys():
+            memory[keeper] -= _OF_A_SHELL
+        for pid in sorted(memory, key=lambda pid: memory[pid], reverse=True):
+            if excess <= 0 or memory[pid] <= 0:
+                break
+            self.kills += self._processes.signal(pid, signal.SIGKILL)
+            excess -= memory[pid]
+
+    def _private_files(self) -> int:
+        """Bytes of memory that the private files take."""
+        taken: dict[int, int] = {}
+        for place in self._places:
+            path = f"/proc/{self._processes.first}/root{place}"
+            try:
+                found = os.statvfs(path)
+                taken[os.stat(path).st_dev] = (found.f_blocks - found.f_bfree) * found.f_frsize  # noqa: PTH116
+            except OSError:  # the sandbox ends
+                continue
+        return sum(taken.values())

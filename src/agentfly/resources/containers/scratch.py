@@ -1,0 +1,58 @@
+"""The directories on the host that belong to sandboxes: where they are, what is in them, and their removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from agentfly.errors import PrerequisiteError
+
+SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
+EXCHANGE = "shell"  # what a sandbox's directory has for its shell
+GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
+
+
+def runtime_directory() -> Path:
+    """Where this user's sandboxes have their directories on the host. Short-lived, small files only.
+
+    Raises:
+        PrerequisiteError: there is no place that can be written, or somebody else has taken it.
+    """
+    user = os.geteuid()
+    owner = user or SANDBOX_UID
+    own = Path("/run") if user == 0 else Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    shared = Path(tempfile.gettempdir())
+    places = (  # in memory, if it can be
+        Path(f"/dev/shm/agentfly-{user}"),
+        own / "agentfly",
+        shared / f"agentfly-{user}",
+    )
+    for directory in places:
+        try:
+            directory.mkdir(mode=0o711, exist_ok=True)
+            if user == 0 and directory.lstat().st_uid == 0:
+                os.chown(directory, owner, owner, follow_symlinks=False)
+            found = directory.lstat()
+        except OSError:
+            continue
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # else somebody else's
+            return directory
+    raise PrerequisiteError(
+        "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
+        f"for temporary files ({tempfile.gettempdir()}) can be written. Set TMPDIR to one that can."
+    )
+
+
+def remove_scratch(scratch: Path) -> None:
+    """Remove a sandbox's directory; fine if it is gone. Only for a thread that does not see the sandboxes' mounts.
+
+    Raises:
+        OSError: something of it cannot be removed.
+    """
+    while scratch.exists():
+        with contextlib.suppress(FileNotFoundError):  # its shell may be removing what a command needed, too
+            shutil.rmtree(scratch)

@@ -1,0 +1,160 @@
+"""Containers whose processes mean ill: what they print, leave behind or forge costs the host next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import ResourceDied, ToolError
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.exchange import MAX_LEFT_BEHIND
+from agentfly.resources.containers.processes import ProcessNamespace
+from agentfly.resources.containers.scratch import runtime_directory
+from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.tiers import probe
+
+pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+
+_numbers = itertools.count()
+SPEC = ContainerSpec(memory="256MiB", pids=128)
+HUGE = b"x" * 80_000_000
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Container]:
+    box = Container(SPEC, f"hostile-{os.getpid()}-{next(_numbers)}")
+    try:
+        await box.start()
+        yield box
+    finally:
+        await box.release()
+
+
+def exchanged(box: Container) -> list[str]:
+    """The files by which host and sandbox pass commands and their output."""
+    return [path.name for path in (runtime_directory() / box.instance / "shell").iterdir()]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def input_on_its_way(box: Container) -> asyncio.Task[object]:
+    """A command whose input is just being passed in."""
+    call: asyncio.Task[object] = asyncio.create_task(box.run("wc -c", stdin=HUGE))
+    while not any(file.endswith(".in") for file in exchanged(box)):  # noqa: ASYNC110  (a file appears)
+        await asyncio.sleep(0)
+    return call
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_process", [False, True])
+async def test_commands_that_leave_processes_behind_take_a_bounded_number_of_the_hosts_files(
+    box: Container, new_process: bool
+) -> None:
+    before = open_files()
+    for _ in range(3 * MAX_LEFT_BEHIND):
+        await box.run("sleep 600 &", new_process=new_process)
+    assert open_files() <= before + 2 * MAX_LEFT_BEHIND
+    assert len(exchanged(box)) <= 2 * (MAX_LEFT_BEHIND + 1) + 2
+    assert (await box.run("echo alive; echo err >&2")).stdout == "alive\n"
+
+
+async def test_an_old_process_left_behind_cannot_print_into_a_later_command(box: Container) -> None:
+    await box.run("(trap '' PIPE; until [[ -e /tmp/go ]]; do sleep 0.01; done; echo forged; touch /tmp/went) &")
+    for _ in range(MAX_LEFT_BEHIND + 1):
+        await box.run("sleep 600 &")
+    result = await box.run("touch /tmp/go; until [[ -e /tmp/went ]]; do sleep 0.01; done; echo mine", timeout=20)
+    assert (result.stdout, result.stderr) == ("mine\n", "")
+
+
+async def test_input_that_is_cancelled_on_its_way_leaves_no_file(box: Container) -> None:
+    call = await input_on_its_way(box)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert [file for file in exchanged(box) if file.endswith((".in", ".sh", ".cmd")) and file[0].isdigit()] == []
+    assert (await box.run("echo alive")).stdout == "alive\n"
+
+
+async def test_a_release_while_input_is_on_its_way_fails_the_command_as_infrastructure(box: Container) -> None:
+    call = await input_on_its_way(box)
+    await box.release()
+    with pytest.raises(ResourceDied):
+        await call
+    assert not (runtime_directory() / box.instance).exists()
+
+
+# --- what is forged ---------------------------------------------------------------------------------------------------
+
+
+async def test_forged_beginnings_of_the_shell_are_not_heeded(box: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    await box.run("true", new_process=True)  # both parts of the shell have reported by now
+    looked_up = []
+    find = ProcessNamespace.find
+    monkeypatch.setattr(ProcessNamespace, "find", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
+    assert box._shell is not None
+    keepers = box._shell.keepers
+    lines = "for n in {1..3000}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
+    result = await box.run(f"X=5; {lines} > /proc/1/fd/201; echo done", timeout=60)
+    assert result.stdout == "done\n"
+    assert box._shell.keepers == keepers
+    assert len(looked_up) == 0
+    assert (await box.run("echo $X")).stdout == "5\n"
+
+
+async def test_a_flood_of_forged_reports_keeps_nobody_from_the_event_loop(box: Container) -> None:
+    assert box._shell is not None
+    await box.run("yes 'd 999999 0' > /proc/1/fd/201 &")
+    assert (await box.run("echo alive", timeout=30)).stdout == "alive\n"
+    result = await box.run("pkill yes || kill $!; echo over", timeout=30)
+    assert result.stdout == "over\n"
+
+
+async def test_a_shell_that_is_killed_is_heard_of_though_its_reports_could_be_forged(box: Container) -> None:
+    for _ in range(5):
+        assert (await box.run("kill -9 $BASHPID", timeout=20)).exit_code == 137
+    assert (await box.run("echo alive")).stdout == "alive\n"
+
+
+async def test_programs_that_the_agent_put_first_are_not_those_that_files_go_through(box: Container) -> None:
+    forge = "for name in head cat mkdir; do printf '#!/bin/sh\\necho forged' > $d/$name; chmod +x $d/$name; done"
+    await box.run(f"for d in /usr/local/bin /usr/local/sbin; do {forge}; done")
+    await box.write_file("deep/file", b"content")
+    assert await box.read_file("deep/file") == b"content"
+
+
+async def test_output_is_given_as_it_is_even_where_it_names_the_shells_scripts(box: Container) -> None:
+    line = "/run/agentfly/1.sh: line 1: no\n"
+    assert (await box.run(f"echo '{line[:-1]}'")).stdout == line
+
+
+# --- words that cannot be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["a\0b", "a\ud83db"])
+async def test_words_that_no_shell_can_take_are_a_matter_for_the_model(box: Container, wrong: str) -> None:
+    for call in (
+        lambda: box.run(wrong),
+        lambda: box.run("true", cwd=wrong),
+        lambda: box.run("true", env={"A": wrong}),
+        lambda: box.read_file(wrong),
+        lambda: box.write_file(wrong, b""),
+    ):
+        with pytest.raises(ToolError, match="at position 1"):
+            await call()
+
+
+async def test_a_name_that_is_not_utf8_is_written_as_python_writes_it(box: Container) -> None:
+    path = os.fsdecode(b"b\xff")
+    await box.write_file(path, "text")
+    assert (await box.run("cat $'b\\xff'")).stdout == "text"
+    assert (await box.run(f"cat {path}", cwd="/workspace")).stdout == "text"
+    assert await box.read_file(path) == b"text"

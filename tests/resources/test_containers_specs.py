@@ -1,0 +1,72 @@
+"""ContainerSpec: values that can be compared, and what they refuse, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.registry import make_resource
+
+
+def test_specs_are_values_and_make_containers() -> None:
+    spec = ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
+    assert spec == ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
+    assert len({spec, ContainerSpec(), ContainerSpec(network=True)}) == 3
+    assert isinstance(make_resource(ContainerSpec(), "some-box"), Container)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image": "python:3.11"}, "absolute path of a directory"),
+        ({"image": "/"}, "other than that of the host"),
+        ({"pids": 2}, "at least 8"),
+        ({"memory": "1MiB"}, "at least 16MiB"),
+        ({"memory": "64MiB", "disk": "64MiB"}, "not below its memory"),
+        ({"disk": "much"}, "not a size"),
+        ({"workdir": "relative"}, "cannot be a directory inside"),
+        ({"workdir": "/proc"}, "cannot be a directory inside"),
+        ({"workdir": "/bin"}, "such as /workspace"),
+        ({"workdir": "/lib64/below"}, "such as /workspace"),
+        ({"workdir": "/usr"}, "such as /workspace"),
+        ({"workdir": "/run/agentfly/below"}, "such as /workspace"),
+        ({"workdir": "/work\0space"}, "such as /workspace"),
+        ({"mounts": (("/data", "/usr/bin"),)}, "such as /workspace"),
+        ({"mounts": (("data", "/data"),)}, "not absolute"),
+        ({"mounts": (("/data", "/data", "ro"),)}, r"path on the host, path inside\); what is mounted"),
+        ({"mounts": ("/data",)}, "path on the host, path inside"),
+        ({"setup": ("true", "a\0b")}, "without NUL"),
+        ({"mounts": [("/data", "/data")]}, "write a tuple"),
+        ({"env": {"A": "b"}}, r"tuple\(\{\.\.\.\}\.items\(\)\)"),
+        ({"env": (("A=", "b"),)}, "name of an environment variable"),
+        ({"env": (("A", 1),)}, r"\('THREADS', '1'\): numbers too"),
+        ({"env": (("A", "b", "c"),)}, "not a pair"),
+        ({"env": (("A", "b\0c"),)}, "the value of A holds a NUL"),
+        ({"user": "somebody"}, "'agent' or 'root'"),
+        ({"backend": "docker"}, "'auto' and 'bubblewrap'"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ContainerSpec(**fields)  # type: ignore[arg-type]
+
+
+def test_a_container_needs_a_name_that_can_be_a_directory() -> None:
+    with pytest.raises(UsageError, match="cannot be the name"):
+        Container(ContainerSpec(), "../escape")
+
+
+@pytest.mark.parametrize("env", [{"TOKEN": "secret"}, (("TOKEN", "secret", 1),), (("TOKEN", "secret\0"),)])
+def test_no_refusal_tells_the_value_of_a_variable(env: object) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ContainerSpec(env=env)  # type: ignore[arg-type]
+    assert "secret" not in str(refusal.value)
+
+
+def test_the_values_of_variables_are_not_in_the_repr() -> None:
+    shown = repr(ContainerSpec(env=(("TOKEN", "secret"),), pids=77))
+    assert "secret" not in shown
+    assert "TOKEN" in shown
+    assert "pids=77" in shown

@@ -70,9 +70,10 @@ def model() -> PreTrainedModel:
 
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'tool' and not tools %}{{ raise_exception('no tools') }}"
-    "{% endif %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
-    "{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}<|start|>{{ message.role }}\n"
+    "{% if message.tool_calls %}<tool_call>{% endif %}{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
 

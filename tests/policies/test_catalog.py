@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,24 +71,68 @@ def test_the_catalogue_tells_what_is_here(cache: Path) -> None:
     assert {model.name: model.path for model in list_models()}["smollm2-135m"] is None
 
 
+WHOLE = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def hub_that(monkeypatch: pytest.MonkeyPatch, path: Path, *, here: Sequence[str], there: Sequence[str] | None) -> None:
+    """A stand-in for the hub, with files in its local cache, and others that it has; None is no network."""
+
+    def put(files: Sequence[str]) -> None:
+        for file in files:
+            (path / file).write_text("{}")
+
+    def snapshot(name: str, *, local_files_only: bool = False, **settings: object) -> str:
+        if not local_files_only and there is None and not here:
+            raise ConnectionError("no route")
+        if not local_files_only and there is not None:
+            put(there)
+        elif not here:
+            raise LocalEntryNotFoundError("not here")
+        return str(path)  # as the library does without network when it has anything at all
+
+    put(here)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+
 def test_a_hub_model_comes_from_the_local_cache_without_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def snapshot(name: str, *, local_files_only: bool = False, **settings: object) -> str:
-        assert local_files_only
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert find_model("owner/name") == tmp_path
+    hub_that(monkeypatch, tmp_path, here=WHOLE, there=None)
+    said: list[str] = []
+    assert find_model("owner/name", report=said.append) == tmp_path
+    assert not said
 
 
-def test_a_hub_model_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(name: str, *, local_files_only: bool = False, **settings: object) -> str:
-        raise LocalEntryNotFoundError("not here") if local_files_only else ConnectionError("no route")
+@pytest.mark.parametrize("here", [WHOLE[:1], WHOLE[:2], WHOLE[::2], ()])
+def test_a_hub_model_whose_download_was_interrupted_is_fetched_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: Sequence[str]
+) -> None:
+    hub_that(monkeypatch, tmp_path, here=here, there=WHOLE)
+    said: list[str] = []
+    assert find_model("owner/name", report=said.append) == tmp_path
+    assert all((tmp_path / file).is_file() for file in WHOLE)
+    assert ("interrupted download" in said[0]) == bool(here)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(PrerequisiteError, match="use the model 'tiny'"):
+
+def test_a_shard_that_is_missing_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    hub_that(monkeypatch, tmp_path, here=["config.json", "tokenizer.json", shards[0]], there=shards)
+    said: list[str] = []
+    find_model("owner/name", report=said.append)
+    assert shards[1] in said[0]
+    assert (tmp_path / shards[1]).is_file()
+
+
+@pytest.mark.parametrize("here", [WHOLE[:1], ()])
+def test_a_hub_model_without_network_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: Sequence[str]
+) -> None:
+    hub_that(monkeypatch, tmp_path, here=here, there=None)
+    with pytest.raises(PrerequisiteError, match="use the model 'tiny'") as refusal:
         find_model("owner/name")
+    assert ("lacks model.safetensors" in str(refusal.value)) == bool(here)
 
 
 @pytest.mark.parametrize(

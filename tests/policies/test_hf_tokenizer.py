@@ -36,6 +36,30 @@ def test_added_tokens_that_are_no_control_tokens_are_used(
     assert tokenizer.encode_text("    ") == [hf_tokenizer.convert_tokens_to_ids("    ")]
 
 
+@pytest.mark.parametrize("blanks", ["    ", "\n", "\t", "\n\n", " \n "])
+def test_a_template_that_is_indented_makes_no_control_token_of_white_space(
+    hf_tokenizer: PreTrainedTokenizerFast, blanks: str
+) -> None:
+    hf_tokenizer.add_tokens([blanks])
+    hf_tokenizer.chat_template = f"{{% if true %}}{blanks}<tool_call>{{% endif %}}"
+    tokenizer = HFTokenizer(hf_tokenizer)
+    assert set(tokenizer.control_tokens) == {"<|start|>", "<|end|>", "<tool_call>"}
+    assert tokenizer.decode(tokenizer.encode_text(f"a{blanks}b")) == f"a{blanks}b"
+
+
+def test_the_code_of_a_template_makes_no_control_tokens_and_its_texts_do(
+    hf_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    hf_tokenizer.add_tokens(["messages", "endfor", "<answer>", "<quoted>"])
+    hf_tokenizer.chat_template = "{% for m in messages %}<answer>{{ '<quoted>' + m.content }}{% endfor %}"
+    assert set(HFTokenizer(hf_tokenizer).control_tokens) == {"<|start|>", "<|end|>", "<answer>", "<quoted>"}
+
+
+def test_every_one_of_several_templates_counts(hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    hf_tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "<tool_call>{{ messages }}"}
+    assert "<tool_call>" in HFTokenizer(hf_tokenizer).control_tokens
+
+
 def test_the_tokenizer_it_is_made_of_is_left_as_it_was(
     hf_tokenizer: PreTrainedTokenizerFast, tokenizer: HFTokenizer
 ) -> None:

@@ -16,14 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.load import require_training_packages
+from agentfly.errors import ConfigError
 
 Report = Callable[[str], None]
 """Called with a line of text when something begins that takes a while."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,9 @@ def find_model(name: str | Path, *, report: Report | None = None) -> Path:
     if path.is_dir():
         return _checked_directory(path)
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return _from_hub(name, report)
+        from agentfly.policies.hub import get_from_hub
+
+        return get_from_hub(name, report)
     if path.is_absolute() or len(path.parts) > 1:
         raise ConfigError(f"There is no model directory {path}.")
     names = [model.name for model in list_models()]
@@ -114,33 +114,3 @@ def _checked_directory(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json.")
     return path
-
-
-def _from_hub(name: str, report: Report | None) -> Path:
-    """The snapshot of a Hugging Face model, from the local cache or the hub."""
-    require_training_packages()
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    if report:
-        report(f"Fetching {name} from the Hugging Face hub.")
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except GatedRepoError as error:
-        raise PrerequisiteError(
-            f"The model {name} asks for consent to its licence: give it on its page of the hub, then set HF_TOKEN."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"The Hugging Face hub has no model {name}, or shows it with a token (HF_TOKEN) only."
-        ) from error
-    except Exception as error:
-        raise PrerequisiteError(
-            f"The model {name} is not on this machine and cannot be fetched ({type(error).__name__}). Check the "
-            "network and HF_ENDPOINT; or copy the model's directory here and give its path; or use the model 'tiny', "
-            "which is part of this package."
-        ) from error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -20,16 +20,17 @@ class HFTokenizer:
 
     Control tokens are the special tokens of the tokenizer and, besides, those added tokens that the model's chat
     template writes (such as ``<tool_call>``, which many tokenizers do not mark as special). Text that spells one of
-    them is encoded as ordinary text.
+    them is encoded as ordinary text. Added tokens of white space only, such as runs of blanks, are text, however a
+    template is indented.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.hf = tokenizer
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        written = _written_by(tokenizer.chat_template)
         self._control = {
             added.content: token_id
             for token_id, added in tokenizer.added_tokens_decoder.items()
-            if added.special or added.content in template
+            if added.special or (added.content.strip() and any(added.content in text for text in written))
         }
         self._control_ids = frozenset(self._control.values())
         self._text_tokenizer = _with_control_as_text(tokenizer.backend_tokenizer, self._control_ids)
@@ -81,13 +82,7 @@ class HFTokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """A conversation as text, by the model's own chat template.
 
         Raises:
@@ -102,7 +97,6 @@ class HFTokenizer:
             template: Any = self.hf.apply_chat_template
             text: str = template(
                 [dict(message) for message in messages],
-                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -112,6 +106,18 @@ class HFTokenizer:
                 f"The chat template of {self.hf.name_or_path!r} refuses a conversation of the roles {roles}: {error}"
             ) from error
         return text
+
+
+def _written_by(template: str | dict[str, str] | None) -> list[str]:
+    """The texts that a chat template, or each of several by name, writes: all but its code."""
+    if not template:
+        return []
+    if isinstance(template, dict):
+        return [text for one in template.values() for text in _written_by(one)]
+    try:
+        return [text for _, kind, text in Environment().lex(template) if kind in ("data", "string")]
+    except TemplateError:
+        return [template]  # rendering will say what is wrong with it; until then, all of it counts
 
 
 def _with_control_as_text(backend: FastTokenizer, control_ids: frozenset[int]) -> FastTokenizer:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentfly.errors import PrerequisiteError
+from agentfly.policies.extras import require_training_packages
 
 if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
@@ -37,17 +36,3 @@ def shorten_spinning() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def require_training_packages() -> None:
-    """Check that what runs and trains models is installed, without importing it.
-
-    Raises:
-        PrerequisiteError: names what is missing and how to get it.
-    """
-    missing = [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise PrerequisiteError(
-            f"Running a model in this process needs {' and '.join(missing)}, not installed here. "
-            "Get what is needed with: pip install 'agentfly-rl[train]'"
-        )

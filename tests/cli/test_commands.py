@@ -149,3 +149,19 @@ def test_models_are_listed_and_found(agentfly):
 
 def test_nothing_to_reap_is_said(agentfly):
     assert agentfly("resources", "reap") == ("nothing was left behind\n", "")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_refused_can_be_begun_in_the_same_directory(agentfly, project, monkeypatch, capsys):
+    words = ["train", "project/config.yaml", "run_dir=runs/mine", "training.steps=1"]
+    (project / "workshop.py").write_text(PROJECT.replace("max_turns=2", "max_turns=2, top_p=0.5"))
+    monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "top_p" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    (project / "workshop.py").write_text(PROJECT)
+    for name in [name for name in sys.modules if name.startswith("workshop")]:
+        monkeypatch.delitem(sys.modules, name)
+    out, _ = agentfly(*words)
+    assert "1 training steps" in out

@@ -29,7 +29,6 @@ def row(group: str, rollout: str, reward: float, mask: Sequence[int] = (0, 1, 1)
         versions=[0 if sampled else -1 for sampled in mask],
         group_id=group,
         rollout_id=rollout,
-        turn=0,
         reward=reward,
         truncated=False,
     )

@@ -13,7 +13,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from agentfly.errors import ConfigError
 from agentfly.training.checkpoints import Checkpoints, Place, load_weights, read_learner, read_place, write_place
 
-PLACE = Place(step=3, cursor=24, version=3, model="tiny", tasks="abc", config={"steps": 9, "learning_rate": 1e-5})
+PLACE = Place(
+    step=3,
+    cursor=24,
+    version=3,
+    model="tiny",
+    tasks="abc",
+    agent={"max_turns": 4},
+    reward="brief",
+    config={"steps": 9, "learning_rate": 1e-5},
+)
 
 
 def write_text(path: Path) -> None:

@@ -8,17 +8,36 @@ from typing import Any
 
 import pytest
 
+from agentfly.agents.agent import Agent
+from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError
 from agentfly.events import EvaluationFinished, StepFinished
 from agentfly.training.checkpoints import Place
 from agentfly.training.config import TrainConfig
-from agentfly.training.resume import FREE_TO_CHANGE, forget_after, require_empty, require_same_run
+from agentfly.training.resume import FREE_TO_CHANGE, agent_traits, forget_after, require_same_run
 from agentfly.viewing.metrics import MetricsWriter
 from agentfly.viewing.run_directory import RunDirectory
 
 
 def place(**settings: Any) -> Place:
-    return Place(0, 0, 0, "tiny", "abc", TrainConfig(**settings).model_dump(mode="json"))
+    config = TrainConfig(**settings).model_dump(mode="json")
+    return Place(0, 0, 0, "tiny", "abc", agent_traits(agent()), "brief", config)
+
+
+@tool
+def look(item: str) -> str:
+    """Look at an item."""
+    return item
+
+
+@tool(name="look")
+def look_closely(item: str, seconds: int) -> str:
+    """Look at an item for a while."""
+    return item
+
+
+def agent(**changes: Any) -> Agent:
+    return Agent(**{"model": "tiny", "tools": [look], "system_prompt": "Look at things.", **changes})
 
 
 def run_of_three_steps(path: Path) -> RunDirectory:
@@ -59,8 +78,15 @@ def test_settings_that_shape_the_learning_cannot_change_and_are_named(tmp_path: 
     assert "attempts was 8 and is now 4" in str(refusal.value)
 
 
-@pytest.mark.parametrize(("field", "value", "said"), [("model", "other", "the model"), ("tasks", "xyz", "the tasks")])
-def test_another_model_or_other_tasks_are_refused(field: str, value: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("model", "other", "the model was 'tiny' and is now 'other'"),
+        ("tasks", "xyz", "the tasks"),
+        ("reward", "wordy", "the reward was 'brief' and is now 'wordy'"),
+    ],
+)
+def test_another_model_or_reward_or_other_tasks_are_refused(field: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         require_same_run(place(), replace(place(), **{field: value}))
 
@@ -69,12 +95,31 @@ def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:
     require_same_run(place(), place(steps=500, eval_every_steps=2, threads=1, keep_checkpoints=9))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"system_prompt": "Do as you like."}, ["system message is another"]),
+        ({"tool_prompt": "There is a tool."}, ["system message is another"]),
+        ({"tools": [look_closely]}, ["system message is another", "tool look is another"]),
+        ({"tools": []}, ["tool look is missing"]),
+        ({"tool_call_format": "action"}, ["tool-call format was 'hermes' and is now 'action'"]),
+        ({"max_turns": 3}, ["max_turns was 10 and is now 3"]),
+        ({"max_tokens_per_turn": 9}, ["max_tokens_per_turn was 512 and is now 9"]),
+        ({"max_total_tokens": 900}, ["max_total_tokens was None and is now 900"]),
+        ({"max_tool_calls": 2}, ["max_tool_calls was None and is now 2"]),
+        ({"max_wall_seconds": 2.5}, ["max_wall_seconds was None and is now 2.5"]),
+        ({"max_consecutive_invalid_calls": 1}, ["max_consecutive_invalid_calls was 3 and is now 1"]),
+    ],
+)
+def test_an_agent_that_would_act_otherwise_is_refused_and_what_differs_is_named(
+    changes: dict[str, Any], said: list[str]
+) -> None:
+    now = replace(place(), agent=agent_traits(agent(**changes)))
+    with pytest.raises(ConfigError) as refusal:
+        require_same_run(place(), now)
+    for part in said:
+        assert f"the agent's {part}" in str(refusal.value)
+
+
 def test_what_is_free_to_change_are_settings() -> None:
     assert set(TrainConfig.model_fields) >= FREE_TO_CHANGE
-
-
-def test_a_new_run_does_not_begin_where_another_one_is(tmp_path: Path) -> None:
-    run = run_of_three_steps(tmp_path / "used")
-    with pytest.raises(ConfigError, match="resume=True"):
-        require_empty(run)
-    require_empty(RunDirectory(tmp_path / "fresh").ensure())

@@ -12,7 +12,7 @@ from agentfly.task import Task
 from agentfly.tokens import TokenSequence
 from agentfly.training.batch_metrics import batch_metrics
 from agentfly.training.rows import Row, rows_from_trajectories
-from agentfly.trajectory import Failure, Trajectory, Turn
+from agentfly.trajectory import Failure, Trajectory
 
 
 def sequence(*, logprobs_known: bool = True) -> TokenSequence:
@@ -40,18 +40,17 @@ def test_a_row_carries_its_sequence_as_it_is() -> None:
     assert row.targets == [2, 3, 5]
     assert row.target_logprobs == [-0.5, -0.25, -1.0]
     assert row.oldest_version == 4
-    assert (row.group_id, row.rollout_id, row.turn, row.reward, row.truncated) == ("g", "r0", 0, 1.0, False)
+    assert (row.group_id, row.rollout_id, row.reward, row.truncated) == ("g", "r0", 1.0, False)
 
 
-def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_first_turn_and_its_cut() -> None:
+def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_cut() -> None:
     cut = sequence()
     cut.cut(4)
     silent = TokenSequence()
     silent.append_prompt([1])
-    turns = [Turn(0, 0, 2, 4, "", True), Turn(1, 0, 5, 6, "", True), Turn(2, 2, 2, 4, "", True)]
     sequences = [sequence().freeze(), silent.freeze(), cut.freeze()]
-    rows = rows_from_trajectories([trajectory(0, sequences=sequences, turns=turns)]).rows
-    assert [(row.turn, row.truncated, len(row)) for row in rows] == [(0, False, 6), (2, True, 4)]
+    rows = rows_from_trajectories([trajectory(0, sequences=sequences)]).rows
+    assert [(row.truncated, len(row)) for row in rows] == [(False, 6), (True, 4)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_rows_of_one_group_lie_side_by_side_however_the_rollouts_ended() -> None
 
 def test_arrays_of_different_lengths_are_no_row() -> None:
     with pytest.raises(ValueError, match="different lengths"):
-        Row([1, 2], [0, 1], [math.nan], [0, 0], "g", "r", 0, 1.0, False)
+        Row([1, 2], [0, 1], [math.nan], [0, 0], "g", "r", 1.0, False)
 
 
 def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:

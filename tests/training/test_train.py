@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.errors import ConfigError
+from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.training.train import train
 from agentfly.viewing.run_directory import RunDirectory
 
@@ -44,6 +46,27 @@ def test_a_misspelt_setting_is_refused_before_anything_is_made(tmp_path: Path) -
     with pytest.raises(ConfigError, match="Did you mean 'learning_rate'"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "run", learning_rat=1e-3)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_that_is_refused_leaves_no_directory_and_can_be_begun_there_once_it_is_put_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine" if named else None
+    with pytest.raises(ConfigError, match="top_p"):
+        train(replace(AGENT, top_p=0.5), ["a"], brief, run_dir=run_dir)
+    assert not any(tmp_path.glob("runs/*"))
+    train(AGENT, ["a"], brief, run_dir=run_dir, steps=1, tasks_per_step=1, attempts=2)
+
+
+def test_a_run_that_is_refused_once_its_model_is_there_can_be_begun_in_the_same_directory(tmp_path: Path) -> None:
+    settings = {"run_dir": tmp_path, "steps": 1, "tasks_per_step": 1, "attempts": 2}
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        train(AGENT, ["a"], brief, policy=ScriptedPolicy(["a"]), **settings)
+    train(AGENT, ["a"], brief, **settings)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(AGENT, ["a"], brief, **settings)
 
 
 def test_going_on_needs_to_know_with_which_run() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward, reward
+from agentfly.agents.tool import ToolResult, tool
 from agentfly.contexts.context import Context
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
@@ -41,9 +42,9 @@ SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3}
 
 
 @reward
-def brief(response: str) -> float:
-    """The fewer distinct characters, the better."""
-    return 1.0 / (1.0 + len(set(response)))
+def later(context: Context) -> float:
+    """The later attempt is the better one, whatever it says: every batch has something to teach."""
+    return context.attempt / 2
 
 
 def agent(**changes: Any) -> Agent:
@@ -51,7 +52,7 @@ def agent(**changes: Any) -> Agent:
 
 
 async def trained(
-    path: Path, *, score: Reward = brief, events: EventStream | None = None, **settings: Any
+    path: Path, *, score: Reward = later, events: EventStream | None = None, **settings: Any
 ) -> TrainResult:
     stream = events or EventStream()
     others = {name: settings.pop(name) for name in ("resume", "eval_tasks", "policy") if name in settings}
@@ -102,11 +103,11 @@ async def test_an_update_changes_the_weights_that_the_policy_samples_from(tmp_pa
 
 async def test_attempts_that_cannot_be_scored_are_in_no_row_and_are_counted(tmp_path: Path) -> None:
     @reward
-    def flaky(response: str, context: Context) -> float:
+    def flaky(context: Context) -> float:
         """Fails for the first attempt."""
         if context.attempt == 0:
             raise ConnectionError("the judge is away")
-        return brief(response)
+        return later(context)
 
     metrics = (await trained(tmp_path, score=flaky, steps=1)).metrics[1]
     assert metrics["rows"] == 4
@@ -124,9 +125,26 @@ async def test_a_run_whose_scoring_is_down_stops_and_says_why(tmp_path: Path) ->
         await trained(tmp_path, score=down)
 
 
-async def test_a_run_that_nothing_scores_stops_and_says_what_it_needs(tmp_path: Path) -> None:
+async def test_a_run_in_which_nothing_can_be_trained_on_stops_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="6 unscored"):
-        await Trainer(agent(), TASKS, run_dir=tmp_path, config=TrainConfig(**SMALL)).run()
+        await trained(tmp_path, max_context_tokens=4)  # no prompt is as short as that
+
+
+def test_a_run_that_nothing_could_score_is_refused_before_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Nothing scores the rollouts"):
+        Trainer(agent(), TASKS, run_dir=tmp_path)
+
+
+async def test_without_a_reward_an_attempt_that_avoids_the_tools_that_score_counts_as_zero(tmp_path: Path) -> None:
+    @tool
+    def guess(number: int) -> ToolResult:
+        """Guess a number, and hear that it is wrong."""
+        return ToolResult("no", reward=-1.0)
+
+    config = TrainConfig(**{**SMALL, "steps": 1})
+    trainer = Trainer(agent(tools=[guess]), TASKS, run_dir=tmp_path, config=config)  # too few tokens for any call
+    metrics = (await trainer.run()).metrics[1]
+    assert (metrics["rows"], metrics["unscored"], metrics["reward/mean"]) == (6, 0, 0)
 
 
 async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
@@ -151,21 +169,27 @@ async def test_no_setting_is_left_unread_by_a_run(tmp_path: Path) -> None:
 
     config = Watched(**SMALL)
     read.clear()  # of what was read to check the settings
-    await Trainer(agent(), TASKS, brief, run_dir=tmp_path, eval_tasks=TASKS[:1], config=config).run()
+    await Trainer(agent(), TASKS, later, run_dir=tmp_path, eval_tasks=TASKS[:1], config=config).run()
     assert set(TrainConfig.model_fields) - read == set()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Trainer(agent(top_p=0.9), TASKS, later, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_cut_distribution_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p=0\.9"):
-        Trainer(agent(top_p=0.9), TASKS, brief, run_dir=tmp_path)
+        Trainer(agent(top_p=0.9), TASKS, later, run_dir=tmp_path)
 
 
 def test_a_temperature_of_zero_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="all attempts at a task would be the same"):
-        Trainer(agent(temperature=0.0), TASKS, brief, run_dir=tmp_path)
+        Trainer(agent(temperature=0.0), TASKS, later, run_dir=tmp_path)
 
 
 async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: Path) -> None:
@@ -175,7 +199,7 @@ async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: 
 
 async def test_train_says_how_it_is_done_inside_an_event_loop(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"await Trainer"):
-        train(agent(), TASKS, brief, run_dir=tmp_path)
+        train(agent(), TASKS, later, run_dir=tmp_path)
 
 
 async def test_a_second_run_in_one_directory_must_say_that_it_goes_on(tmp_path: Path) -> None:
@@ -184,10 +208,37 @@ async def test_a_second_run_in_one_directory_must_say_that_it_goes_on(tmp_path: 
         await trained(tmp_path)
 
 
-async def test_a_resumed_run_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
+async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Path) -> None:
+    @reward
+    def earlier(context: Context) -> float:
+        """The opposite."""
+        return -context.attempt
+
     await trained(tmp_path, steps=1)
     with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1"):
         await trained(tmp_path, resume=True, learning_rate=0.1)
+    other = Trainer(
+        agent(temperature=0.3, system_prompt="Be brief.", max_turns=2),
+        TASKS,
+        earlier,
+        run_dir=tmp_path,
+        config=TrainConfig(**{**SMALL, "steps": 1}),
+        resume=True,
+    )
+    with pytest.raises(ConfigError) as refusal:
+        await other.run()
+    for said in (
+        "temperature was 1.0 and is now 0.3",
+        "the agent's system message is another",
+        "the agent's max_turns was 1 and is now 2",
+        "the reward was 'later' and is now 'earlier'",
+    ):
+        assert said in str(refusal.value)
+
+
+async def test_the_temperature_may_come_from_the_agent_or_the_settings_when_a_run_is_resumed(tmp_path: Path) -> None:
+    await trained(tmp_path, steps=1)
+    assert (await trained(tmp_path, steps=1, resume=True, temperature=1.0)).steps == 1
 
 
 # --- how it stops, and goes on ----------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import builtins
 import json
+import threading
+
+import pytest
 
 from agentfly.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
-from agentfly.viewing.metrics import recorded
+from agentfly.viewing.metrics import QueuedEvents, recorded
 from agentfly.viewing.run_directory import RunDirectory, read_json_lines
 
 
@@ -27,6 +30,56 @@ def test_a_recorded_run_has_its_metrics_and_every_event_and_nothing_from_after_i
     assert events[0]["task_id"] == "t"
     for line in run.events_file.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name)))
+
+
+def test_nothing_is_lost_when_a_run_ends_by_an_exception(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    events = EventStream()
+
+    def emit_and_fail():
+        for number in range(1000):
+            events.emit(RolloutStarted(rollout_id=str(number), group_id="g", task_id="t"))
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"), recorded(run, events):
+        emit_and_fail()
+    assert [event["rollout_id"] for event in read_json_lines(run.events_file)] == [str(n) for n in range(1000)]
+
+
+def test_whoever_emits_an_event_waits_for_no_writer():
+    free, seen = threading.Event(), []
+
+    def slow(event):
+        assert free.wait(60)
+        seen.append(event.step)
+
+    with QueuedEvents([slow]) as queued:
+        for step in range(3):
+            queued(StepFinished(step=step, metrics={}))
+        assert seen == []
+        free.set()
+    assert seen == [0, 1, 2]
+
+
+def test_a_writer_that_fails_is_told_and_takes_no_other_with_it(caplog):
+    seen = []
+
+    def full(event):
+        raise OSError("no space left")
+
+    with QueuedEvents([full, seen.append]) as queued:
+        for step in range(2):
+            queued(StepFinished(step=step, metrics={}))
+    assert [event.step for event in seen] == [0, 1]
+    assert len(caplog.records) == 1
+
+
+def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    events = EventStream()
+    with recorded(run, events):
+        events.emit(StepFinished(step=1, metrics={"reward/mean": 0.5}))
+        assert [row.step for row in run.metrics()] == [1]
 
 
 def test_events_of_a_resumed_run_follow_those_of_the_killed_one(tmp_path):

@@ -53,6 +53,15 @@ def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
     assert (summary.success_before, summary.success_after) == (0.25, 0.75)
 
 
+def test_a_step_in_which_nothing_was_scored_counts_as_a_step_and_in_no_mean(run):
+    write = MetricsWriter(run)
+    write(StepFinished(step=21, metrics={"unscored": 4.0}))
+    write(EvaluationFinished(step=21, metrics={"unscored": 4.0}))
+    summary = RunSummary.of(run)
+    assert (summary.steps, len(summary.rewards)) == (21, 20)
+    assert (summary.success_before, summary.success_after) == (0.25, 0.75)
+
+
 def test_the_two_trajectories_are_of_one_task_and_show_the_change(run):
     before, after = before_and_after(run)
     assert (before.turns[0].text, after.turns[0].text) == ("b early", "b late")
@@ -62,7 +71,17 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
     console.print(training_report(run))
     shown = console.file.getvalue()
-    for expected in ("20 training steps", "0.08", "0.97", "25%", "75%", "b early", "b late", str(run.metrics_file)):
+    for expected in (
+        "20 training steps",
+        "0.08",
+        "0.97",
+        "held-out rollouts solved",
+        "25%",
+        "75%",
+        "b early",
+        "b late",
+        str(run.metrics_file),
+    ):
         assert expected in shown
     assert "█" in shown
 

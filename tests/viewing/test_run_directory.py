@@ -24,6 +24,35 @@ def test_a_name_that_holds_a_run_is_refused_and_the_message_says_how_to_go_on_wi
         RunDirectory.create(tmp_path, "mine")
 
 
+@pytest.mark.parametrize(
+    "file", ["config.yaml", "metrics.jsonl", "trajectories/eval-000000.jsonl", "checkpoints/step-000002/config.json"]
+)
+def test_whatever_a_run_has_kept_makes_its_directory_used(tmp_path, file):
+    path = tmp_path / "mine" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert RunDirectory(tmp_path / "mine").holds_run
+    with pytest.raises(ConfigError, match=r"--resume .*mine"):
+        RunDirectory.create(tmp_path, "mine")
+
+
+def test_what_a_refused_start_leaves_behind_is_no_run(tmp_path):
+    run = RunDirectory.create(tmp_path, "mine")
+    run.events_file.write_text("{}\n")
+    run.tensorboard.mkdir()
+    run.checkpoints.mkdir()
+    assert not RunDirectory.create(tmp_path, "mine").holds_run
+
+
+def test_only_an_empty_directory_is_removed(tmp_path):
+    empty, used = RunDirectory.create(tmp_path), RunDirectory.create(tmp_path)
+    used.events_file.write_text("{}\n")
+    for run in (empty, used):
+        run.remove_if_empty()
+    assert not empty.path.exists()
+    assert used.events_file.exists()
+
+
 def test_a_file_in_the_way_of_a_run_is_a_message(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="in the way"):

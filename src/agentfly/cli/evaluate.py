@@ -42,11 +42,11 @@ def evaluate(
         raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
     experiment.fetch_model()
     directory = new_run(config)
-    save_config(config, directory.config_file)
     events = EventStream()
     with ConsoleProgress() as progress, events.subscribed(progress):
         result = asyncio.run(_evaluated(experiment, experiment.eval_tasks, events))
     path = directory.trajectories_file(step, "eval")
+    save_config(config, directory.config_file)
     save_trajectories(result.trajectories, path)
     console = Console()
     console.print(

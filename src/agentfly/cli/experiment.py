@@ -32,14 +32,14 @@ class Experiment:
         agent: the agent, with the configuration's model if it has one.
         tasks: the tasks to train on, or to roll out.
         eval_tasks: the held-out tasks; None if none are named.
-        reward: the reward; None where the tools give it.
+        reward: the reward; `tool_rewards` where none is named.
     """
 
     config: RunConfig
     agent: Agent
     tasks: list[Task]
     eval_tasks: list[Task] | None
-    reward: Reward | None
+    reward: Reward
 
     @classmethod
     def of(cls, config: RunConfig) -> Experiment:
@@ -54,7 +54,7 @@ class Experiment:
             agent=_agent(config, base),
             tasks=_tasks(config.tasks, base, "tasks"),
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
-            reward=_reward(config.reward, base) if config.reward else None,
+            reward=_reward(config.reward, base),
         )
 
     def fetch_model(self) -> None:
@@ -74,14 +74,7 @@ class Experiment:
         from agentfly.policies.load import load_policy
 
         training = self.config.training
-        policy = load_policy(
-            self.agent.model,
-            dtype=training.dtype,
-            device=training.device,
-            threads=training.threads,
-            seed=training.seed,
-        )
-        async with policy:
+        async with load_policy(self.agent.model, **training.policy_settings) as policy:
             yield {
                 "policy": policy,
                 "events": events,
@@ -118,9 +111,11 @@ def _tasks(reference: str, base: Path, field: str) -> list[Task]:
     return as_tasks(_called(named, field, reference) if callable(named) else named)
 
 
-def _reward(reference: str, base: Path) -> Reward:
-    from agentfly.agents.reward import Reward
+def _reward(reference: str | None, base: Path) -> Reward:
+    from agentfly.agents.reward import Reward, tool_rewards
 
+    if reference is None:
+        return tool_rewards
     named = load_reference(reference, base=base, field="reward")
     if not isinstance(named, Reward):
         raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")

@@ -39,11 +39,11 @@ def rollout(
     experiment = Experiment.of(config)
     experiment.fetch_model()
     directory = new_run(config)
-    save_config(config, directory.config_file)
     events = EventStream()
     with ConsoleProgress() as progress, events.subscribed(progress):
         result = asyncio.run(_rolled_out(experiment, events, tasks, attempts))
     path = directory.trajectories_file(0, "rollout")
+    save_config(config, directory.config_file)
     save_trajectories(result.trajectories, path)
     console = Console()
     if not quiet:

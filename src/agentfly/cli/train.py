@@ -63,32 +63,35 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     from agentfly.events import Event, EventStream, TrainingStarted
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
+    from agentfly.viewing.run_directory import RunDirectory
 
     experiment = Experiment.of(config)
     experiment.fetch_model()
-    run = resumed or new_run(config)
+    run = resumed
     events = EventStream()
 
     def keep_configuration(event: Event) -> None:
         """Write the configuration once it is known that the run can be begun, or gone on with, as it says."""
+        nonlocal run
         if isinstance(event, TrainingStarted):
+            run = RunDirectory(event.run_dir)
             save_config(config, run.config_file)
 
     try:
         with events.subscribed(keep_configuration):
-            train_agent(
+            result = train_agent(
                 experiment.agent,
                 experiment.tasks,
                 experiment.reward,
                 eval_tasks=experiment.eval_tasks,
-                run_dir=run.path,
+                run_dir=config.run_dir if resumed is None else resumed.path,
                 resume=resumed is not None,
                 progress=True,
                 events=events,
                 **config.training.model_dump(),
             )
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
-        if run.config_file.is_file():
+        if run is not None:
             typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
         raise
-    Console().print(training_report(run))
+    Console().print(training_report(RunDirectory(result.run_dir)))

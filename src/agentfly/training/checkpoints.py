@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentfly.errors import ConfigError
 from agentfly.policies.embedded.loading import quiet_transformers
 
-FORMAT = 1
+FORMAT = 2
 """Version of the trainer's files in a checkpoint."""
 
 
@@ -30,7 +30,9 @@ class Place:
         version: version of the policy's weights.
         model: name of the model that training began with.
         tasks: fingerprint of the tasks.
-        config: the run's settings.
+        agent: what of the agent shapes its rollouts, by name (see `agentfly.training.resume.agent_traits`).
+        reward: name of the reward.
+        config: the run's settings, with the temperature in force.
     """
 
     step: int
@@ -38,6 +40,8 @@ class Place:
     version: int
     model: str
     tasks: str
+    agent: dict[str, Any]
+    reward: str
     config: dict[str, Any]
 
 

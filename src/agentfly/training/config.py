@@ -93,6 +93,16 @@ class TrainConfig(BaseModel):
     """Where a policy that the trainer loads computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: PositiveInt | None = None
     """Number of processor threads of a policy that the trainer loads; chosen for the machine if not given."""
+    max_concurrent_generations: PositiveInt = 64
+    """Number of generations sampled at a time; keys and values of twice so many sequences are kept. Bounds memory."""
+    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Number of tokens, prompt and sampled, that a sequence may hold; as many as the model can if not given."""
+
+    @property
+    def policy_settings(self) -> dict[str, Any]:
+        """The settings of `agentfly.policies.load.load_policy` for a policy that is not given."""
+        names = ("dtype", "device", "threads", "seed", "max_concurrent_generations", "max_context_tokens")
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="wrap")
     @classmethod

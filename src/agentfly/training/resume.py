@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
+from agentfly.agents.agent import Agent
 from agentfly.errors import ConfigError
 from agentfly.training.checkpoints import Place
 from agentfly.viewing.run_directory import RunDirectory, read_json_lines
@@ -18,12 +20,37 @@ FREE_TO_CHANGE = frozenset(
         "eval_temperature",
         "checkpoint_every_steps",
         "keep_checkpoints",
+        "max_concurrent_generations",
         "max_concurrent_rollouts",
         "max_failure_share",
         "threads",
     }
 )
 """Settings that may differ when a run is resumed: they do not change what is learned from a batch."""
+
+
+_FINGERPRINT = "sha256:"
+
+_LIMITS = (
+    "max_turns",
+    "max_tokens_per_turn",
+    "max_total_tokens",
+    "max_tool_calls",
+    "max_wall_seconds",
+    "max_consecutive_invalid_calls",
+)
+
+
+def agent_traits(agent: Agent) -> dict[str, Any]:
+    """What of an agent shapes its rollouts, besides model and sampling: words and tools as fingerprints, and limits."""
+    tools = {f"tool {tool.name}": _fingerprint(tool.definition) for tool in agent.tools}
+    limits = {name: getattr(agent, name) for name in _LIMITS}
+    return {
+        "system message": _fingerprint(agent.system_message()),
+        "tool-call format": agent.format.name,
+        **tools,
+        **limits,
+    }
 
 
 def require_same_run(saved: Place, now: Place) -> None:
@@ -33,12 +60,19 @@ def require_same_run(saved: Place, now: Place) -> None:
         ConfigError: settings that shape the learning differ; the message names each with both values.
     """
     differences = [
-        f"{name} was {saved.config.get(name)!r} and is now {value!r}"
+        _difference(name, saved.config.get(name), value)
         for name, value in now.config.items()
         if name not in FREE_TO_CHANGE and saved.config.get(name) != value
     ]
+    differences += [
+        _difference(f"the agent's {name}", saved.agent.get(name), now.agent.get(name))
+        for name in {**saved.agent, **now.agent}
+        if saved.agent.get(name) != now.agent.get(name)
+    ]
     if saved.model != now.model:
-        differences.append(f"the model was {saved.model!r} and is now {now.model!r}")
+        differences.append(_difference("the model", saved.model, now.model))
+    if saved.reward != now.reward:
+        differences.append(_difference("the reward", saved.reward, now.reward))
     if saved.tasks != now.tasks:
         differences.append("the tasks, or their order in the data set, are others")
     if differences:
@@ -48,16 +82,15 @@ def require_same_run(saved: Place, now: Place) -> None:
         )
 
 
-def require_empty(run: RunDirectory) -> None:
-    """Raise if the directory holds a run already.
+def _difference(name: str, before: Any, now: Any) -> str:
+    if any(isinstance(value, str) and value.startswith(_FINGERPRINT) for value in (before, now)):
+        return f"{name} is {'new' if before is None else 'missing' if now is None else 'another'}"
+    return f"{name} was {before!r} and is now {now!r}"
 
-    Raises:
-        ConfigError: it does.
-    """
-    if run.metrics_file.exists() or any(run.checkpoints.glob("step-*")):
-        raise ConfigError(
-            f"{run.path} already holds a run. Set resume=True to go on with it, or choose another directory."
-        )
+
+def _fingerprint(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return _FINGERPRINT + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def forget_after(run: RunDirectory, step: int | None) -> None:

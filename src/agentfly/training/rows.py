@@ -26,7 +26,6 @@ class Row:
         versions: version of the policy's weights that sampled each token; length T.
         group_id: the group of attempts at one task, whose rewards make the baseline.
         rollout_id: the trajectory.
-        turn: index of the first turn whose tokens are in the row.
         reward: the trajectory's reward.
         truncated: whether tokens were cut off the end.
     """
@@ -37,7 +36,6 @@ class Row:
     versions: Sequence[int]
     group_id: str
     rollout_id: str
-    turn: int
     reward: float
     truncated: bool
 
@@ -97,16 +95,14 @@ def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
 
 
 def untrainable_cause(trajectory: Trajectory) -> str | None:
-    """Why a trajectory may not be trained on, or None if it may."""
+    """Why a trajectory may not be trained on, or None if it may: `Trajectory.trainable`, in numbers that are known."""
     if trajectory.infrastructure_failed:
         return "infrastructure"
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         return "unscored"
     if not trajectory.trainable:
         return "no_sampled_tokens"
-    if not all(_logprobs_known(sequence) for sequence in trajectory.sequences):
-        return "no_logprobs"
-    return None
+    return None if all(map(_logprobs_known, trajectory.sequences)) else "no_logprobs"
 
 
 def _logprobs_known(sequence: TokenSequence) -> bool:
@@ -119,9 +115,6 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
 
 def _rows_of(trajectory: Trajectory) -> list[Row]:
     assert trajectory.reward is not None
-    first_turn: dict[int, int] = {}
-    for turn in trajectory.turns:
-        first_turn.setdefault(turn.sequence, turn.index)
     return [
         Row(
             ids=sequence.ids,
@@ -130,10 +123,9 @@ def _rows_of(trajectory: Trajectory) -> list[Row]:
             versions=sequence.versions,
             group_id=trajectory.group_id,
             rollout_id=trajectory.rollout_id,
-            turn=first_turn.get(number, 0),
             reward=trajectory.reward,
             truncated=sequence.truncated,
         )
-        for number, sequence in enumerate(trajectory.sequences)
+        for sequence in trajectory.sequences
         if sequence.sampled_count
     ]

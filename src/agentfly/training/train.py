@@ -6,7 +6,8 @@ import asyncio
 import signal
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,35 @@ def train(
     config = TrainConfig(**settings)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
-    run = RunDirectory.create() if run_dir is None else RunDirectory(run_dir)
     events = events or EventStream()
-    trainer = Trainer(
-        agent,
-        tasks,
-        reward,
-        run_dir=run.path,
-        eval_tasks=eval_tasks,
-        config=config,
-        events=events,
-        policy=policy,
-        engine=engine,
-        resume=resume,
-    )
     with ExitStack() as stack:
+        run = RunDirectory(run_dir) if run_dir is not None else stack.enter_context(_new_run())
+        trainer = Trainer(
+            agent,
+            tasks,
+            reward,
+            run_dir=run.path,
+            eval_tasks=eval_tasks,
+            config=config,
+            events=events,
+            policy=policy,
+            engine=engine,
+            resume=resume,
+        )
         stack.enter_context(recorded(run, events))
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
         return _run_until_told_to_stop(trainer)
+
+
+@contextmanager
+def _new_run() -> Iterator[RunDirectory]:
+    """A new run's directory, which goes again if the run is refused before it has written anything."""
+    run = RunDirectory.create()
+    try:
+        yield run
+    finally:
+        run.remove_if_empty()
 
 
 def _require_no_loop() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward
+from agentfly.agents.reward import Reward, tool_rewards
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
     CheckpointSaved,
@@ -45,7 +45,7 @@ from agentfly.training.checkpoints import (
 )
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner
-from agentfly.training.resume import forget_after, require_empty, require_same_run
+from agentfly.training.resume import agent_traits, forget_after, require_same_run
 from agentfly.training.rows import RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
@@ -89,7 +89,7 @@ class Trainer:
     Args:
         agent: the agent.
         tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file.
-        reward: scores the rollouts; without one, the sum of the tools' rewards is the score.
+        reward: scores the rollouts; without one, the sum of the tools' rewards is the score, 0 where they gave none.
         run_dir: directory of the run's checkpoints, trajectories and metrics.
         eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
         config: the settings.
@@ -117,7 +117,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         self._agent = agent
-        self._reward = reward
+        self._reward = reward or tool_rewards
         self._config = config or TrainConfig()
         self._order = TaskOrder(as_tasks(tasks), self._config.seed)
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
@@ -128,8 +128,9 @@ class Trainer:
         self._resume = resume
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
         self._temperature = _training_temperature(agent, self._config)
+        _require_score(agent, self._reward)
         if not resume:
-            require_empty(self._run)
+            self._run.require_unused()
 
     async def run(self) -> TrainResult:
         """Train. Cancelling it stops the run in good order; the last checkpoint stands.
@@ -167,12 +168,9 @@ class Trainer:
     async def _policy(self, owned: AsyncExitStack) -> TrainablePolicy:
         policy = self._given_policy
         if policy is None:
-            names = ("dtype", "device", "threads", "seed")
-            settings = {name: getattr(self._config, name) for name in names}
             self._events.emit(Progress(what=f"loading {self._agent.model}"))
-            policy = await owned.enter_async_context(
-                await in_thread(partial(load_policy, self._agent.model, **settings))
-            )
+            load = partial(load_policy, self._agent.model, **self._config.policy_settings)
+            policy = await owned.enter_async_context(await in_thread(load))
         if not isinstance(policy, TrainablePolicy):
             raise ConfigError(
                 f"A {type(policy).__name__} cannot be trained: its weights are not in this process. "
@@ -188,7 +186,9 @@ class Trainer:
             version=policy.version,
             model=str(self._agent.model),
             tasks=self._order.fingerprint,
-            config=self._config.model_dump(mode="json"),
+            agent=agent_traits(self._agent),
+            reward=self._reward.name,
+            config=self._config.model_dump(mode="json") | {"temperature": self._temperature},
         )
         async with policy.exclusive():
             learner, resumed = await in_thread(partial(self._restored, policy.model, place))
@@ -310,8 +310,22 @@ def _require_rows(batch: RowBatch) -> None:
     if not batch.rows:
         causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(batch.left_out.items()))
         raise UsageError(
-            f"No rollout of this step can be trained on: {causes}. Unscored rollouts need a reward (or tools that give "
-            "one); rollouts without log-probs, a policy that returns them."
+            f"No rollout of this step can be trained on: {causes}. A rollout is unscored where it ended before its "
+            "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
+            "log-probs need a policy that returns them."
+        )
+
+
+def _require_score(agent: Agent, reward: Reward) -> None:
+    """Raise if every score is sure to be 0.
+
+    Raises:
+        ConfigError: the tools are to score the rollouts, and there are none.
+    """
+    if reward is tool_rewards and not agent.tools:
+        raise ConfigError(
+            "Nothing scores the rollouts: there is no reward, and the agent has no tools that could give one. "
+            "Give reward=..., a function with @reward above it."
         )
 
 

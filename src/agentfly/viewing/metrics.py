@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
+from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
 from agentfly.viewing.run_directory import Kind, RunDirectory, append_json_line, end_last_line
 
 logger = logging.getLogger(__name__)
@@ -18,14 +20,50 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def recorded(run: RunDirectory, events: EventStream) -> Iterator[None]:
-    """Keep the metrics and all events of a run in its directory while the block runs."""
+    """Keep the metrics and all events of a run in its directory while the block runs.
+
+    Whoever emits an event waits for no file, except for the one line of metrics of a step: a checkpoint that is saved
+    after a step must never survive without them. Nothing is lost however the block ends; a process that is killed
+    outright (SIGKILL, a power cut) loses the events since the last finished step or evaluation, and a chart's last
+    point.
+    """
     run.ensure()
     with ExitStack() as stack:
-        events_writer = stack.enter_context(EventWriter(run))
-        tensorboard = stack.enter_context(TensorBoardWriter(run))
-        for subscriber in (MetricsWriter(run), events_writer, tensorboard):
+        writers: list[Subscriber] = [stack.enter_context(EventWriter(run)), stack.enter_context(TensorBoardWriter(run))]
+        queued = stack.enter_context(QueuedEvents(writers))
+        for subscriber in (MetricsWriter(run), queued):
             stack.enter_context(events.subscribed(subscriber))
         yield
+
+
+class QueuedEvents:
+    """Hands events to slow subscribers in a thread of its own, in their order; leaving it waits for the last one."""
+
+    def __init__(self, subscribers: Sequence[Subscriber]) -> None:
+        self._subscribers = subscribers
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="agentfly-events", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def __call__(self, event: Event) -> None:
+        self._queue.put(event)
+
+    def _run(self) -> None:
+        stream = EventStream()
+        with ExitStack() as stack:
+            for subscriber in self._subscribers:
+                stack.enter_context(stream.subscribed(subscriber))
+            while (event := self._queue.get()) is not None:
+                stream.emit(event)
 
 
 class MetricsWriter:
@@ -44,7 +82,7 @@ class MetricsWriter:
 
 
 class EventWriter:
-    """Writes every event to the run's ``events.jsonl``, buffered, and in full at the end of each step."""
+    """Writes every event to the run's ``events.jsonl``, buffered, and in full after each step and at its end."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._path = run.events_file

@@ -22,9 +22,10 @@ class RunSummary:
 
     Attributes:
         steps: number of finished steps.
-        rewards: mean reward of each step, in order.
+        rewards: mean reward of each step in which anything was scored, in order.
         reward_start, reward_end: mean over the first and the last tenth of the steps; None before the first step.
-        success_before, success_after: share of held-out tasks solved at the first and at the last evaluation.
+        success_before, success_after: share of the scored rollouts of held-out tasks that solved theirs, at the
+            first and at the last evaluation.
     """
 
     steps: int
@@ -37,11 +38,12 @@ class RunSummary:
     @classmethod
     def of(cls, run: RunDirectory) -> RunSummary:
         """Summarise a run from its metrics."""
-        rewards = tuple(row.values[REWARD] for row in run.metrics() if REWARD in row.values)
+        rows = run.metrics()
+        rewards = tuple(row.values[REWARD] for row in rows if REWARD in row.values)
         successes = [row.values[SUCCESS] for row in run.metrics("eval") if SUCCESS in row.values]
         tenth = math.ceil(len(rewards) / 10)
         return cls(
-            steps=len(rewards),
+            steps=len(rows),
             rewards=rewards,
             reward_start=sum(rewards[:tenth]) / tenth if tenth else None,
             reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
@@ -117,7 +119,7 @@ def _figures(summary: RunSummary) -> RenderableType:
     table.add_column("start", justify="right")
     table.add_column("end", justify="right")
     table.add_row("mean reward", _number(summary.reward_start), _number(summary.reward_end))
-    table.add_row("held-out tasks solved", _share(summary.success_before), _share(summary.success_after))
+    table.add_row("held-out rollouts solved", _share(summary.success_before), _share(summary.success_after))
     return Group(Text(f"{summary.steps} training steps", style="bold"), table)
 
 

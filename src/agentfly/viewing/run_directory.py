@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -46,16 +48,12 @@ class RunDirectory:
         """Make the directory of a new run under ``base``, named after the time if no name is given.
 
         Raises:
-            ConfigError: a run of that name has files already.
+            ConfigError: it holds a run already.
             PrerequisiteError: the directory cannot be written.
         """
         if name is not None:
             run = cls(Path(base) / name)
-            if run.path.is_dir() and any(run.path.iterdir()):
-                raise ConfigError(
-                    f"{run.path} already holds the files of a run. Choose another name, go on with that run "
-                    f"(agentfly train --resume {run.path}), or remove the directory."
-                )
+            run.require_unused()
             return run.ensure()
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         number = 1
@@ -86,6 +84,30 @@ class RunDirectory:
                 "Choose a directory that you may write (run_dir=...)."
             ) from error
         return self
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory if no file is in it, as where a run was refused before it began."""
+        with contextlib.suppress(OSError):
+            self.trajectories.rmdir()
+            self.path.rmdir()
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun here. What one leaves that is refused before it begins does not count."""
+        files = self.trajectories.glob("*.jsonl"), self.checkpoints.glob("step-*")
+        return self.config_file.exists() or self.metrics_file.exists() or any(itertools.chain(*files))
+
+    def require_unused(self) -> None:
+        """Raise if the directory holds a run.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.holds_run:
+            raise ConfigError(
+                f"{self.path} already holds a run. Go on with it (agentfly train --resume {self.path}; in Python "
+                "resume=True), choose another directory, or remove this one."
+            )
 
     @property
     def config_file(self) -> Path:

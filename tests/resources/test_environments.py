@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import sys
 import threading
-import time
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Literal
 
-import cloudpickle
 import pytest
 
 from agentfly.errors import ConfigError, ResourceDied, UsageError
@@ -53,10 +54,6 @@ class Counter:
     def resets_so_far(self) -> int:
         return self.resets
 
-    def slow_step(self, by: int, seconds: float) -> int:
-        time.sleep(seconds)
-        return self.step(by)
-
     def place(self) -> tuple[int, int]:
         return os.getpid(), threading.get_ident()
 
@@ -92,6 +89,61 @@ class Ledger:
             file.write(line + "\n")
 
 
+class Quitter:
+    """A simulator that calls ``sys.exit`` wherever it can."""
+
+    def step(self) -> None:
+        sys.exit(3)
+
+    async def step_async(self) -> None:
+        await asyncio.sleep(0)
+        sys.exit("no more moves")
+
+    async def cancel_itself(self) -> None:
+        raise asyncio.CancelledError
+
+    def run_dry(self) -> int:
+        return next(iter(()))
+
+    def live_on(self) -> str:
+        return "alive"
+
+    def close(self) -> None:
+        sys.exit()
+
+
+class Promise:
+    """An awaitable that is no coroutine."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+
+class Promising:
+    """A simulator that gives awaitables of its own type."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def step(self) -> Promise:
+        return Promise("stepped")
+
+    def close(self) -> Promise:
+        return Promise(self.write())
+
+    def write(self) -> None:
+        with open(self.path, "w") as file:  # noqa: PTH123  (kept to what the simulator's process has loaded)
+            file.write("closed")
+
+
+def promise_of_a_simulator(path: str) -> Promise:
+    return Promise(Promising(path))
+
+
 class StubbornAtTheEnd(Counter):
     def close(self) -> None:
         raise RuntimeError("cannot close")
@@ -100,6 +152,10 @@ class StubbornAtTheEnd(Counter):
 async def make_counter(start: int) -> Counter:
     await asyncio.sleep(0)
     return Counter(start)
+
+
+def quitting_factory() -> Counter:
+    sys.exit("the game's files are missing")
 
 
 def failing_factory() -> Counter:
@@ -224,65 +280,6 @@ async def test_a_released_environment_refuses_calls(runs: Runs) -> None:
         await counter.step(1)
 
 
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_a_cancelled_call_runs_to_its_end_and_the_next_waits_for_it(runs: Runs) -> None:
-    counter = environment(factory=Counter, runs=runs)
-    await counter.start()
-    call = asyncio.create_task(counter.slow_step(1, 0.3))
-    await asyncio.sleep(0.05)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert await counter.step(1) == 2
-    call = asyncio.create_task(counter.slow_step(1, 0.3))
-    await asyncio.sleep(0.05)
-    call.cancel()
-    await counter.reset()
-    assert await counter.step(1) == 1
-    assert await counter.status() is Status.HEALTHY
-    await counter.release()
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_calls_that_overlap_are_made_one_at_a_time_in_order(runs: Runs) -> None:
-    counter = environment(factory=Counter, runs=runs)
-    await counter.start()
-    results = await asyncio.gather(counter.slow_step(1, 0.05), *(counter.step(1) for _ in range(20)))
-    assert results == list(range(1, 22))
-    await counter.release()
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_a_call_beyond_its_deadline_loses_the_instance_and_is_told(runs: Runs) -> None:
-    counter = environment(factory=Counter, runs=runs, call_timeout_s=0.2)
-    await counter.start()
-    with pytest.raises(ResourceDied, match=r"slow_step\(\) did not end within call_timeout_s=0.2"):
-        await counter.slow_step(1, 1.0)
-    assert await counter.status() is Status.BROKEN
-    with pytest.raises(ResourceDied, match="cannot be used"):
-        await counter.step(1)
-    await counter.release()
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_blocking_simulators_do_not_hold_up_the_loop(runs: Runs) -> None:
-    counters = [environment(factory=Counter, runs=runs) for _ in range(4)]
-    await asyncio.gather(*(counter.start() for counter in counters))
-    beats = 0
-
-    async def beat() -> None:
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0.01)
-            beats += 1
-
-    heart = asyncio.create_task(beat())
-    await asyncio.gather(*(counter.slow_step(1, 0.5) for counter in counters))
-    heart.cancel()
-    assert beats >= 5, "the loop stood still while the simulators slept"
-    await asyncio.gather(*(counter.release() for counter in counters))
-
-
 async def test_where_a_simulator_lives_is_what_the_spec_says() -> None:
     here = os.getpid(), threading.get_ident()
     places = {}
@@ -298,101 +295,36 @@ async def test_where_a_simulator_lives_is_what_the_spec_says() -> None:
     assert places["process"][0] != here[0]
 
 
-def test_specs_are_values_and_travel() -> None:
-    spec = EnvironmentSpec(factory="games:Chess", kwargs={"level": 3, "board": "small"}, runs="process")
-    same = EnvironmentSpec(factory="games:Chess", kwargs=(("board", "small"), ("level", 3)), runs="process")
-    assert spec == same
-    assert hash(spec) == hash(same)
-    assert cloudpickle.loads(cloudpickle.dumps(spec)) == spec
-    assert spec != EnvironmentSpec(factory="games:Chess", kwargs={"level": 4, "board": "small"}, runs="process")
-    assert spec.label == "environment:Chess"
+@everywhere
+async def test_a_simulator_that_exits_ends_nothing_but_its_call(runs: Runs) -> None:
+    quitter = environment(factory=Quitter, runs=runs)
+    await quitter.start()
+    with pytest.raises(RuntimeError, match=r"sys\.exit\(3\) was called"):
+        await quitter.step()
+    with pytest.raises(RuntimeError, match=r"sys\.exit\('no more moves'\) was called"):
+        await quitter.step_async()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await quitter.run_dry()
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        await quitter.cancel_itself()
+    assert await quitter.live_on() == "alive"
+    await quitter.release()
+    assert await quitter.status() is Status.BROKEN
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"factory": "games.Chess"}, "written 'module:name'"),
-        ({"factory": object()}, "Give what makes the environment"),
-        ({"factory": Counter, "args": ([1, 2],)}, r"args\[0\] is a list"),
-        ({"factory": Counter, "kwargs": {"options": {"a": 1}}}, r"kwargs\['options'\] is a dict"),
-        ({"factory": Counter, "runs": "threads"}, "'loop', 'thread' or 'process'"),
-        ({"factory": Counter, "call_timeout_s": 0}, "a call needs some time"),
-    ],
-)
-def test_a_spec_that_cannot_work_is_refused_with_the_cure(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        EnvironmentSpec(**fields)
+@everywhere
+async def test_a_factory_that_exits_fails_its_start_alone(runs: Runs) -> None:
+    counter = environment(factory=quitting_factory, runs=runs)
+    with pytest.raises(RuntimeError, match="the game's files are missing"):
+        await counter.start()
+    await counter.release()
 
 
-class Client:
-    """Something alive: it owns a lock."""
-
-    def __init__(self) -> None:
-        self.session = {"lock": threading.Lock()}
-
-
-class Hooked:
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    def __call__(self) -> Counter:
-        return Counter()
-
-
-def test_what_cannot_travel_to_a_process_is_named_by_its_path() -> None:
-    with pytest.raises(UsageError, match=r"factory\.client\.session\['lock'\] is a _thread.lock"):
-        EnvironmentSpec(factory=Hooked(Client()), runs="process")
-    client = Client()
-    with pytest.raises(UsageError, match=r"factory, variable 'client'\.session\['lock'\] is a _thread.lock"):
-        EnvironmentSpec(factory=lambda: Hooked(client), runs="process")
-    with pytest.raises(UsageError, match=r"kwargs\['client'\]\.session\['lock'\]"):
-        EnvironmentSpec(factory=Hooked, kwargs={"client": client}, runs="process")
-    assert EnvironmentSpec(factory=Hooked, kwargs={"client": client}).runs == "loop"
-
-
-class HangsAtTheEnd(Counter):
-    def close(self) -> None:
-        time.sleep(5)
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_a_close_that_hangs_is_given_up_after_the_release_timeout(runs: Runs) -> None:
-    counter = environment(factory=HangsAtTheEnd, runs=runs, release_timeout_s=0.2)
-    await counter.start()
-    async with asyncio.timeout(4):
-        await counter.release()
-    assert await counter.status() is Status.BROKEN
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_release_gives_up_a_call_that_nobody_waits_for_any_more(runs: Runs) -> None:
-    counter = environment(factory=Counter, runs=runs, release_timeout_s=0.2)
-    await counter.start()
-    call = asyncio.create_task(counter.slow_step(1, 5.0))
-    await asyncio.sleep(0.05)
-    call.cancel()
-    async with asyncio.timeout(4):
-        await counter.release()
-
-
-class SlowToMake:
-    def __init__(self, path: str) -> None:
-        with open(path, "a") as file:  # noqa: PTH123  (kept to what the simulator's process has loaded)
-            file.write("made\n")
-        if os.path.getsize(path) > len("made\n"):  # noqa: PTH202
-            time.sleep(0.5)
-
-    def step(self) -> str:
-        return "stepped"
-
-
-@pytest.mark.parametrize("runs", ["thread", "process"])
-async def test_an_interrupted_making_anew_is_never_given_to_anybody(runs: Runs, tmp_path: Any) -> None:
-    slow = environment(factory=SlowToMake, args=(str(tmp_path / "lines"),), runs=runs)
-    await slow.start()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(slow.reset(), 0.2)
-    assert await slow.status() is Status.BROKEN
-    with pytest.raises(ResourceDied, match="making anew was interrupted"):
-        await slow.step()
-    await slow.release()
+@everywhere
+async def test_an_awaitable_of_any_type_is_awaited(runs: Runs, tmp_path: Path) -> None:
+    path = tmp_path / "end"
+    promising = environment(factory=promise_of_a_simulator, args=(str(path),), runs=runs)
+    await promising.start()
+    assert await promising.step() == "stepped"
+    await promising.release()
+    assert path.read_text() == "closed"

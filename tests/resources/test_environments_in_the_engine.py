@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from agentfly.errors import ResourceDied
-from agentfly.resources import orphans
+from agentfly.events import EventStream, ResourceStuck
+from agentfly.resources import crew, orphans
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.identity import start_time
@@ -100,6 +102,44 @@ async def test_a_cancelled_owner_does_not_cost_the_simulator(runs: Any, tmp_path
         lease = await engine.acquire(spec, "last")
         assert await lease.resource.put("item") == ["item"]
     assert (tmp_path / "lines").read_text().split() == ["loaded", "closed"]
+
+
+class Gate:
+    """Waits on its thread until it is opened."""
+
+    opened = threading.Event()
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def wait(self) -> None:
+        self.opened.wait()
+
+    def step(self) -> str:
+        return "through"
+
+
+async def test_a_hanging_thread_keeps_its_place_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "STUCK_RETRY_S", (0.02, 0.05))
+    Gate.opened.clear()
+    Gate.made = 0
+    stuck, events = asyncio.Event(), EventStream()
+    spec = EnvironmentSpec(factory=Gate, runs="thread", capacity=1, call_timeout_s=0.1, release_timeout_s=0.1)
+    with events.subscribed(lambda event: stuck.set() if isinstance(event, ResourceStuck) else None):
+        async with ResourceEngine(ledger=tmp_path / "state", events=events) as engine:
+            lease = await engine.acquire(spec, "first")
+            with pytest.raises(ResourceDied):
+                await lease.resource.wait()
+            await engine.release_owner("first")
+            waiting = asyncio.create_task(engine.acquire(spec, "second"))
+            await stuck.wait()
+            (pool,) = engine.snapshot().pools
+            assert [instance.name for instance in pool.instances] == [lease.instance]
+            assert not waiting.done()
+            Gate.opened.set()
+            assert await (await waiting).resource.step() == "through"
+            assert Gate.made == 2
 
 
 def ends(pid: int) -> bool:

@@ -60,7 +60,7 @@ class Resource(ABC):
     def traces(self) -> dict[str, Any]:
         """What a later process needs to remove this instance should this process die: process ids, directories.
 
-        JSON-able. The engine writes it to the ledger before `start` and again after it. The kind's registered
-        ``reap`` function gets it back.
+        JSON-able; empty while nothing of it would outlive this process. The engine writes it to the ledger before
+        `start` and again after it. The kind's registered ``reap`` function gets it back.
         """
         return {}

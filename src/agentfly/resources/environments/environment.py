@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from agentfly.errors import ResourceDied, ResourceResetError
+from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
 from agentfly.resources.environments.home import Home
 from agentfly.resources.environments.loop_home import LoopHome
 from agentfly.resources.environments.process_home import ProcessHome
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.thread_home import ThreadHome
 from agentfly.resources.resource import Resource, Status
+
+T = TypeVar("T")
 
 ABANDONED_CALL_S = 1.0
 """Seconds that a release waits for a call that nobody waits for any more, so that the simulator can be closed."""
@@ -24,9 +26,11 @@ class Environment(Resource):
 
     ``await environment.step("north")`` calls ``step`` of the user's object; what that returns or raises comes back as
     itself. Calls of one environment run one at a time, in order, except in the loop, where async methods may overlap.
+    A reset takes its place among them, and overlaps with nothing anywhere.
 
-    A call that is cancelled goes on to its end, and what comes next waits for it, so that a rollout that was cancelled
-    does not cost the simulator. A call that outlives ``call_timeout_s`` does: the instance is lost and is replaced.
+    A call or reset that is cancelled goes on to its end, and what comes next waits for it, so that a rollout that was
+    cancelled does not cost the simulator. A call that outlives ``call_timeout_s`` does: the instance is lost and is
+    replaced.
 
     A method of the user's object that has the name of one of this class's own is called by `call`.
     """
@@ -38,7 +42,9 @@ class Environment(Resource):
         self._home = _home(spec, instance)
         self._resets_freely = False
         self._lost: str | None = "it has not been started"
-        self._turn = asyncio.Lock()
+        self._making_anew = False
+        self._turn = asyncio.Lock()  # whatever happens to the simulator begins while it is held
+        self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which go on without it
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -59,17 +65,15 @@ class Environment(Resource):
                 its process.
             ResourceDied: the simulator is gone, or the call took longer than ``call_timeout_s``.
         """
-        task = asyncio.create_task(self._finish(method, args, kwargs), name=f"{self.instance}.{method}")
-        self._unfinished.add(task)
-        task.add_done_callback(self._finished)
-        return await asyncio.shield(task)
+        return await self._see_through(self._call(method, args, kwargs), method)
 
     async def start(self) -> None:
         """Make the user's object, and reset it if it can be."""
-        self._resets_freely = await self._home.start()
-        self._lost = None
-        if self._resets_freely:
-            await self.call("reset")
+        async with self._turn:
+            self._resets_freely = await self._home.start()
+            if self._resets_freely:
+                await self._ask("reset", (), {})
+            self._lost = None
 
     async def reset(self, *args: Any, **kwargs: Any) -> Any:
         """Make the simulator fresh: by its own ``reset``, whose result comes back, or by making it anew.
@@ -79,63 +83,120 @@ class Environment(Resource):
 
         Raises:
             ResourceResetError: the simulator is lost.
+            ResourceDied: the simulator died meanwhile, or took longer than ``call_timeout_s`` for its reset or
+                ``start_timeout_s`` for being made.
         """
-        await self._settle()
-        if (why := self._why_lost()) is not None:
-            raise ResourceResetError(f"{self.instance} cannot be reset: {why}.")
-        if args or kwargs or self._resets_freely:
-            return await self.call("reset", *args, **kwargs)
-        self._lost = "its making anew was interrupted"
-        await self._home.stop(close_s=self.spec.release_timeout_s)
-        await self._home.start()
-        self._lost = None
-        return None
+        return await self._see_through(self._reset(args, kwargs), "reset")
 
     async def status(self) -> Status:
-        """Say whether the simulator can be used."""
+        """Say whether the simulator can be used, at the latest when what it does now has ended."""
         return Status.HEALTHY if self._why_lost() is None else Status.BROKEN
 
     async def release(self) -> None:
-        """End the simulator; return when it is gone. A thread whose call hangs cannot be ended and is left behind."""
+        """End the simulator; return when it is gone.
+
+        Raises:
+            ResourceError: it is not gone, because a call on a thread or in the loop can neither be ended nor waited
+                for. Called again when the call has ended after all, it returns.
+        """
         lost, self._lost = self._why_lost(), "it was released"
-        settled = await self._settle(min(ABANDONED_CALL_S, self.spec.release_timeout_s / 2))
+        patience = min(ABANDONED_CALL_S, self.spec.release_timeout_s / 4)
+        settled = await self._settle(patience)
         for task in self._unfinished:
             task.cancel()
-        await self._home.stop(close_s=self.spec.release_timeout_s if settled and lost is None else 0)
+        async with self._turn:
+            self._lost = "it was released"  # also if a start ended only now
+            await self._home.stop(within_s=self.spec.release_timeout_s, close=settled and lost is None)
+        if not await self._settle(patience):
+            calls = ", ".join(sorted(task.get_name() for task in self._unfinished))
+            raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} takes no notice of its end.")
 
     @property
     def traces(self) -> dict[str, Any]:
         """The process that a dead owner would leave; see `agentfly.resources.environments.kept_process.reap`."""
         return self._home.traces
 
-    async def _finish(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        async with self._turn if self._home.serial else contextlib.nullcontext():
+    async def _see_through(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        """Do a work to its end, also when nobody waits for it any more."""
+        task = asyncio.create_task(work, name=f"{self.instance}.{name}")
+        self._unfinished.add(task)
+        task.add_done_callback(self._finished)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            asker = asyncio.current_task()
+            if task.cancelled() and asker is not None and not asker.cancelling():
+                raise ResourceDied(f"{self.spec.label} {self.instance} was released during {name}().") from None
+            raise
+
+    async def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        async with self._turn:
             if (why := self._why_lost()) is not None:
                 raise ResourceDied(f"{self.spec.label} {self.instance} cannot be used: {why}.")
-            deadline = asyncio.timeout(self.spec.call_timeout_s)
-            try:
-                async with deadline:
-                    return await self._home.call(method, args, kwargs)
-            except TimeoutError:
-                if not deadline.expired():  # the simulator's own
-                    raise
-                self._lost = f"{method}() did not end within call_timeout_s={self.spec.call_timeout_s:g}"
-                await self._home.stop(close_s=0)
-                raise ResourceDied(f"{self.spec.label} {self.instance} is lost: {self._lost}.") from None
+            if self._home.serial:
+                return await self._ask(method, args, kwargs)
+            call = asyncio.current_task()
+            assert call is not None  # `_see_through` made it
+            self._overlapping.add(call)
+        try:
+            return await self._ask(method, args, kwargs)
+        finally:
+            self._overlapping.discard(call)
+
+    async def _reset(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        async with self._turn:
+            if self._overlapping:
+                await asyncio.wait(self._overlapping)
+            if (why := self._why_lost()) is not None:
+                raise ResourceResetError(f"{self.instance} cannot be reset: {why}.")
+            if args or kwargs or self._resets_freely:
+                return await self._ask("reset", args, kwargs)
+            return await self._make_anew()
+
+    async def _make_anew(self) -> None:
+        self._making_anew = True
+        try:
+            await self._home.stop(within_s=self.spec.release_timeout_s, close=True)
+            limit = self.spec.start_timeout_s
+            await self._within(limit, self._home.start(), f"it was not made anew within start_timeout_s={limit:g}")
+        except BaseException as error:
+            self._lost = self._lost or f"making it anew failed with {error!r}"
+            raise
+        finally:
+            self._making_anew = False
+
+    async def _ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        limit = self.spec.call_timeout_s
+        call = self._home.call(method, args, kwargs)
+        return await self._within(limit, call, f"{method}() did not end within call_timeout_s={limit:g}")
+
+    async def _within(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
+        """What comes of a work. If it takes too long, the simulator is lost and ends, as far as it can be ended."""
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():  # the simulator's own
+                raise
+            self._lost = otherwise
+            with contextlib.suppress(ResourceError):  # `release` tells it
+                await self._home.stop(within_s=0, close=False)
+            raise ResourceDied(f"{self.spec.label} {self.instance} is lost: {otherwise}.") from None
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._unfinished.discard(task)
         if not task.cancelled():
             task.exception()  # whoever asked may be gone; the failure is then nobody's
 
-    async def _settle(self, timeout_s: float | None = None) -> bool:
-        """Wait for calls that nobody waits for any more; say whether all have ended."""
+    async def _settle(self, timeout_s: float) -> bool:
+        """Wait for what nobody waits for any more; say whether all of it has ended."""
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=timeout_s)
         return not self._unfinished
 
     def _why_lost(self) -> str | None:
-        return self._lost or self._home.death
+        return self._lost or (None if self._making_anew else self._home.death)
 
 
 def _home(spec: EnvironmentSpec, instance: str) -> Home:

@@ -10,7 +10,10 @@ class Home(Protocol):
     """A place that makes a simulator, carries calls to it and ends it.
 
     An `Environment` owns one. It gives every call its deadline and, where ``serial``, makes one call at a time. A
-    call is never cancelled halfway except by its deadline, after which only `stop` follows.
+    start or call is cancelled halfway only by its deadline or a release, after which only `stop` follows.
+
+    What the simulator gives is awaited if it is awaitable. If it calls ``sys.exit``, that is an error like any other
+    (`agentfly.resources.environments.simulator.as_exception`): the simulator lives on, and so does what surrounds it.
     """
 
     serial: bool
@@ -28,11 +31,15 @@ class Home(Protocol):
         """
         ...
 
-    async def stop(self, *, close_s: float) -> None:
+    async def stop(self, *, within_s: float, close: bool) -> None:
         """End the simulator; return when it is gone. Safe to call twice and after any failure.
 
         Args:
-            close_s: seconds that the simulator's own ``close`` may take; 0 where it is in no state to be asked.
+            within_s: seconds that it may take to end by itself.
+            close: whether to call its own ``close``; False where it is in no state to be asked.
+
+        Raises:
+            ResourceError: it is not gone, and cannot be ended.
         """
         ...
 

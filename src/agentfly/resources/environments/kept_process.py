@@ -46,6 +46,7 @@ class KeptProcess:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._calls: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._life: asyncio.StreamWriter | None = None
+        self._output: asyncio.ReadTransport | None = None
         self._last_words: asyncio.Task[bytes] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._tail = b""
@@ -53,20 +54,21 @@ class KeptProcess:
 
     async def start(self) -> None:
         """Start the keeper and, by it, the process."""
-        calls, far_calls = socket.socketpair()
-        life, far_life = socket.socketpair()
-        errors, far_errors = os.pipe()
-        try:
-            # What can be interrupted comes before there is a process to lose.
-            self._calls = await asyncio.open_connection(sock=calls)
-            words, self._life = await asyncio.open_connection(sock=life)
-            self._last_words = asyncio.create_task(words.read())
-            self._keeper = self._spawn(far_calls, far_life, far_errors)
-            self._listening = asyncio.create_task(self._listen(errors))
-        finally:
-            far_calls.close()
-            far_life.close()
-            os.close(far_errors)
+        with contextlib.ExitStack() as far_ends:  # which are for the keeper alone
+            # What can be interrupted comes before there is a process to lose, and each near end belongs to its
+            # connection from the moment it is made, so that it is closed wherever this ends.
+            near, calls = socket.socketpair()
+            far_ends.enter_context(calls)
+            self._calls = await asyncio.open_connection(sock=near)
+            near, life = socket.socketpair()
+            far_ends.enter_context(life)
+            words, self._life = await asyncio.open_connection(sock=near)
+            reading, errors = os.pipe()
+            far_ends.callback(os.close, errors)
+            output = await self._open_output(reading)
+            self._keeper = self._spawn(calls, life, errors)
+        self._last_words = asyncio.create_task(words.read())
+        self._listening = asyncio.create_task(self._listen(output))
         self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
 
     async def ask(self, request: bytes) -> bytes:
@@ -120,9 +122,9 @@ class KeptProcess:
         for task in (self._last_words, self._listening):
             if task is not None:
                 task.cancel()
-        for writer in (self._calls and self._calls[1], self._life):
-            if writer is not None:
-                writer.close()
+        for transport in (self._calls and self._calls[1], self._life, self._output):
+            if transport is not None:
+                transport.close()
 
     def _spawn(self, calls: socket.socket, life: socket.socket, errors: int) -> subprocess.Popen[bytes]:
         numbers = (calls.fileno(), life.fileno(), os.getpid(), self._memory_bytes)
@@ -135,17 +137,17 @@ class KeptProcess:
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
         )
 
-    async def _listen(self, errors: int) -> None:
-        """Keep the end of what the process writes, so that it can neither fill a disk nor block."""
+    async def _open_output(self, descriptor: int) -> asyncio.StreamReader:
         reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(errors, "rb", buffering=0)
+        self._output, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
         )
-        try:
-            while chunk := await reader.read(1 << 16):
-                self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-        finally:
-            transport.close()
+        return reader
+
+    async def _listen(self, output: asyncio.StreamReader) -> None:
+        """Keep the end of what the process writes, so that it can neither fill a disk nor block."""
+        while chunk := await output.read(1 << 16):
+            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 
 
 def reap(traces: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentfly.resources.environments import simulator
@@ -23,22 +23,19 @@ class LoopHome:
         self._simulator: Any = None
 
     async def start(self) -> bool:
-        made = simulator.make(self._spec.factory, self._spec.args, self._spec.keywords)
-        self._simulator = await made if asyncio.iscoroutine(made) else made
+        spec = self._spec
+        self._simulator = await _do(lambda: simulator.make(spec.factory, spec.args, spec.keywords))
         return simulator.resets_freely(self._simulator)
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = simulator.call(self._simulator, method, args, kwargs)
-        return await result if asyncio.iscoroutine(result) else result
+        return await _do(lambda: simulator.call(self._simulator, method, args, kwargs))
 
-    async def stop(self, *, close_s: float) -> None:
+    async def stop(self, *, within_s: float, close: bool) -> None:
         ending, self._simulator = self._simulator, None
-        if close_s and hasattr(ending, "close"):
+        if close and hasattr(ending, "close"):
             try:
-                async with asyncio.timeout(close_s):
-                    closed = ending.close()
-                    if asyncio.iscoroutine(closed):
-                        await closed
+                async with asyncio.timeout(within_s):
+                    await _do(ending.close)
             except Exception:
                 logger.warning("Closing an environment failed; it is dropped: %s", self._spec.label, exc_info=True)
 
@@ -49,3 +46,15 @@ class LoopHome:
     @property
     def traces(self) -> dict[str, Any]:
         return {}
+
+
+async def _do(work: Callable[[], Any]) -> Any:
+    """What the user's code gives. Neither its exit nor a cancellation of its own making leaves it as such."""
+    try:
+        result = work()
+        return await result if isinstance(result, Awaitable) else result
+    except (SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise simulator.as_exception(error) from error

@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -86,6 +87,7 @@ def _modules_of(value: Any) -> set[ModuleType]:
     return {sys.modules[name] for name in names if name in sys.modules and name != "__main__"}
 
 
+@lru_cache(maxsize=1024)  # it searches the file system, and is asked at every call
 def _importable(name: str) -> bool:
     """Whether a fresh process with this process's path would find the module ``name``."""
     if name in sys.builtin_module_names:

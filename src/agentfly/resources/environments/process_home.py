@@ -36,12 +36,12 @@ class ProcessHome:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._ask(f"{method}()", ("call", method, args, dict(kwargs)))
 
-    async def stop(self, *, close_s: float) -> None:
+    async def stop(self, *, within_s: float, close: bool) -> None:
         if self._process is None:
             return
-        if close_s and self.death is None:
+        if close and self.death is None:
             try:
-                async with asyncio.timeout(close_s):
+                async with asyncio.timeout(within_s):
                     await self._ask("close()", ("close",))
             except Exception:
                 logger.warning("Closing an environment failed; it is killed: %s", self._spec.label, exc_info=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentfly.errors import ConfigError, UsageError
@@ -34,6 +34,28 @@ def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
             + (f"; did you mean {near[0]!r}?" if near else f". What it has: {', '.join(public) or 'nothing public'}.")
         )
     return function(*args, **kwargs)
+
+
+async def outcome(result: Awaitable[Any]) -> Any:
+    """What an awaitable of any type gives, as the coroutine that a loop can run."""
+    return await result
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What the user's code raised, as an error that ends neither the loop, nor the thread, nor the process.
+
+    An exit, which would, and a `StopIteration`, which no future can carry, become a `RuntimeError`.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    told = repr(error)
+    if isinstance(error, SystemExit):
+        told = (
+            f"sys.exit({error.code!r}) was called. A simulator ends when it is released; let it raise an error instead."
+        )
+    raised = RuntimeError(told)
+    raised.__cause__ = error
+    return raised.with_traceback(error.__traceback__)
 
 
 def resets_freely(simulator: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,7 +41,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
     ``memory`` is enforced for ``process``, as a limit on the address space of each of its processes.
 
     Raises:
-        ConfigError: an argument is not hashable, or the factory's name is malformed.
+        ConfigError: an argument is not hashable or not given as it should be, or the factory's name is malformed.
         UsageError: ``runs="process"``, and the factory or an argument cannot travel to another process.
     """
 
@@ -55,8 +55,10 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         super().__post_init__()
         if self.runs not in ("loop", "thread", "process"):
             raise ConfigError(f"EnvironmentSpec(runs={self.runs!r}): write 'loop', 'thread' or 'process'.")
-        if self.call_timeout_s <= 0:
-            raise ConfigError(f"EnvironmentSpec(call_timeout_s={self.call_timeout_s}): a call needs some time.")
+        if not (isinstance(self.call_timeout_s, (int, float)) and self.call_timeout_s > 0):
+            raise ConfigError(
+                f"EnvironmentSpec(call_timeout_s={self.call_timeout_s!r}): a call needs some time, in seconds."
+            )
         if isinstance(self.factory, str):
             module, colon, name = self.factory.partition(":")
             if not (module and colon and name):
@@ -68,8 +70,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
                 "Give what makes the environment, not an environment."
             )
-        object.__setattr__(self, "args", tuple(self.args))
-        object.__setattr__(self, "kwargs", tuple(sorted(dict(self.kwargs).items())))
+        self._settle_arguments()
         self._require_hashable()
         if self.runs == "process":
             self.parcel()
@@ -93,6 +94,25 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             UsageError: something in it cannot travel; the message names it.
         """
         return pack((self.factory, self.args, self.keywords), ("factory", "args", "kwargs"))
+
+    def _settle_arguments(self) -> None:
+        """Give the arguments one form, so that specs that mean the same are equal."""
+        if isinstance(self.args, (str, bytes, Mapping)) or not isinstance(self.args, Iterable):
+            raise ConfigError(
+                f"EnvironmentSpec(args={self.args!r}): the positional arguments of the factory are given as a tuple; "
+                f"for a single one write args=({self.args!r},)."
+            )
+        try:
+            keywords = dict(self.kwargs)
+        except (TypeError, ValueError):
+            keywords = None
+        if keywords is None or not all(isinstance(name, str) for name in keywords):
+            raise ConfigError(
+                f"EnvironmentSpec(kwargs={self.kwargs!r}): the keyword arguments of the factory are given as a mapping "
+                "from names to values, for instance {'level': 3}, or as pairs, (('level', 3),)."
+            )
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "kwargs", tuple(sorted(keywords.items())))
 
     def _require_hashable(self) -> None:
         named = [(f"args[{place}]", value) for place, value in enumerate(self.args)]

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from agentfly.errors import ResourceError
 from agentfly.resources.environments import simulator
 from agentfly.resources.environments.spec import EnvironmentSpec
 
@@ -21,7 +22,8 @@ Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]]
 class ThreadHome:
     """Sends calls to one daemon thread, so that what is bound to a thread (SQLite, some simulators) stays on its own.
 
-    The thread is a daemon and no pool's member: a call that hangs can keep its thread, but not the interpreter.
+    The thread is a daemon and no pool's member: a call that hangs can keep its thread, but not the interpreter. A
+    thread cannot be ended from outside, so the simulator is gone when its calls have come back, and not before.
     """
 
     serial = True
@@ -42,21 +44,20 @@ class ThreadHome:
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._do(lambda: simulator.call(self._simulator, method, args, kwargs))
 
-    async def stop(self, *, close_s: float) -> None:
-        jobs, self._jobs = self._jobs, None
-        thread, self._thread = self._thread, None
-        if jobs is None or thread is None:
+    async def stop(self, *, within_s: float, close: bool) -> None:
+        self._tell_to_end()
+        if (thread := self._thread) is None:
             return
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        jobs.put((self._close, asyncio.get_running_loop(), ended))
-        jobs.put(None)
-        try:
-            async with asyncio.timeout(close_s or 0.1):  # the thread closes it, whenever it comes back
-                await ended
-        except TimeoutError:
-            logger.warning("The thread of %s does not answer and is left to itself.", self._instance)
-        except Exception:
-            logger.warning("Closing an environment failed; it is dropped: %s", self._spec.label, exc_info=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while thread.is_alive():  # noqa: ASYNC110  (a thread's end wakes no loop)
+                    await asyncio.sleep(0.001)
+        if thread.is_alive():
+            raise ResourceError(
+                f"The thread of {self._spec.label} {self._instance} does not end: a call hangs in it, and no thread "
+                'can be ended from outside. It counts until the call returns. Give what may hang runs="process".'
+            )
+        self._thread = None
 
     @property
     def death(self) -> str | None:
@@ -75,20 +76,32 @@ class ThreadHome:
 
     def _make(self) -> Any:
         made = simulator.make(self._spec.factory, self._spec.args, self._spec.keywords)
-        if asyncio.iscoroutine(made):
-            return self._keep_when_made(made)
-        return self._keep(made)
+        return self._keep_when_made(made) if isinstance(made, Awaitable) else self._keep(made)
 
-    async def _keep_when_made(self, made: Any) -> bool:
+    async def _keep_when_made(self, made: Awaitable[Any]) -> bool:
         return self._keep(await made)
 
     def _keep(self, made: Any) -> bool:
         self._simulator = made
         return simulator.resets_freely(made)
 
+    def _tell_to_end(self) -> None:
+        """Have the thread close the simulator, whenever it comes to that, and end."""
+        if self._jobs is not None:
+            loop = asyncio.get_running_loop()
+            closed: asyncio.Future[Any] = loop.create_future()
+            closed.add_done_callback(self._closed)
+            self._jobs.put((self._close, loop, closed))
+            self._jobs.put(None)
+            self._jobs = None
+
     def _close(self) -> Any:
         ending, self._simulator = self._simulator, None
         return ending.close() if hasattr(ending, "close") else None
+
+    def _closed(self, closed: asyncio.Future[Any]) -> None:
+        if not closed.cancelled() and (error := closed.exception()) is not None:
+            logger.warning("Closing an environment failed; it is dropped: %s", self._spec.label, exc_info=error)
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
@@ -98,10 +111,10 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
             work, loop, done = job
             try:
                 result = work()
-                if asyncio.iscoroutine(result):
-                    result = runner.run(result)
+                if isinstance(result, Awaitable):
+                    result = runner.run(simulator.outcome(result))
             except BaseException as error:
-                _answer(loop, done, done.set_exception, _raisable(error))
+                _answer(loop, done, done.set_exception, simulator.as_exception(error))
             else:
                 _answer(loop, done, done.set_result, result)
 
@@ -115,8 +128,3 @@ def _answer(
 
     with contextlib.suppress(RuntimeError):  # the loop was closed while the call ran
         loop.call_soon_threadsafe(settle)
-
-
-def _raisable(error: BaseException) -> Exception:
-    """The error as one that a future can carry: exits and interrupts end neither the thread nor the loop."""
-    return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))

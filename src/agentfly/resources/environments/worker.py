@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 import sys
+from collections.abc import Awaitable
 from typing import Any
 
 from agentfly.resources.environments import simulator
@@ -33,8 +34,10 @@ def serve(calls: socket.socket, memory_bytes: int) -> None:
             answer = pack_quickly(("value", subject.do(*unpack(request))))
         except MemoryError as error:
             answer = pickle.dumps(("memory", str(error)))
-        except Exception as error:
-            answer = pickle.dumps(("error", *pack_error(error)))
+        except KeyboardInterrupt:  # sent to this process, to end it
+            raise
+        except BaseException as error:
+            answer = pickle.dumps(("error", *pack_error(simulator.as_exception(error))))
         calls.sendall(LENGTH.pack(len(answer)) + answer)
 
 
@@ -57,13 +60,13 @@ class _Subject:
         return self._resolve(simulator.call(self._simulator, method, args, kwargs))
 
     def _resolve(self, result: Any) -> Any:
-        if not hasattr(result, "__await__"):
+        if not isinstance(result, Awaitable):
             return result
         if self._runner is None:
             import asyncio  # here, because a sync simulator starts faster without it
 
             self._runner = asyncio.Runner()
-        return self._runner.run(result)
+        return self._runner.run(simulator.outcome(result))
 
 
 def _receive(calls: socket.socket) -> bytes | None:

@@ -1,0 +1,45 @@
+"""Environments keep the contract of resources, wherever they live, with a reset of their own and without."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from agentfly.resources.environments.environment import Environment
+from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.testing.resource_conformance import check_resource
+
+
+class Shelf:
+    """A simulator that is made anew for each owner."""
+
+    def __init__(self) -> None:
+        self.items: list[str] = []
+
+    def put(self, item: str) -> None:
+        self.items.append(item)
+
+    def count(self) -> int:
+        return len(self.items)
+
+
+class ClearedShelf(Shelf):
+    """One that clears itself."""
+
+    def reset(self) -> None:
+        self.items.clear()
+
+
+async def leave_something(shelf: Environment) -> None:
+    await shelf.put("something")
+
+
+async def is_empty(shelf: Environment) -> bool:
+    return bool(await shelf.count() == 0)
+
+
+@pytest.mark.parametrize("runs", ["loop", "thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factory", [Shelf, ClearedShelf])
+async def test_environments_keep_the_contract(factory: Any, runs: Literal["loop", "thread", "process"]) -> None:
+    await check_resource(EnvironmentSpec(factory=factory, runs=runs), dirty=leave_something, is_clean=is_empty)

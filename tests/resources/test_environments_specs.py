@@ -1,0 +1,76 @@
+"""The specs of environments: what is a value, what is refused, and what can travel."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.environments.spec import EnvironmentSpec
+
+
+class Counter:
+    """A simulator."""
+
+
+def test_specs_are_values_and_travel() -> None:
+    spec = EnvironmentSpec(factory="games:Chess", kwargs={"level": 3, "board": "small"}, runs="process")
+    same = EnvironmentSpec(factory="games:Chess", kwargs=(("board", "small"), ("level", 3)), runs="process")
+    assert spec == same
+    assert hash(spec) == hash(same)
+    assert cloudpickle.loads(cloudpickle.dumps(spec)) == spec
+    assert spec != EnvironmentSpec(factory="games:Chess", kwargs={"level": 4, "board": "small"}, runs="process")
+    assert spec.label == "environment:Chess"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"factory": "games.Chess"}, "written 'module:name'"),
+        ({"factory": object()}, "Give what makes the environment"),
+        ({"factory": Counter, "args": ([1, 2],)}, r"args\[0\] is a list"),
+        ({"factory": Counter, "kwargs": {"options": {"a": 1}}}, r"kwargs\['options'\] is a dict"),
+        ({"factory": Counter, "runs": "threads"}, "'loop', 'thread' or 'process'"),
+        ({"factory": Counter, "call_timeout_s": 0}, "a call needs some time"),
+        ({"factory": Counter, "call_timeout_s": "60"}, "a call needs some time"),
+        ({"factory": Counter, "args": 5}, r"for a single one write args=\(5,\)"),
+        ({"factory": Counter, "args": "red"}, r"for a single one write args=\('red',\)"),
+        ({"factory": Counter, "args": {"start": 1}}, "are given as a tuple"),
+        ({"factory": Counter, "kwargs": 5}, "a mapping from names to values"),
+        ({"factory": Counter, "kwargs": {"start": 1, 2: 3}}, "a mapping from names to values"),
+        ({"factory": Counter, "kwargs": {1: 2}}, "a mapping from names to values"),
+        ({"factory": Counter, "kwargs": (("start", 1, 2),)}, "a mapping from names to values"),
+    ],
+)
+def test_a_spec_that_cannot_work_is_refused_with_the_cure(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EnvironmentSpec(**fields)
+
+
+class Client:
+    """Something alive: it owns a lock."""
+
+    def __init__(self) -> None:
+        self.session = {"lock": threading.Lock()}
+
+
+class Hooked:
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __call__(self) -> Counter:
+        return Counter()
+
+
+def test_what_cannot_travel_to_a_process_is_named_by_its_path() -> None:
+    with pytest.raises(UsageError, match=r"factory\.client\.session\['lock'\] is a _thread.lock"):
+        EnvironmentSpec(factory=Hooked(Client()), runs="process")
+    client = Client()
+    with pytest.raises(UsageError, match=r"factory, variable 'client'\.session\['lock'\] is a _thread.lock"):
+        EnvironmentSpec(factory=lambda: Hooked(client), runs="process")
+    with pytest.raises(UsageError, match=r"kwargs\['client'\]\.session\['lock'\]"):
+        EnvironmentSpec(factory=Hooked, kwargs={"client": client}, runs="process")
+    assert EnvironmentSpec(factory=Hooked, kwargs={"client": client}).runs == "loop"

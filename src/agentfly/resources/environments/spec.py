@@ -33,8 +33,8 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         kwargs: keyword arguments of the factory, as a mapping or as pairs; hashable values.
         runs: where the object lives. ``loop``: calls run in the event loop, right for code that answers within a
             millisecond or is async. ``thread``: on a thread of its own, for blocking calls that wait (a socket, a
-            database); no thread can be ended from outside, so a call that hangs keeps its place. ``process``: in a process of its own, for code that computes, hangs, crashes, leaks or
-            keeps its state in modules.
+            database); no thread can be ended from outside, so a call that hangs keeps its place. ``process``: in a
+            process of its own, for code that computes, hangs, crashes, leaks or keeps its state in modules.
         call_timeout_s: seconds that one call may take before the instance counts as lost. A sync call in the loop
             cannot be interrupted.
 

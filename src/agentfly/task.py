@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,9 +55,11 @@ class Task:
                 prompt = fields.pop(name)
                 break
         else:
+            near = difflib.get_close_matches("prompt", [str(name) for name in fields], n=1)
+            cure = f"Did you mean {near[0]!r}?" if near else "Rename the field that holds what the agent is asked."
             raise ConfigError(
-                f"A task needs a field 'prompt' (a text or a list of messages); this row has only {sorted(fields)}. "
-                "Rename the field that holds what the agent is asked."
+                "A task needs a field 'prompt' (a text or a list of messages); this row has only "
+                f"{sorted(map(str, fields))}. {cure}"
             )
         return cls(prompt=prompt, id=str(fields.pop("id", "")), fields=fields)
 
@@ -121,7 +124,7 @@ def _read_task_file(path: Path) -> list[Task]:
     if not path.is_file():
         raise ConfigError(f"There is no file of tasks at {path}. Give the path of a JSON-lines file, one task a line.")
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -129,5 +132,10 @@ def _read_task_file(path: Path) -> list[Task]:
                 raise ConfigError(f"{path}, line {number} is not a JSON object: {error}.") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
-            tasks.append(Task.from_row(row))
-    return as_tasks(tasks)
+            try:
+                tasks += as_tasks([row])
+            except ConfigError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+    if not tasks:
+        raise ConfigError(f"{path} holds no task. Write one JSON object a line, each with a 'prompt'.")
+    return tasks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,9 @@ from agentfly.errors import AgentFlyError, Boundary
 from agentfly.messages import Message, ToolCall
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
+
+_CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause|During handling of the above exception)")
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 class FinishReason(StrEnum):
@@ -47,6 +51,13 @@ class Failure:
     message: str
     by_policy: bool
     traceback: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the first exception of the chain was raised, as ``file:line in function``; empty if not known."""
+        first = _CHAINED.split(self.traceback)[0]
+        found = _FRAME.findall(first)
+        return "{}:{} in {}".format(*found[-1]) if found else ""
 
     @classmethod
     def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE, *, by_policy: bool = False) -> Failure:

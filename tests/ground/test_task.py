@@ -78,3 +78,22 @@ def test_a_prompt_that_is_no_conversation_is_refused(prompt, why):
 def test_a_field_that_cannot_be_saved_is_named_before_anything_runs(value):
     with pytest.raises(ConfigError, match="'due'"):
         as_tasks([Task("a", {"due": value})])
+
+
+def test_a_row_that_cannot_be_a_task_is_named_by_its_line(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl, line 2: .*Did you mean 'promt'"):
+        as_tasks(file)
+
+
+def test_a_file_without_a_task_is_named(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl holds no task"):
+        as_tasks(tmp_path / "empty.jsonl")
+
+
+def test_line_separators_inside_a_text_do_not_end_a_line(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [task.prompt for task in as_tasks(file)] == ["a\u2028b\x85c"]

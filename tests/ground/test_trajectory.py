@@ -96,3 +96,5 @@ def test_a_failure_keeps_its_traceback_and_cause():
     assert failure.boundary is Boundary.RESOURCE
     assert not failure.by_policy
     assert "disk full" in failure.traceback
+    assert "test_trajectory.py" in failure.place
+    assert failure.place.endswith("in test_a_failure_keeps_its_traceback_and_cause")

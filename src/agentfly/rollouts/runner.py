@@ -24,7 +24,7 @@ from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import Strategy
 from agentfly.task import Task
-from agentfly.trajectory import Trajectory
+from agentfly.trajectory import Failure, Trajectory
 
 
 class TooManyFailures(AgentFlyError):
@@ -186,14 +186,14 @@ class _Health:
         self._limit = max_failure_share * batch
         self._ended = 0
         self._kinds: Counter[str] = Counter()
-        self._messages: dict[str, str] = {}
+        self._examples: dict[str, Failure] = {}
 
     def count(self, trajectory: Trajectory) -> None:
         self._ended += 1
         if trajectory.infrastructure_failed:
             failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
             self._kinds[failure.kind] += 1
-            self._messages.setdefault(failure.kind, failure.message)
+            self._examples.setdefault(failure.kind, failure)
         if self._kinds.total() > self._limit:
             raise self._error()
 
@@ -204,9 +204,12 @@ class _Health:
 
     def _error(self) -> TooManyFailures:
         kind, count = self._kinds.most_common(1)[0]
+        example = self._examples[kind]
+        place = f" (raised at {example.place})" if example.place else ""
         return TooManyFailures(
             f"{self._kinds.total()} of {self._ended} rollouts failed for reasons that the policy could not cause; "
-            f"stopping. The most frequent was {kind} ({count} times), for instance: {self._messages[kind]}"
+            f"stopping. The most frequent was {kind} ({count} times), for instance: "
+            f"{example.message}{place}"
         )
 
 

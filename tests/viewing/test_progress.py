@@ -89,3 +89,14 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
 def test_a_long_action_is_told_once_away_from_a_terminal():
     events = [Progress(what="converting", done=part, total=3) for part in range(3)]
     assert shown(live=False, events=events) == "converting\n"
+
+
+def test_a_step_that_taught_nothing_says_so_in_both_displays():
+    events = [
+        TrainingStarted(time=100.0, run_dir="runs/x", steps=1, start_step=0),
+        StepFinished(time=110.0, step=1, metrics={"groups/zero_variance_share": 1.0, "policy/grad_norm": 0.0}),
+    ]
+    lines = shown(live=False, events=events).splitlines()
+    assert lines[0] == "training 1 step; files in runs/x"
+    assert lines[2] == "  nothing to learn from: all attempts at each task scored the same"
+    assert "nothing to learn from" in shown(live=True, events=events)

@@ -73,6 +73,7 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
     shown = console.file.getvalue()
     for expected in (
         "20 training steps",
+        "mean reward, first and last 2 steps",
         "0.08",
         "0.97",
         "held-out rollouts solved",
@@ -90,3 +91,10 @@ def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(training_report(RunDirectory.create(tmp_path)))
     assert "0 training steps" in console.file.getvalue()
+
+
+def test_the_report_says_in_how_many_steps_nothing_could_be_learned(run):
+    MetricsWriter(run)(StepFinished(step=21, metrics={"groups/zero_variance_share": 1.0}))
+    assert RunSummary.of(run).lessons == (
+        "nothing to learn from in 1 of 21 steps: all attempts at each task scored the same",
+    )

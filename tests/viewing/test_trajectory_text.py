@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from agentfly.errors import Boundary, ResourceDied, UnknownTool
+from agentfly.errors import Boundary, InvalidArguments, ResourceDied, ToolError, UnknownTool
 from agentfly.messages import ToolCall
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
@@ -83,6 +84,20 @@ def test_calls_that_failed_and_failed_rollouts_say_why():
     assert "unscored" in text
     assert "failed: ResourceDied (resource)\n  the sandbox went away" in text
     assert "not scored: ValueError (reward)\n  bad score" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (UnknownTool("no move"), "→ move(line=3) (not executed)"),
+        (InvalidArguments("no line"), "→ move(line=3) (not executed)"),
+        (ToolError("the line is taken"), "→ move(line=3)  "),
+    ],
+)
+def test_a_call_that_was_refused_is_told_from_one_that_failed(error, shown):
+    call = ToolRecord(ToolCall("1", "move", {"line": 3}), str(error), failure=Failure.of(error))
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", stopped=True, results=(call,))
+    assert shown in trajectory_text(a_trajectory(turns=[turn])).plain
 
 
 def test_long_texts_show_their_ends_and_count_what_is_left_out():

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from agentfly.events import CheckpointSaved, EvaluationFinished, Event, Progress, StepFinished, TrainingStarted
 from agentfly.viewing.chart import sparkline
+from agentfly.viewing.counted import counted
+from agentfly.viewing.lessons import Lessons
 from agentfly.viewing.run_state import REWARD, SUCCESS, TURNS, RunState
 
 
@@ -73,12 +75,14 @@ class ConsoleProgress:
         match event:
             case TrainingStarted():
                 begun = f" from step {event.start_step}" if event.start_step else ""
-                return f"training {event.steps} steps{begun}; files in {event.run_dir}"
+                return f"training {counted(event.steps, 'step')}{begun}; files in {event.run_dir}"
             case StepFinished():
                 left = state.seconds_left()
                 parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
                 parts.append(f"{state.tokens_per_second(event.time):.0f} tokens/s")
-                return "  ".join(parts) + (f"  {_clock(left)} left" if left else "")
+                if left:
+                    parts.append(f"{_clock(left)} left")
+                return "\n".join(["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics))])
             case EvaluationFinished():
                 return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])
             case CheckpointSaved():
@@ -96,6 +100,7 @@ class ConsoleProgress:
         if state.steps:
             parts.append(self._bar())
             parts.append(self._figures_table())
+            parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
         elif state.running or state.finished:
             parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
         if state.doing is not None:
@@ -146,6 +151,13 @@ def _figures(metrics: dict[str, float]) -> list[str]:
     if TURNS in metrics:
         shown.append(f"turns {metrics[TURNS]:.1f}")
     return shown
+
+
+def _lessons(metrics: dict[str, float]) -> list[str]:
+    """What there is to say about one step alone."""
+    lessons = Lessons()
+    lessons.add(metrics)
+    return lessons.sentences()
 
 
 def _doing(progress: Progress) -> str:

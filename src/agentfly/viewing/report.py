@@ -11,6 +11,8 @@ from rich.text import Text
 
 from agentfly.trajectory import Trajectory, load_trajectories
 from agentfly.viewing.chart import chart
+from agentfly.viewing.counted import counted
+from agentfly.viewing.lessons import Lessons
 from agentfly.viewing.run_directory import Kind, RunDirectory
 from agentfly.viewing.run_state import REWARD, SUCCESS
 from agentfly.viewing.trajectory_text import trajectory_panel
@@ -23,17 +25,21 @@ class RunSummary:
     Attributes:
         steps: number of finished steps.
         rewards: mean reward of each step in which anything was scored, in order.
-        reward_start, reward_end: mean over the first and the last tenth of the steps; None before the first step.
+        averaged: number of steps that ``reward_start`` and ``reward_end`` are means over: a tenth of ``rewards``.
+        reward_start, reward_end: mean over the first and the last of ``rewards``; None before the first step.
         success_before, success_after: share of the scored rollouts of held-out tasks that solved theirs, at the
             first and at the last evaluation.
+        lessons: what there is to say about what could not be learned from.
     """
 
     steps: int
     rewards: tuple[float, ...]
+    averaged: int
     reward_start: float | None
     reward_end: float | None
     success_before: float | None
     success_after: float | None
+    lessons: tuple[str, ...]
 
     @classmethod
     def of(cls, run: RunDirectory) -> RunSummary:
@@ -41,14 +47,19 @@ class RunSummary:
         rows = run.metrics()
         rewards = tuple(row.values[REWARD] for row in rows if REWARD in row.values)
         successes = [row.values[SUCCESS] for row in run.metrics("eval") if SUCCESS in row.values]
+        lessons = Lessons()
+        for row in rows:
+            lessons.add(row.values)
         tenth = math.ceil(len(rewards) / 10)
         return cls(
             steps=len(rows),
             rewards=rewards,
+            averaged=tenth,
             reward_start=sum(rewards[:tenth]) / tenth if tenth else None,
             reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
             success_before=successes[0] if successes else None,
             success_after=successes[-1] if len(successes) > 1 else None,
+            lessons=tuple(lessons.sentences()),
         )
 
 
@@ -56,6 +67,7 @@ def training_report(run: RunDirectory) -> RenderableType:
     """Reward and held-out success at the start and the end, the curve, a trajectory from each, and the files."""
     summary = RunSummary.of(run)
     parts: list[RenderableType] = [_figures(summary)]
+    parts += [Text(sentence, style="yellow") for sentence in summary.lessons]
     if summary.rewards:
         parts += [Text("\nmean reward of each step"), Text(chart(summary.rewards), style="green", no_wrap=True)]
     before, after = before_and_after(run)
@@ -118,9 +130,10 @@ def _figures(summary: RunSummary) -> RenderableType:
     table.add_column("")
     table.add_column("start", justify="right")
     table.add_column("end", justify="right")
-    table.add_row("mean reward", _number(summary.reward_start), _number(summary.reward_end))
+    over = f", first and last {counted(summary.averaged, 'step')}" if summary.averaged else ""
+    table.add_row(f"mean reward{over}", _number(summary.reward_start), _number(summary.reward_end))
     table.add_row("held-out rollouts solved", _share(summary.success_before), _share(summary.success_after))
-    return Group(Text(f"{summary.steps} training steps", style="bold"), table)
+    return Group(Text(counted(summary.steps, "training step"), style="bold"), table)
 
 
 def _files(run: RunDirectory) -> RenderableType:
@@ -128,6 +141,7 @@ def _files(run: RunDirectory) -> RenderableType:
     for what, path in (
         ("configuration", run.config_file),
         ("metrics", run.metrics_file),
+        ("events", run.events_file),
         ("trajectories", run.trajectories),
         ("checkpoints", run.checkpoints),
         ("charts", run.tensorboard),

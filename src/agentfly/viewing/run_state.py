@@ -21,6 +21,7 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.viewing.lessons import Lessons
 
 REWARD = "reward/mean"
 SUCCESS = "success/mean"
@@ -40,6 +41,7 @@ class RunState:
         metrics: metrics of the last finished step.
         running, finished, failed: number of rollouts.
         waiting: number of requests that wait for a resource.
+        lessons: whether the finished steps could teach anything.
         doing: what goes on besides rollouts, for instance the loading of a model.
     """
 
@@ -53,6 +55,7 @@ class RunState:
     failed: int = 0
     waiting: int = 0
     tokens: int = 0
+    lessons: Lessons = field(default_factory=Lessons)
     doing: Progress | None = None
     run_dir: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -81,6 +84,7 @@ class RunState:
                 self.waiting -= 1
             case StepFinished():
                 self.step, self.metrics = event.step, event.metrics
+                self.lessons.add(event.metrics)
                 self._step_seconds.append(event.time - self._step_began)
                 self._step_began = event.time
                 if REWARD in event.metrics:

@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from agentfly.messages import Message
+from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
 from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
 
 _LABEL = "bold cyan"
@@ -75,13 +76,14 @@ def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
 
 def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
     call = result.call
-    if call.arguments is None:
-        shown = f"{call.name or 'a call without a name'} (not executed)"  # the observation says why
-    else:
+    shown = call.name or "a call without a name"
+    if call.arguments is not None:
         arguments = ", ".join(
             f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items()
         )
-        shown = f"{call.name}({arguments})"
+        shown = f"{shown}({arguments})"
+    if result.failure is not None and result.failure.kind in INVALID_CALL_KINDS:
+        shown += " (not executed)"  # the observation says why
     text.append("  → ", "bold")
     text.append(printable(shown), "red" if result.failure else "bold")
     reward = "" if result.reward is None else f", reward {result.reward:g}"

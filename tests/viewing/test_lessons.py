@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from agentfly.viewing.lessons import Lessons
+
+IDLE = {"groups/zero_variance_share": 1.0, "groups/empty_share": 0.0, "policy/grad_norm": 0.0}
+TAUGHT = {"groups/zero_variance_share": 0.5, "policy/loss": 0.0, "policy/grad_norm": 0.2}
+
+
+def sentences(*steps: dict[str, float]) -> list[str]:
+    lessons = Lessons()
+    for metrics in steps:
+        lessons.add(metrics)
+    return lessons.sentences()
+
+
+def test_steps_in_which_all_attempts_scored_the_same_are_counted():
+    assert sentences(TAUGHT) == []
+    assert sentences(IDLE, TAUGHT, IDLE) == [
+        "nothing to learn from in 2 of 3 steps: all attempts at each task scored the same"
+    ]
+    assert sentences(IDLE) == ["nothing to learn from: all attempts at each task scored the same"]
+
+
+def test_groups_without_a_score_or_with_one_alone_teach_nothing_either():
+    shares = {"groups/zero_variance_share": 0.2, "groups/singleton_share": 0.3, "groups/empty_share": 0.5}
+    assert len(sentences(shares)) == 1
+
+
+def test_equal_rewards_that_made_a_loss_were_learned_from():
+    assert sentences(IDLE | {"policy/loss": -0.4}) == []
+
+
+def test_failed_tool_calls_are_told_once_they_are_half_of_all():
+    calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/share": 0.5}
+    assert sentences(calls | {"tool_errors/ToolError": 9.0}) == []
+    assert sentences(calls | {"tool_errors/UnknownTool": 12.0, "tool_errors/InvalidArguments": 4.0}) == [
+        "80% of the tool calls failed (UnknownTool 75%, InvalidArguments 25%)"
+    ]

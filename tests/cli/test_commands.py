@@ -78,6 +78,7 @@ def agentfly(project, monkeypatch, capsys):
 def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
     out, err = agentfly("train", "project/config.yaml", "run_dir=runs/mine")
     assert "2 training steps" in out
+    assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n  tensorboard --logdir runs/mine/tens" in out
     assert "step 2/2" in err
     run = RunDirectory("runs/mine")
     assert [row.step for row in run.metrics()] == [1, 2]
@@ -131,7 +132,8 @@ def test_the_same_seed_rolls_out_the_same_and_another_seed_does_not(agentfly):
 def test_the_demo_trains_the_model_with_the_seed_and_in_the_directory_that_are_asked_for(agentfly, monkeypatch):
     configured = []
     monkeypatch.setattr("agentfly.cli.train.run_training", configured.append)
-    agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
+    _, told = agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
+    assert "0.4 for checking the shelf asked for" in told
     agentfly("demo", "--model", "smollm2-135m")
     tiny, smollm2 = configured
     assert (tiny.model, tiny.training.seed, tiny.run_dir) == ("tiny", 4, "runs/demo")
@@ -164,4 +166,4 @@ def test_a_run_that_was_refused_can_be_begun_in_the_same_directory(agentfly, pro
     for name in [name for name in sys.modules if name.startswith("workshop")]:
         monkeypatch.delitem(sys.modules, name)
     out, _ = agentfly(*words)
-    assert "1 training steps" in out
+    assert "1 training step\n" in out

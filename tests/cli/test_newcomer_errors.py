@@ -167,3 +167,9 @@ def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     assert code == 2
     assert "holds no run" in message
     assert not (project / "runs").exists()
+
+
+def test_a_tool_in_place_of_the_agent(refused):
+    code, message = refused("train", "config.yaml", "agent=mine.py:look", "model=tiny")
+    assert code == 2
+    assert "mine.py:look is a tool, not an agent" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.errors import ConfigError
+from agentfly.agents.tool import tool
+from agentfly.errors import ConfigError, UsageError
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.run import run
 from agentfly.training.train import train
 from agentfly.viewing.run_directory import RunDirectory
 
@@ -72,3 +75,37 @@ def test_a_run_that_is_refused_once_its_model_is_there_can_be_begun_in_the_same_
 def test_going_on_needs_to_know_with_which_run() -> None:
     with pytest.raises(ConfigError, match="resume=True needs run_dir"):
         train(AGENT, ["a"], brief, resume=True)
+
+
+@pytest.mark.parametrize(("progress", "shown"), [({}, True), ({"progress": False}, False)])
+def test_progress_is_shown_unless_it_is_not_wanted(tmp_path: Path, capsys, progress: dict, shown: bool) -> None:
+    train(AGENT, ["a"], brief, run_dir=tmp_path, steps=1, tasks_per_step=1, attempts=2, **progress)
+    captured = capsys.readouterr()
+    assert ("step 1/1" in captured.err) is shown
+    assert captured.out == ""
+
+
+@tool
+def look(item: str) -> str:
+    """Look at an item."""
+    return item
+
+
+def make_agent(model: str) -> Agent:
+    return replace(AGENT, model=model)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (make_agent, r"pass an Agent, e.g. make_agent\('tiny'\)"),
+        (look, "look is a tool, not an agent"),
+        ("tiny", "A str is not an Agent"),
+    ],
+)
+def test_only_an_agent_can_be_trained_or_rolled_out(tmp_path: Path, given: object, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        train(given, ["a"], brief, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match=told):
+        asyncio.run(run(given, ["a"]))

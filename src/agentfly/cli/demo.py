@@ -28,10 +28,12 @@ def demo(
 
     from agentfly.cli.config_file import load_config
     from agentfly.cli.train import run_training
+    from agentfly.tasks.stockroom import ABOUT
 
     overrides = [f"training.seed={seed}"]
     with as_file(files("agentfly.tasks.stockroom").joinpath(f"{model.value}.yaml")) as path:
         config = load_config(path, overrides)
     if run_dir is not None:
         config = config.model_copy(update={"run_dir": str(run_dir)})
+    typer.echo(f"{ABOUT}\n", err=True)
     run_training(config)

@@ -85,6 +85,7 @@ class Experiment:
 
 def _agent(config: RunConfig, base: Path) -> Agent:
     from agentfly.agents.agent import Agent
+    from agentfly.agents.tool import Tool
 
     named = load_reference(config.agent, base=base, field="agent")
     model = config.model
@@ -92,11 +93,15 @@ def _agent(config: RunConfig, base: Path) -> Agent:
         model = str(base / model)
     if isinstance(named, Agent):
         return named if model is None else dataclasses.replace(named, model=model)
-    if callable(named):
+    if callable(named) and not isinstance(named, Tool):
         made = _called(named, "agent", config.agent, *([] if model is None else [model]))
         if isinstance(made, Agent):
             return made
         named = made
+    if isinstance(named, Tool):
+        raise ConfigError(
+            f"agent: {config.agent} is a tool, not an agent. Name an Agent that has it: Agent(tools=[{named.name}])."
+        )
     raise ConfigError(
         f"agent: {config.agent} is a {type(named).__name__}. It must be an Agent, or a function that takes a model "
         "and returns an Agent."

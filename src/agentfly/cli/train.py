@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,4 +95,19 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
         if run is not None:
             typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
         raise
-    Console().print(training_report(RunDirectory(result.run_dir)))
+    console = Console()
+    finished = RunDirectory(result.run_dir)
+    console.print(training_report(finished))
+    console.print("\nwhat can be done next", style="bold")
+    for command in _next_commands(finished, evaluated=experiment.eval_tasks is not None):
+        console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _next_commands(run: RunDirectory, *, evaluated: bool) -> list[str]:
+    """Commands that look further into a finished run."""
+    directory = shlex.quote(str(run.path))
+    commands = [f"agentfly eval {directory}"] if evaluated else []
+    commands.append(f"agentfly rollout {directory} -n 2")
+    if run.tensorboard.exists():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(run.tensorboard))}")
+    return commands

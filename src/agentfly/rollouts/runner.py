@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
+from agentfly.agents.tool import Tool
 from agentfly.errors import AgentFlyError, ConfigError, UsageError
 from agentfly.events import EventStream
 from agentfly.messages import Message, ToolCall
@@ -31,6 +32,22 @@ class TooManyFailures(AgentFlyError):
     """So many rollouts failed for reasons the policy could not cause that going on would be a waste."""
 
 
+def require_agent(agent: object) -> None:
+    """Raise unless ``agent`` is an `Agent`: a function that makes one, or a tool, is easily taken for it.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if isinstance(agent, Agent):
+        return
+    if isinstance(agent, Tool):
+        raise UsageError(f"{agent.name} is a tool, not an agent. Pass an Agent that has it: Agent(tools=[…]).")
+    name = getattr(agent, "__name__", None)
+    if callable(agent) and name:
+        raise UsageError(f"{name} is not an Agent. If it makes one, call it and pass an Agent, e.g. {name}('tiny').")
+    raise UsageError(f"A {type(agent).__name__} is not an Agent. Pass an Agent, e.g. Agent(model='tiny').")
+
+
 class Runner:
     """Runs rollouts of one agent concurrently, in one process.
 
@@ -47,6 +64,9 @@ class Runner:
         events: where events go.
         max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order.
         max_failure_share: the run stops once more than this share of a batch failed for infrastructure's reasons.
+
+    Raises:
+        UsageError: ``agent`` is not an `Agent`.
     """
 
     def __init__(
@@ -60,6 +80,7 @@ class Runner:
         max_concurrent_rollouts: int = 256,
         max_failure_share: float = 0.5,
     ) -> None:
+        require_agent(agent)
         if max_concurrent_rollouts < 1:
             raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
         self._agent = agent

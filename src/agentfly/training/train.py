@@ -32,7 +32,7 @@ def train(
     eval_tasks: Tasks | None = None,
     run_dir: Path | str | None = None,
     resume: bool = False,
-    progress: bool = False,
+    progress: bool = True,
     events: EventStream | None = None,
     policy: Policy | None = None,
     engine: ResourceEngine | None = None,
@@ -45,12 +45,13 @@ def train(
 
     Args:
         run_dir: the run's directory; one named after the time, under ``runs``, if not given.
-        progress: whether to show the run's progress on the console.
+        progress: whether to show the run's progress on standard error: live on a terminal, else a line a step.
         settings: the fields of `TrainConfig`: ``algorithm``, ``steps``, ``learning_rate``, …
 
     Raises:
         ConfigError: a setting is unknown or contradicts another.
-        UsageError: called from inside an event loop; there, use ``await Trainer(…).run()``.
+        UsageError: ``agent`` is not an `Agent`; or this is called from inside an event loop, where ``await
+            Trainer(…).run()`` is used.
     """
     _require_no_loop()
     config = TrainConfig(**settings)

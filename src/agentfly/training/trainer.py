@@ -29,7 +29,7 @@ from agentfly.events import (
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.runner import Runner
+from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import summarize
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
@@ -100,6 +100,7 @@ class Trainer:
 
     Raises:
         ConfigError: the settings, the agent, the policy and the directory do not go together.
+        UsageError: ``agent`` is not an `Agent`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Trainer:
         engine: ResourceEngine | None = None,
         resume: bool = False,
     ) -> None:
+        require_agent(agent)
         self._agent = agent
         self._reward = reward or tool_rewards
         self._config = config or TrainConfig()

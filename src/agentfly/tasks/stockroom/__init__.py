@@ -3,6 +3,7 @@
 Two turns, a sandbox, and a rule that is nowhere written down: it is learned. `agentfly demo` trains on it.
 """
 
+from agentfly.tasks.stockroom.about import ABOUT
 from agentfly.tasks.stockroom.agent import action_agent, hermes_agent
 from agentfly.tasks.stockroom.oracle import oracle
 from agentfly.tasks.stockroom.reward import stockroom_reward
@@ -15,6 +16,7 @@ from agentfly.tasks.stockroom.shop import (
 from agentfly.tasks.stockroom.tools import check, order
 
 __all__ = [
+    "ABOUT",
     "action_agent",
     "check",
     "eval_tasks",

@@ -38,6 +38,15 @@ class AgentFlyError(Exception):
     by_policy: ClassVar[bool] = False
 
 
+def message_of(error: BaseException) -> str:
+    """What an exception says, as text that can be tokenized and saved, whatever its ``__str__`` does."""
+    try:
+        said = str(error)
+    except Exception as failure:
+        said = f"(its message cannot be read: {type(failure).__name__})"
+    return said.encode("utf-8", errors="replace").decode()
+
+
 # --- what the user wrote -------------------------------------------------------------------------------------------
 
 

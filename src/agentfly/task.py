@@ -88,7 +88,13 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> li
 def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
     if isinstance(task, Task):
         return task
-    return Task(prompt=task) if isinstance(task, str) else Task.from_row(task)
+    if isinstance(task, str):
+        return Task(prompt=task)
+    if not isinstance(task, Mapping):
+        raise ConfigError(
+            f"{task!r} is no task. Give a Task, a mapping with a 'prompt', or the prompt itself as a text."
+        )
+    return Task.from_row(task)
 
 
 def _require_messages(task: Task) -> None:
@@ -112,8 +118,10 @@ def _require_json(task: Task) -> None:
     """Refuse a task whose record could not be saved with its trajectories."""
     for name, value in [*task.fields.items(), ("prompt", task.prompt)]:
         try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
+            json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode("utf-8")
+            if not isinstance(name, str):
+                raise TypeError("its name is not a text")
+        except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
             raise ConfigError(
                 f"The field {name!r} of task {task.id!r} cannot be saved as JSON: {error}. Tasks are saved with their "
                 "trajectories: give texts, finite numbers, lists and mappings, for instance a date as a text."

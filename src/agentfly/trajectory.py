@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import AgentFlyError, Boundary
+from agentfly.errors import AgentFlyError, Boundary, message_of
 from agentfly.messages import Message, ToolCall
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -67,9 +67,9 @@ class Failure:
         return cls(
             boundary=boundary,
             kind=type(error).__name__,
-            message=str(error) or type(error).__name__,
+            message=message_of(error) or type(error).__name__,
             by_policy=by_policy,
-            traceback="".join(traceback.format_exception(error)),
+            traceback="".join(traceback.format_exception(error)).encode("utf-8", errors="replace").decode(),
         )
 
 

@@ -97,3 +97,15 @@ def test_line_separators_inside_a_text_do_not_end_a_line(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [task.prompt for task in as_tasks(file)] == ["a\u2028b\x85c"]
+
+
+@pytest.mark.parametrize("task", [b"x", None, 5])
+def test_what_is_no_task_is_refused(task):
+    with pytest.raises(ConfigError, match="is no task"):
+        as_tasks([task])
+
+
+@pytest.mark.parametrize("task", [Task("half \ud800 pair"), Task("a", {5: 6})])
+def test_what_a_record_could_not_hold_is_refused(task):
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        as_tasks([task])

@@ -322,6 +322,66 @@ async def test_one_bad_rollout_of_many_leaves_the_others_alone():
     assert failed["run-9.0"].boundary is Boundary.TOKENS
 
 
+class Panic(BaseException):
+    """What bindings of other languages raise: no Exception, but no wish to end the process either."""
+
+
+@tool
+def panic() -> str:
+    """Raise what is no Exception."""
+    raise Panic("index out of bounds")
+
+
+@tool
+async def cancel_itself() -> str:
+    """Cancel the task that runs this."""
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+    return "never"
+
+
+@pytest.mark.parametrize("bad", [panic, cancel_itself])
+async def test_a_tool_that_does_the_unheard_of_leaves_the_other_rollouts_alone(bad):
+    script = lambda prompt, turn: call(bad.name) if "task 3<" in prompt and turn == 0 else "fine"  # noqa: E731
+    tasks = [f"task {i}" for i in range(8)]
+    result = await run(Agent(model="scripted", tools=[bad]), tasks, policy=ScriptedPolicy(script))
+    assert [t.finish for t in result.trajectories].count(FinishReason.ANSWERED) >= 7
+
+
+@pytest.mark.parametrize("ids", [[*b"a" * 600, END], [*b"ab", END, *b"cd", END]], ids=["too many", "past the end"])
+async def test_a_generation_that_nobody_asked_for_is_refused_and_never_trained(ids):
+    class Odd(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            if rollout_id == "s-0.0":
+                return Generation(ids, [-0.1] * len(ids), "stop", 0)
+            return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+
+    result = await run(agent(), ["a", "b"], policy=Odd(["fine"]), label="s")
+    odd, sound = result.trajectories
+    assert odd.failure.boundary is Boundary.TOKENS
+    assert not odd.trainable
+    assert sound.finish is FinishReason.ANSWERED
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot say")
+
+
+@pytest.mark.parametrize("error", [ToolError("no file \udcff.txt"), ValueError("\udcff"), Mute()])
+async def test_an_error_with_an_odd_message_is_an_observation_like_any_other(error):
+    @tool
+    def odd() -> str:
+        """Raise an error whose message is odd."""
+        raise error
+
+    result = await run(Agent(model="scripted", tools=[odd]), ["go"], policy=ScriptedPolicy([call("odd"), "end"]))
+    [trajectory] = result.trajectories
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.turns[0].results[0].failure.by_policy
+    assert trajectory.turns[0].results[0].observation.encode("utf-8")
+
+
 async def test_a_run_that_infrastructure_spoils_stops_and_says_why():
     script = lambda prompt, turn: call("fail", how="infrastructure")  # noqa: E731
     with pytest.raises(TooManyFailures, match="no disk space"):

@@ -142,3 +142,12 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name() -> None:
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ConfigError, match="already"):
         ALGORITHMS.register("grpo", Algorithm(by_group(lambda rewards: rewards)))
+
+
+@pytest.mark.parametrize("rewards", [[1e-320, 0.0, 0.0], [1e308, 0.0, 0.0], [1e-200, 3e-200, 2e-200]])
+def test_rewards_of_any_size_give_finite_advantages_of_mean_0(rewards: list[float]) -> None:
+    rows = [row("g", str(number), reward) for number, reward in enumerate(rewards)]
+    values = [advantages[0] for advantages in ALGORITHMS["grpo"].estimate(rows)]
+    assert all(math.isfinite(value) for value in values)
+    assert values[0] != 0
+    assert sum(values) == pytest.approx(0, abs=1e-9)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import PrerequisiteError, message_of
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class FunctionFailed(Exception):
     """A function raised ``error``."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(message_of(error))
         self.error = error
 
 
@@ -67,7 +67,9 @@ async def invoke(
             f"No thread could be started for a sync function ({error}). The machine's limit on threads is reached: "
             "raise it (ulimit -u, or the container's limit on pids), run fewer rollouts at a time, or make it async."
         ) from error
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit, and what other languages' bindings raise
         raise FunctionFailed(error) from None
 
 

@@ -13,7 +13,7 @@ from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
 from agentfly.agents.parameters import Parameter, Source, field_of_task, names_at, read_parameters
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError
+from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, message_of
 from agentfly.trajectory import Trajectory
 
 _CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
@@ -75,7 +75,7 @@ class Reward(UserFunction):
             error = failed.error
             if isinstance(error, AgentFlyError) and not error.by_policy:
                 raise error from error.__cause__
-            message = excerpt(f"{type(error).__name__}: {error}", ECHO_CHARS)
+            message = excerpt(f"{type(error).__name__}: {message_of(error)}", ECHO_CHARS)
             raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
         return self._result(value)
 

@@ -30,7 +30,15 @@ from agentfly.agents.parameters import (
 )
 from agentfly.agents.schema import Argument, ArgumentSchema
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, ToolCrashed, ToolDefinitionError, ToolError, ToolTimeout, ToolUnavailable
+from agentfly.errors import (
+    AgentFlyError,
+    ToolCrashed,
+    ToolDefinitionError,
+    ToolError,
+    ToolTimeout,
+    ToolUnavailable,
+    message_of,
+)
 
 __all__ = ["FromTask", "Tool", "ToolResult", "tool"]
 
@@ -141,15 +149,19 @@ class Tool(UserFunction):
 
     def _raise_failure(self, failed: FunctionFailed) -> NoReturn:
         error = failed.error
-        if isinstance(error, ToolError) and len(str(error)) > self.max_output_chars:
-            raise ToolError(excerpt(str(error), self.max_output_chars)) from error
+        if isinstance(error, ToolError) and len(said := message_of(error)) > self.max_output_chars:
+            raise ToolError(excerpt(said, self.max_output_chars)) from error
         if isinstance(error, AgentFlyError):
             raise error from error.__cause__
-        message = excerpt(f"{type(error).__name__}: {error}", ECHO_CHARS)
+        message = excerpt(f"{type(error).__name__}: {message_of(error)}", ECHO_CHARS)
         outage = outage_in(error)
         if outage is None:
             raise ToolCrashed(message) from error
-        behind = "" if outage is error else f" (because of {type(outage).__name__}: {excerpt(str(outage), ECHO_CHARS)})"
+        behind = (
+            ""
+            if outage is error
+            else f" (because of {type(outage).__name__}: {excerpt(message_of(outage), ECHO_CHARS)})"
+        )
         raise ToolUnavailable(
             f"The tool {self.name!r} failed with {message}{behind}. The machine or the network is to blame for that, "
             "so the rollout gets no reward: see that what the tool uses is there. If the model can cause it by what it "

@@ -63,6 +63,8 @@ class Chain:
         """Append the sampled ids exactly as they came."""
         if not generation.ids:
             raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
+        if any(stop in generation.ids[:-1] for stop in self._chat.stop_ids):
+            raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
         start = len(self._sequence)
         self._sequence.append_sampled(generation.ids, generation.logprobs, generation.version)
         self._returned = array("i", generation.ids)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary
+from agentfly.errors import Boundary, TokenInvariantError
 from agentfly.events import EventStream, GenerationFinished, RewardFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Generation, Policy, SamplingParams
@@ -146,6 +146,10 @@ class Rollout:
         started = time.perf_counter()
         generation = await self._around.policy.generate(prompt, sampling, rollout_id=self.trajectory.rollout_id)
         seconds = time.perf_counter() - started
+        if len(generation.ids) > sampling.max_tokens:
+            raise TokenInvariantError(
+                f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
+            )
         self.trajectory.seconds["generation"] += seconds
         self._around.events.emit(
             GenerationFinished(

@@ -25,7 +25,7 @@ from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import Strategy
 from agentfly.task import Task
-from agentfly.trajectory import Failure, Trajectory
+from agentfly.trajectory import Failure, FinishReason, Trajectory
 
 
 class TooManyFailures(AgentFlyError):
@@ -149,10 +149,19 @@ class Runner:
         turnstile = asyncio.Semaphore(self._max_concurrent)
         params = self._sampling(around, sampling)
 
+        stopping = False
+
         async def play(task: Task, group_id: str, attempt: int) -> Trajectory:
             async with turnstile:
                 trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
-                return await Rollout(around, self._strategy(around), trajectory, params, priority=priority).run()
+                try:
+                    return await Rollout(around, self._strategy(around), trajectory, params, priority=priority).run()
+                except asyncio.CancelledError as error:
+                    if stopping:
+                        raise
+                    trajectory.finish = FinishReason.FAILED  # something in the rollout cancelled it from within
+                    trajectory.failure = Failure.of(error)
+                    return trajectory
 
         running = set()
         try:
@@ -170,6 +179,7 @@ class Runner:
                 yield trajectory
             health.require_any_sound()
         finally:
+            stopping = True
             for rollout in running:
                 rollout.cancel()
             await asyncio.gather(*running, return_exceptions=True)

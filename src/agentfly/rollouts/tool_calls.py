@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from agentfly.agents.agent import Agent
 from agentfly.contexts.context import Context
-from agentfly.errors import InvalidArguments, ToolError, UnknownTool
+from agentfly.errors import InvalidArguments, ToolError, UnknownTool, message_of
 from agentfly.events import EventStream, ToolFinished
 from agentfly.messages import ToolCall
 from agentfly.trajectory import Failure, ToolRecord
@@ -56,5 +56,5 @@ async def _outcome(call: ToolCall, agent: Agent, context: Context) -> ToolRecord
         async with context.call() as call_context:
             result = await tool.call(call.arguments, call_context)
     except ToolError as error:
-        return ToolRecord(call, f"Error: {error}", failure=Failure.of(error))
+        return ToolRecord(call, f"Error: {message_of(error)}", failure=Failure.of(error))
     return ToolRecord(call, result.observation, result.reward, result.done, result.state, dict(result.info))

@@ -70,8 +70,9 @@ def grpo(rewards: Floats) -> Floats:
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = grpo_without_std(rewards)
-    if centred.any():
-        centred /= rewards.std(ddof=1)
+    if (largest := np.abs(centred).max()) > 0:
+        centred /= largest  # so that neither huge nor tiny rewards leave the range of numbers
+        centred /= centred.std(ddof=1)
     return centred
 
 
@@ -83,7 +84,7 @@ def grpo_without_std(rewards: Floats) -> Floats:
     """
     if np.ptp(rewards) <= _ROUNDING * np.abs(rewards).max():
         return np.zeros_like(rewards)
-    return rewards - float(rewards.mean())
+    return rewards - float(np.mean(rewards / 2)) * 2
 
 
 def rloo(rewards: Floats) -> Floats:

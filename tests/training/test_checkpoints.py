@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.training.checkpoints import Checkpoints, Place, load_weights, read_learner, read_place, write_place
 
 PLACE = Place(
@@ -118,3 +119,16 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model"):
         load_weights(model, tmp_path)
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+
+
+def test_a_full_disk_says_what_to_do_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, write_text)
+
+    def fill(path: Path) -> None:
+        (path / "model").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(PrerequisiteError, match="keep_checkpoints"):
+        checkpoints.save(2, fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

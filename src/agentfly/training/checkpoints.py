@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.embedded.loading import quiet_transformers
 
 FORMAT = 2
@@ -75,14 +75,28 @@ class Checkpoints:
         return saved[-1][1] if saved else None
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given."""
+        """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given.
+
+        Raises:
+            PrerequisiteError: the disk is full.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
         final = self._directory / f"step-{step:06d}"
         unfinished = self._directory / f".unfinished-{step:06d}"
-        unfinished.mkdir()
-        write(unfinished)
-        _force_to_disk(unfinished)
+        try:
+            unfinished.mkdir()
+            write(unfinished)
+            _force_to_disk(unfinished)
+        except Exception as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if "No space left on device" not in str(error):  # safetensors has an error type of its own for it
+                raise
+            raise PrerequisiteError(
+                f"The checkpoint of step {step} could not be written to {self._directory}: no space is left on the "
+                "disk. The last whole checkpoint stands. Free some space, or lower keep_checkpoints, and go on with "
+                "--resume (in Python: resume=True)."
+            ) from error
         unfinished.rename(final)
         _force_to_disk(self._directory, deep=False)
         for _, old in self.saved()[: -self._keep]:

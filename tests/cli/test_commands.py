@@ -96,6 +96,11 @@ def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
     out, _ = agentfly("eval", "runs/mine", "--checkpoint", "none", "run_dir=runs/first")
     assert "held-out tasks, tiny" in out
 
+    agentfly("rollout", "runs/mine", "-n", "1", "run_dir=runs/shown")
+    shown = RunDirectory("runs/shown")
+    assert shown.trajectories_file(3, "rollout").is_file()
+    assert yaml.safe_load(shown.config_file.read_text())["model"].endswith("step-000003")
+
 
 @pytest.mark.slow
 def test_rollouts_are_shown_and_kept(agentfly):

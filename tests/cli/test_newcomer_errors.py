@@ -173,3 +173,10 @@ def test_a_tool_in_place_of_the_agent(refused):
     code, message = refused("train", "config.yaml", "agent=mine.py:look", "model=tiny")
     assert code == 2
     assert "mine.py:look is a tool, not an agent" in message
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_configuration_or_run_that_is_not_there(refused, command):
+    code, message = refused(command, "runs/none")
+    assert code == 2
+    assert "There is no runs/none. Name a configuration file, or the directory of a run." in message

@@ -11,7 +11,6 @@ import typer
 from agentfly.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentfly.cli.config_file import RunConfig
     from agentfly.cli.experiment import Experiment
     from agentfly.events import EventStream
     from agentfly.rollouts.run import RunResult
@@ -30,13 +29,14 @@ def evaluate(
 
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
+    from agentfly.cli.source import load_source
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
     from agentfly.trajectory import save_trajectories
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
 
-    config, step = _configured(source, overrides or [], checkpoint)
+    config, step = load_source(source, overrides or [], checkpoint)
     experiment = Experiment.of(config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
@@ -68,40 +68,3 @@ async def _evaluated(experiment: Experiment, tasks: list[Task], events: EventStr
             temperature=training.eval_temperature,
             **settings,
         )
-
-
-def _configured(source: Path, overrides: list[str], checkpoint: str | None) -> tuple[RunConfig, int]:
-    """The configuration to evaluate, and the training step that its model has reached."""
-    from agentfly.cli.config_file import load_config
-    from agentfly.viewing.run_directory import RunDirectory
-
-    if not source.is_dir():
-        if checkpoint is not None:
-            raise ConfigError(f"--checkpoint chooses among those of a run, and {source} is not a run's directory.")
-        return load_config(source, overrides), 0
-    run = RunDirectory(source)
-    if not run.config_file.is_file():
-        raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
-    config = load_config(run.config_file, ["run_dir=null", *overrides])
-    if checkpoint == "none":
-        return config, 0
-    step, path = _checkpoint(run.path, checkpoint)
-    return config.model_copy(update={"model": str(path.resolve())}), step
-
-
-def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
-    from agentfly.training.checkpoints import Checkpoints
-    from agentfly.viewing.run_directory import RunDirectory
-
-    saved = dict(Checkpoints(RunDirectory(run).checkpoints, keep=1).saved())
-    if not saved:
-        raise ConfigError(
-            f"{run} has no checkpoint yet. With --checkpoint none the model before training is evaluated."
-        )
-    if wanted is None:
-        step = max(saved)
-    elif wanted.isdigit() and int(wanted) in saved:
-        step = int(wanted)
-    else:
-        raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
-    return step, saved[step]

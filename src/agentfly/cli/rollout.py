@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration.")],
+    source: Annotated[Path, typer.Argument(metavar="CONFIG.yaml|RUN_DIR", help="A configuration, or a run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override.")] = None,
     tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, help="Number of tasks, from the first.")] = 4,
     attempts: Annotated[int, typer.Option("--attempts", "-k", min=1, help="Rollouts of each task.")] = 1,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Of a run: the step to roll out, or 'none' for the model before training.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the trajectories.")] = False,
 ) -> None:
-    """Roll an agent out on its tasks, show the trajectories and save them as JSON lines."""
+    """Roll out the agent of a configuration, or of a run's last checkpoint, on its tasks.
+
+    The trajectories are shown, and saved as JSON lines.
+    """
     from rich.console import Console
 
-    from agentfly.cli.config_file import load_config, save_config
+    from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
+    from agentfly.cli.source import load_source
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
     from agentfly.trajectory import save_trajectories
@@ -35,14 +42,14 @@ def rollout(
     from agentfly.viewing.report import metrics_table
     from agentfly.viewing.trajectory_text import trajectory_panel
 
-    config = load_config(config_file, overrides or [])
+    config, step = load_source(source, overrides or [], checkpoint)
     experiment = Experiment.of(config)
     experiment.fetch_model()
     directory = new_run(config)
     events = EventStream()
     with ConsoleProgress() as progress, events.subscribed(progress):
         result = asyncio.run(_rolled_out(experiment, events, tasks, attempts))
-    path = directory.trajectories_file(0, "rollout")
+    path = directory.trajectories_file(step, "rollout")
     save_config(config, directory.config_file)
     save_trajectories(result.trajectories, path)
     console = Console()

@@ -1,0 +1,52 @@
+"""What ``agentfly eval`` and ``agentfly rollout`` begin from: a configuration file, or a run and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentfly.cli.config_file import RunConfig, load_config
+from agentfly.errors import ConfigError
+from agentfly.viewing.run_directory import RunDirectory
+
+
+def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:
+    """The configuration that a command is to follow, and the training step that its model has reached.
+
+    Args:
+        source: a configuration file, or the directory of a run, whose configuration is taken with its last checkpoint.
+        overrides: ``key=value`` words.
+        checkpoint: of a run: the step to take, or ``none`` for the model before training.
+
+    Raises:
+        ConfigError: there is no such configuration, run or checkpoint, or it cannot be followed.
+    """
+    if not source.exists():
+        raise ConfigError(f"There is no {source}. Name a configuration file, or the directory of a run.")
+    if not source.is_dir():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint chooses among those of a run, and {source} is not a run's directory.")
+        return load_config(source, overrides), 0
+    run = RunDirectory(source)
+    if not run.config_file.is_file():
+        raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
+    config = load_config(run.config_file, ["run_dir=null", *overrides])
+    if checkpoint == "none":
+        return config, 0
+    step, path = _checkpoint(run.path, checkpoint)
+    return config.model_copy(update={"model": str(path.resolve())}), step
+
+
+def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
+    from agentfly.training.checkpoints import Checkpoints  # needs the packages for training
+
+    saved = dict(Checkpoints(RunDirectory(run).checkpoints, keep=1).saved())
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint yet. With --checkpoint none the model before training is taken.")
+    if wanted is None:
+        step = max(saved)
+    elif wanted.isdigit() and int(wanted) in saved:
+        step = int(wanted)
+    else:
+        raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
+    return step, saved[step]

@@ -78,13 +78,16 @@ def agentfly(project, monkeypatch, capsys):
 def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
     out, err = agentfly("train", "project/config.yaml", "run_dir=runs/mine")
     assert "2 training steps" in out
-    assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n  tensorboard --logdir runs/mine/tens" in out
+    assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n" in out
+    assert "agentfly train --resume runs/mine training.steps=4\n  tensorboard --logdir runs/mine/tensorboard" in out
     assert "step 2/2" in err
     run = RunDirectory("runs/mine")
     assert [row.step for row in run.metrics()] == [1, 2]
     assert [row.step for row in run.metrics("eval")] == [0, 2]
     assert yaml.safe_load(run.config_file.read_text())["training"]["seed"] == 3
 
+    _, err = agentfly("train", "--resume", "runs/mine")
+    assert "already finished at step 2" in err
     agentfly("train", "--resume", "runs/mine", "training.steps=3")
     assert [row.step for row in run.metrics()] == [1, 2, 3]
     assert yaml.safe_load(run.config_file.read_text())["training"]["steps"] == 3

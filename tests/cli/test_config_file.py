@@ -50,6 +50,7 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
         (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, tasks"),
         (MINIMAL, ["training.max_concurent_rollouts=8"], "Did you mean 'max_concurrent_rollouts'?"),
         (MINIMAL, ["trainig.steps=8"], "Did you mean 'training'?"),
+        (MINIMAL, ["steps=3"], "There is no key 'steps'. Did you mean 'training.steps'?"),
         (MINIMAL + "training: {steps: soon}\n", [], "training: steps='soon': input should be a valid integer"),
         (MINIMAL + "training: 3\n", [], "training"),
         ("agent: [1]\ntasks: t\n", [], "agent=[1]: input should be a valid string"),

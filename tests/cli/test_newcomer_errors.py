@@ -180,3 +180,19 @@ def test_a_configuration_or_run_that_is_not_there(refused, command):
     code, message = refused(command, "runs/none")
     assert code == 2
     assert "There is no runs/none. Name a configuration file, or the directory of a run." in message
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--steps", "3"], "Write training.steps=3."),
+        (["--learning-rate=1e-4", "model=tiny"], "Write training.learning_rate=1e-4."),
+        (["--training.steps"], "Write training.steps=…."),
+        (["--run-dir", "runs/mine"], "Write run_dir=runs/mine."),
+    ],
+)
+def test_a_field_written_as_an_option(refused, words, told):
+    code, message = refused("train", "config.yaml", *words)
+    assert code == 2
+    assert f"There is no option {words[0].partition('=')[0]}" in message
+    assert told in message

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from agentfly.events import (
@@ -100,3 +101,14 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
     assert lines[0] == "training 1 step; files in runs/x"
     assert lines[2] == "  nothing to learn from: all attempts at each task scored the same"
     assert "nothing to learn from" in shown(live=True, events=events)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_run_that_was_finished_already_says_how_to_go_further(live):
+    events = [
+        TrainingStarted(run_dir="runs/x", steps=4, start_step=4),
+        TrainingFinished(step=4, seconds=0.1),
+    ]
+    told = shown(live=live, events=events)
+    assert "already finished at step 4; go further with training.steps=…" in told
+    assert "first step" not in told[told.rindex("already") :]

@@ -73,6 +73,14 @@ def save_config(config: RunConfig, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def field_called(name: str) -> str | None:
+    """The whole key of the field that is called so, such as ``training.steps`` for ``steps``; None if none is."""
+    if name in RunConfig.model_fields:
+        return name
+    setting = name.removeprefix("training.")
+    return f"training.{setting}" if setting in TrainConfig.model_fields else None
+
+
 def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -113,8 +121,10 @@ def _complaints(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(where, RunConfig.model_fields, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
+            near = field_called(where) or next(
+                iter(difflib.get_close_matches(where, RunConfig.model_fields, n=1)), None
+            )
+            hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
             yield f"  There is no key {where!r}. {hint}"
         elif problem["type"] == "missing":
             yield f"  The key {where!r} is needed and is missing."

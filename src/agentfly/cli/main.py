@@ -14,6 +14,7 @@ import typer
 
 from agentfly import __version__
 from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
+from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
 from agentfly.policies.load import shorten_spinning
 
@@ -25,9 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("rollout")(rollout.rollout)
+app.command("train", cls=ConfiguredCommand)(train.train)
+app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
+app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

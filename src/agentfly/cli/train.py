@@ -21,7 +21,12 @@ def train(
         typer.Argument(metavar="CONFIG.yaml [key=value]...", help="The configuration, and fields to override."),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Go on with a run where its last checkpoint left it.")
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on with a run where its last checkpoint left it; fields to override may follow, such as "
+            "training.steps=200 to make it longer.",
+        ),
     ] = None,
 ) -> None:
     """Train the agent of a configuration file."""
@@ -99,15 +104,16 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     finished = RunDirectory(result.run_dir)
     console.print(training_report(finished))
     console.print("\nwhat can be done next", style="bold")
-    for command in _next_commands(finished, evaluated=experiment.eval_tasks is not None):
+    for command in _next_commands(finished, result.steps, evaluated=experiment.eval_tasks is not None):
         console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _next_commands(run: RunDirectory, *, evaluated: bool) -> list[str]:
-    """Commands that look further into a finished run."""
+def _next_commands(run: RunDirectory, steps: int, *, evaluated: bool) -> list[str]:
+    """Commands that look further into a run that has finished so many steps, or go further with it."""
     directory = shlex.quote(str(run.path))
+    further = f"agentfly train --resume {directory} training.steps={2 * steps}"
     commands = [f"agentfly eval {directory}"] if evaluated else []
-    commands.append(f"agentfly rollout {directory} -n 2")
+    commands += [f"agentfly rollout {directory} -n 2", further]
     if run.tensorboard.exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(run.tensorboard))}")
     return commands

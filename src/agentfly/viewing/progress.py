@@ -73,6 +73,8 @@ class ConsoleProgress:
     def _line(self, event: Event) -> str:
         state = self._state
         match event:
+            case TrainingStarted() if event.start_step >= event.steps:
+                return _ended(event.start_step)
             case TrainingStarted():
                 begun = f" from step {event.start_step}" if event.start_step else ""
                 return f"training {counted(event.steps, 'step')}{begun}; files in {event.run_dir}"
@@ -100,6 +102,8 @@ class ConsoleProgress:
         if state.steps:
             parts.append(self._bar())
             parts.append(self._figures_table())
+            if state.ended_before:
+                parts.append(Text(_ended(state.step), style="yellow"))
             parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
         elif state.running or state.finished:
             parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
@@ -114,7 +118,7 @@ class ConsoleProgress:
         row.add_row(
             Text(f"step {state.step}/{state.steps}", style="bold"),
             ProgressBar(total=state.steps, completed=state.step, width=30),
-            Text(f"{_clock(left)} left" if left is not None else "first step ..."),
+            Text(f"{_clock(left)} left" if left is not None else "" if state.ended_before else "first step ..."),
         )
         return row
 
@@ -151,6 +155,10 @@ def _figures(metrics: dict[str, float]) -> list[str]:
     if TURNS in metrics:
         shown.append(f"turns {metrics[TURNS]:.1f}")
     return shown
+
+
+def _ended(step: int) -> str:
+    return f"already finished at step {step}; go further with training.steps=…"
 
 
 def _lessons(metrics: dict[str, float]) -> list[str]:

@@ -99,6 +99,11 @@ class RunState:
             case TrainingFinished():
                 self.doing = None
 
+    @property
+    def ended_before(self) -> bool:
+        """Whether the run that was gone on with had made all of its steps already."""
+        return 0 < self.steps <= self.step and not self._step_seconds
+
     def tokens_per_second(self, now: float | None = None) -> float:
         """Sampled tokens a second over the last twenty seconds, training time included."""
         now = time.time() if now is None else now

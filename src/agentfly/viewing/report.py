@@ -130,8 +130,8 @@ def _figures(summary: RunSummary) -> RenderableType:
     table.add_column("")
     table.add_column("start", justify="right")
     table.add_column("end", justify="right")
-    over = f", first and last {counted(summary.averaged, 'step')}" if summary.averaged else ""
-    table.add_row(f"mean reward{over}", _number(summary.reward_start), _number(summary.reward_end))
+    over = f"{summary.averaged} steps" if summary.averaged > 1 else "step"
+    table.add_row(f"mean reward, first and last {over}", _number(summary.reward_start), _number(summary.reward_end))
     table.add_row("held-out rollouts solved", _share(summary.success_before), _share(summary.success_after))
     return Group(Text(counted(summary.steps, "training step"), style="bold"), table)
 

@@ -152,7 +152,11 @@ def sandbox() -> Finding:
     started_by = "root, who becomes an ordinary user first" if able.tier is Tier.ROOT else "an ordinary user"
     limits = f"memory ({able.memory}), processes ({able.pids})" + (", processor time (cgroup)" if able.cpus else "")
     system = "writable (privately)" if able.writable_system else "read-only"
-    found = f"bubblewrap, started by {started_by}\nlimits: {limits}; system directories are {system} inside"
+    calls = "filtered" if able.filtered else "not filtered"
+    found = (
+        f"bubblewrap, started by {started_by}\nlimits: {limits}; system calls are {calls}; "
+        f"system directories are {system} inside"
+    )
     return Finding("sandbox", Verdict.NOTE if able.missing else Verdict.OK, found, cure)
 
 

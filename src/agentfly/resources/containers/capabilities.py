@@ -33,6 +33,7 @@ class SandboxCapabilities:
             temporary files, has no limit of its own there.
         pids: what bounds the number of processes: ``cgroup`` or ``rlimit``.
         cpus: whether processor time can be limited.
+        filtered: whether the kernel refuses the system calls inside that no program there needs (see `seccomp`).
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
         missing: for each thing that is missing, what it is and how to get it.
     """
@@ -42,6 +43,7 @@ class SandboxCapabilities:
     memory: Literal["cgroup", "watchdog", "none"] = "none"
     pids: Literal["cgroup", "rlimit", "none"] = "none"
     cpus: bool = False
+    filtered: bool = False
     writable_system: bool = False
     missing: tuple[str, ...] = field(default=())
 
@@ -69,6 +71,10 @@ CGROUPS_MISSING = (
     "No control groups: this process may not make any, so memory is held by a watchdog and processor time is not "
     "limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
     "/sys/fs/cgroup writable."
+)
+FILTER_MISSING = (
+    "No filter of system calls: there is one for 64-bit x86_64 and aarch64, on a kernel with seccomp. What runs inside "
+    "may call all of the kernel that its user may."
 )
 ROOT_MOUNTS_MISSING = (
     "Root here may not mount ({reason}), so system directories are read-only inside. In a container, add "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import select
 import subprocess
 import tempfile
@@ -27,13 +28,16 @@ from agentfly.resources.containers.layout import common_arguments, environment_a
 from agentfly.resources.containers.processes import kill_with_children
 from agentfly.resources.containers.program import Program
 from agentfly.resources.containers.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
+from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.containers.syscalls import (
     CAP_CHOWN,
     CAP_DAC_OVERRIDE,
     CAP_FOWNER,
     CAP_SYS_ADMIN,
+    filters_calls,
     give_up_root,
+    leave_session_keyring,
     unmount,
     unshare_mounts,
 )
@@ -84,6 +88,7 @@ class Launcher:
         self._program = program
         self._out_of_reach = False  # of the user that runs it, as in the home directory of root
         self._session = _SESSION.read_text()
+        self._filter = filter_program(platform.machine()) if filters_calls() else None
         self._trees: Trees = BoundTrees()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
@@ -98,8 +103,12 @@ class Launcher:
             memory="cgroup" if home else "watchdog",
             pids="cgroup" if home else "rlimit",
             cpus=home is not None and "cpu" in home.parents,
+            filtered=self._filter is not None,
             writable_system=tier is Tier.ROOT,
-            missing=() if home else (capabilities.CGROUPS_MISSING,),
+            missing=(
+                *(() if home else (capabilities.CGROUPS_MISSING,)),
+                *(() if self._filter else (capabilities.FILTER_MISSING,)),
+            ),
         )
 
     def close(self) -> None:
@@ -162,18 +171,19 @@ class Launcher:
         theirs: tuple[int, ...] = (requests_out, reports_in, info_in, gate_out)
         ours = (requests, reports, info, gate)
         try:
-            unseen = os.memfd_create("arguments")
+            unseen = _memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden))
             theirs += (unseen,)
-            os.write(unseen, b"".join(os.fsencode(word) + b"\0" for word in hidden))
-            os.lseek(unseen, 0, os.SEEK_SET)
-            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out)]
+            filters = self._filter_files()
+            theirs += filters
+            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out), *_filter_arguments(filters)]
+            leave_session_keyring()  # for each sandbox anew, so that none shares one with the host or another
             with log.open("wb") as errors:
                 process = subprocess.Popen(
                     [str(program.path), *options, *arguments, "--args", str(unseen), "--", *command],
                     stdin=requests_out,
                     stdout=reports_in,
                     stderr=errors,
-                    pass_fds=(info_in, gate_out, unseen),
+                    pass_fds=(info_in, gate_out, unseen, *filters),
                     start_new_session=True,  # a Ctrl-C at the terminal is for us, not for the sandboxes
                     cwd="/",
                     env={},
@@ -189,8 +199,13 @@ class Launcher:
             os.set_blocking(descriptor, False)
         return Launched(process, requests, reports, info, gate)
 
+    def _filter_files(self) -> tuple[int, ...]:
+        """The filter as a file that bubblewrap can read, once; none if there is no filter."""
+        return (_memory_file(self._filter),) if self._filter else ()
+
     def _enter(self) -> None:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
+        leave_session_keyring()  # the host's, even if there is no room for those of the sandboxes
         if self.tier is Tier.ROOT:
             unshare_mounts()
             unmount(
@@ -215,12 +230,15 @@ class Launcher:
             exchange.mkdir()
             program = self._program.copy_to(scratch) if self._out_of_reach else self._program
             spec = ContainerSpec()
+            filters = self._filter_files()
             try:
                 arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
-                command = [str(program.path), *arguments, "--", "/bin/true"]
-                exit_code, complaint = _answer(command)
+                command = [str(program.path), *_filter_arguments(filters), *arguments, "--", "/bin/true"]
+                exit_code, complaint = _answer(command, filters)
             finally:
                 self._trees.drop(scratch)
+                for descriptor in filters:
+                    os.close(descriptor)
         if exit_code:
             raise PrerequisiteError(capabilities.user_namespace_cure(complaint))
 
@@ -243,14 +261,32 @@ class Launcher:
         return descriptor
 
 
-def _answer(command: list[str]) -> tuple[int, str]:
+def _memory_file(content: bytes) -> int:
+    """A file without a name, to be read from its start."""
+    descriptor = os.memfd_create("agentfly")
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _filter_arguments(filters: tuple[int, ...]) -> list[str]:
+    return [word for descriptor in filters for word in ("--seccomp", str(descriptor))]
+
+
+def _answer(command: list[str], files: tuple[int, ...]) -> tuple[int, str]:
     """Exit code and error output of a program that is expected to end soon.
 
     Raises:
         PrerequisiteError: it does not; it has been killed.
     """
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={}
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=files,
+        cwd="/",
+        env={},
     ) as process:
         try:
             _, complaint = process.communicate(timeout=_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The few Linux system calls that sandboxes need and Python does not offer: mounts, and giving up root in one thread.
+"""The few Linux system calls that sandboxes need and Python does not offer: mounts, keyrings, giving up root.
 
 Every function here acts on the calling thread alone. That is what makes them usable inside a process that has other
 things to do: one thread gets a private view of the mounts and gives up root, and the rest of the process is untouched.
@@ -7,6 +7,7 @@ things to do: one thread gets a private view of the mounts and gives up root, an
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 from functools import cache
@@ -30,6 +31,12 @@ CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_ADMIN = 0, 1, 3, 21
 
 # setgroups, setresgid, setresuid: the raw calls change one thread, the C library's wrappers change all of them
 _SET_IDS = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147), "riscv64": (159, 149, 147)}
+
+_KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING, _KEYCTL_CHOWN = 1, 4
+_KEY_SPEC_SESSION_KEYRING = -3
+_UNCHANGED = ctypes.c_uint(0xFFFFFFFF)
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 
 class _MountAttr(ctypes.Structure):
@@ -125,6 +132,29 @@ def attach_idmapped(source: Path, target: Path, userns_fd: int) -> None:
         )
     finally:
         os.close(tree)
+
+
+def leave_session_keyring() -> None:
+    """Give the calling thread, and what it starts, a new and empty session keyring of the kernel's.
+
+    Session keyrings are in no namespace: a program that is started in one can read the keys in it, such as those of the
+    login that this process descends from. The thread keeps the one that it has where the kernel has no keyrings, where
+    a container's filter refuses them (to the programs too), and beyond the user's quota (kernel.keys.maxkeys).
+    """
+    number = _KEYCTL.get(platform.machine())
+    if number is None:
+        return
+    keyctl, call = _libc().syscall, ctypes.c_long(number)
+    if keyctl(call, ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None) >= 0:
+        # a user may have 200 keys, root a million: where this thread may mount, it may also let root account for it
+        keyctl(call, ctypes.c_int(_KEYCTL_CHOWN), ctypes.c_int(_KEY_SPEC_SESSION_KEYRING), ctypes.c_uint(0), _UNCHANGED)
+
+
+def filters_calls() -> bool:
+    """Whether the kernel takes filters of system calls (seccomp)."""
+    # if it does, it complains of the address of this one
+    refused = _libc().prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), None, 0, 0) < 0
+    return bool(refused and ctypes.get_errno() == errno.EFAULT)
 
 
 def give_up_root(uid: int, keep: tuple[int, ...]) -> None:

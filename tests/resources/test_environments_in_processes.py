@@ -330,7 +330,7 @@ OWNER = """
 def test_the_end_of_the_owner_however_it_comes_takes_everything_along(sent: signal.Signals, tmp_path: Path) -> None:
     pids, traces, owner = _owner(tmp_path)
     owner.send_signal(sent)
-    owner.wait(timeout=30)
+    owner.wait(timeout=90)
     assert eventually(lambda: all(gone(pid) for pid in [*pids, traces["pid"]]))
 
 
@@ -345,14 +345,18 @@ def test_reap_ends_what_a_dead_owner_left_and_nothing_else(tmp_path: Path) -> No
         reap({})
     finally:
         owner.kill()
-        owner.wait(timeout=30)
+        owner.wait(timeout=90)
 
 
 def _owner(tmp_path: Path) -> tuple[list[int], dict[str, int], subprocess.Popen[str]]:
     script = tmp_path / "owner.py"
     script.write_text(textwrap.dedent(OWNER))
     owner = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        # a background job ignores SIGINT, and what it starts would too
+        ["env", "--default-signal=INT", sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert owner.stdout is not None
     pids, traces = json.loads(owner.stdout.readline())

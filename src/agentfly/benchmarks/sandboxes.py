@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import subprocess
 import tempfile
 import time
@@ -14,7 +15,9 @@ from typing import Any
 
 from agentfly.resources.containers.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.launcher import filter_arguments, memory_file
 from agentfly.resources.containers.layout import SYSTEM, common_arguments
+from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.tiers import probe
 
@@ -31,8 +34,8 @@ def measure_sandboxes(rounds: int = 30, commands: int = 200) -> dict[str, Any]:
     Returns:
         Medians in milliseconds, and ratios to the bare program. ``cold_start`` is from the launch to the first reply of
         the shell; the bare one is ``bwrap`` with the same namespaces, an overlay of the same directories, the same
-        private file systems and the same limits. ``session_run`` is the command ``true``; the bare one is a line
-        written to a bash on a pipe, and its reply read.
+        private file systems, limits and filter of system calls. ``session_run`` is the command ``true``; the bare one
+        is a line written to a bash on a pipe, and its reply read.
 
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
@@ -107,15 +110,23 @@ class _Session:
 def _bare_start(spec: ContainerSpec, program: str, number: int) -> float:
     """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it."""
     home = cgroup_home()
+    filters: tuple[int, ...] = ()
     group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}", cpus=spec.cpus) if home else None
     try:
         with tempfile.TemporaryDirectory() as directory:
-            command = [program, *_bare_arguments(spec, Path(directory)), "--", "/bin/bash", "--norc", "--noprofile"]
+            arguments = _bare_arguments(spec, Path(directory))
             before = time.perf_counter()
+            program_of_filter = filter_program(platform.machine())
+            filters = (memory_file(program_of_filter),) if program_of_filter else ()
+            command = [program, *filter_arguments(filters), *arguments, "--", "/bin/bash", "--norc", "--noprofile"]
             if group is not None:
                 group.create(memory=spec.memory_limit, pids=spec.pids, cpus=spec.cpus)
             with subprocess.Popen(
-                [*command, "-c", "read; echo; read"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+                [*command, "-c", "read; echo; read"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=filters,
             ) as process:
                 assert process.stdin is not None
                 assert process.stdout is not None
@@ -126,6 +137,8 @@ def _bare_start(spec: ContainerSpec, program: str, number: int) -> float:
                 took = (time.perf_counter() - before) * 1e3
                 process.stdin.close()
     finally:
+        for descriptor in filters:
+            os.close(descriptor)
         if group is not None:
             group.remove()
     return took

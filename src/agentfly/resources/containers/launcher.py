@@ -171,11 +171,11 @@ class Launcher:
         theirs: tuple[int, ...] = (requests_out, reports_in, info_in, gate_out)
         ours = (requests, reports, info, gate)
         try:
-            unseen = _memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden))
+            unseen = memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden))
             theirs += (unseen,)
             filters = self._filter_files()
             theirs += filters
-            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out), *_filter_arguments(filters)]
+            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out), *filter_arguments(filters)]
             leave_session_keyring()  # for each sandbox anew, so that none shares one with the host or another
             with log.open("wb") as errors:
                 process = subprocess.Popen(
@@ -201,7 +201,7 @@ class Launcher:
 
     def _filter_files(self) -> tuple[int, ...]:
         """The filter as a file that bubblewrap can read, once; none if there is no filter."""
-        return (_memory_file(self._filter),) if self._filter else ()
+        return (memory_file(self._filter),) if self._filter else ()
 
     def _enter(self) -> None:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
@@ -233,7 +233,7 @@ class Launcher:
             filters = self._filter_files()
             try:
                 arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
-                command = [str(program.path), *_filter_arguments(filters), *arguments, "--", "/bin/true"]
+                command = [str(program.path), *filter_arguments(filters), *arguments, "--", "/bin/true"]
                 exit_code, complaint = _answer(command, filters)
             finally:
                 self._trees.drop(scratch)
@@ -261,7 +261,7 @@ class Launcher:
         return descriptor
 
 
-def _memory_file(content: bytes) -> int:
+def memory_file(content: bytes) -> int:
     """A file without a name, to be read from its start."""
     descriptor = os.memfd_create("agentfly")
     os.write(descriptor, content)
@@ -269,7 +269,8 @@ def _memory_file(content: bytes) -> int:
     return descriptor
 
 
-def _filter_arguments(filters: tuple[int, ...]) -> list[str]:
+def filter_arguments(filters: tuple[int, ...]) -> list[str]:
+    """The arguments by which bubblewrap loads filters from these files."""
     return [word for descriptor in filters for word in ("--seccomp", str(descriptor))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Status(StrEnum):
@@ -28,7 +28,21 @@ class Resource(ABC):
     * `release` frees everything, is safe to call twice and after any failure, and returns only when the instance is
       gone. The engine shields it from the cancellation of whoever gives the instance back, gives it twice
       ``release_timeout_s``, and calls it once more if it fails or does not return.
+
+    A kind may offer more:
+
+    * *Freezing*: with ``can_freeze = True``, `freeze` and `thaw`. The engine calls them for specs with
+      ``idle="freeze"``, one at a time and never while a coroutine of the instance that an owner called is under way.
+      Every method that needs the instance's processes must then be a coroutine function, because that is what the
+      engine can thaw for. While frozen, `status` answers, and `release` and the kind's ``reap`` succeed.
+    * *Preparation*: a spec that names one in ``preparation_key`` has `prepare` called before the first start that
+      needs it.
+
+    Attributes:
+        can_freeze: whether instances can be frozen.
     """
+
+    can_freeze: ClassVar[bool] = False
 
     def __init__(self, spec: Any, instance: str) -> None:
         """Make a handle; no I/O happens before `start`.
@@ -55,6 +69,26 @@ class Resource(ABC):
     @abstractmethod
     async def release(self) -> None:
         """Free everything that belongs to the instance."""
+
+    async def freeze(self) -> None:
+        """Stop the instance's processes where they are, so that they take no processor time. Fine if they are.
+
+        If it is cancelled or raises, `thaw` must still bring the instance back to work.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be frozen.")
+
+    async def thaw(self) -> None:
+        """Let the instance's processes go on where `freeze` stopped them; return when they do. Fine if they do."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be frozen.")
+
+    @classmethod
+    async def prepare(cls, spec: Any) -> None:
+        """Bring to this machine what instances of a spec need before they can start, for instance an image.
+
+        The engine calls it once for all specs of one ``preparation_key``, not again while or after it went well, and
+        anew after it failed or a start failed. It must be quick where everything is there.
+        """
+        raise NotImplementedError(f"{cls.__name__} has nothing to prepare, though its spec names a preparation.")
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Generic, Literal, TypeVar
@@ -30,6 +31,9 @@ class ResourceSpec(Generic[R_co]):
         max_concurrency: how many owners may hold one ``global`` instance at a time; None means any number.
         reuse: ``reset`` gives an instance to the next owner after a reset; ``recreate`` replaces it after each owner.
         max_uses: an instance is replaced after this many owners; None means never.
+        idle: what an instance does while nobody uses it, though it may be leased, as when the model thinks: ``run`` on,
+            or ``freeze``, which stops its processes until the next use so that they take no processor time.
+        prepare_timeout_s: seconds that the preparation of what an instance needs, such as fetching its image, may take.
         start_timeout_s: seconds an instance may take to start before it counts as failed.
         reset_timeout_s: seconds a reset or health check may take before the instance is replaced.
         release_timeout_s: seconds an instance may take to go away in good order before it is forced, which may take
@@ -51,6 +55,8 @@ class ResourceSpec(Generic[R_co]):
     max_concurrency: int | None = None
     reuse: Literal["reset", "recreate"] = "reset"
     max_uses: int | None = None
+    idle: Literal["run", "freeze"] = "run"
+    prepare_timeout_s: float = 1800.0
     start_timeout_s: float = 60.0
     reset_timeout_s: float = 30.0
     release_timeout_s: float = 10.0
@@ -68,13 +74,15 @@ class ResourceSpec(Generic[R_co]):
         for name in ("cpus", "gpus"):
             if not (_is_number(value := getattr(self, name)) and value >= 0):
                 raise self._wrong(name, "write a number of at least 0, without quotes")
-        for name in ("start_timeout_s", "reset_timeout_s", "release_timeout_s"):
+        for name in ("prepare_timeout_s", "start_timeout_s", "reset_timeout_s", "release_timeout_s"):
             self._require_seconds(name)
         for name in ("idle_timeout_s", "check_interval_s"):
             if getattr(self, name) is not None:
                 self._require_seconds(name, otherwise=", or None for never")
         if self.reuse not in ("reset", "recreate"):
             raise self._wrong("reuse", "write 'reset' or 'recreate'")
+        if self.idle not in ("run", "freeze"):
+            raise self._wrong("idle", "write 'run' or 'freeze'")
         parse_bytes(self.memory)
 
     def _require_whole(self, name: str, *, least: int, otherwise: str = "") -> None:
@@ -93,6 +101,14 @@ class ResourceSpec(Generic[R_co]):
     def label(self) -> str:
         """A short name of the spec for people: events, errors, listings."""
         return type(self).__name__.removesuffix("Spec").lower()
+
+    @property
+    def preparation_key(self) -> Hashable | None:
+        """What must be on this machine before an instance can start, such as the name of an image; None for nothing.
+
+        Specs of one kind with the same key share one preparation, done by the resource's ``prepare``.
+        """
+        return None
 
     @property
     def memory_bytes(self) -> int:

@@ -12,8 +12,8 @@ import pytest
 
 from agentfly.cli import main as cli
 from agentfly.policies.catalog import find_model
-from agentfly.resources.containers import tiers
-from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
+from agentfly.resources.containers.bubblewrap import tiers
+from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
 
 AGENT = '''
 import agentfly as af
@@ -73,7 +73,7 @@ def refused(project, monkeypatch, capsys):
 
 def test_a_machine_without_user_namespaces(refused, monkeypatch):
     cure = "Ordinary users may not make user namespaces here. As root, run: sysctl -w user.max_user_namespaces=15000"
-    monkeypatch.setattr(tiers, "_own", lambda: SandboxCapabilities(Tier.NONE, missing=(cure,)))
+    monkeypatch.setattr(tiers, "_own", lambda: BubblewrapCapabilities(works=False, tier=Tier.NONE, missing=(cure,)))
     code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:boxed")
     assert code == 1
     assert cure in message

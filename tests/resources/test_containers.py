@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import ToolError, UsageError
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import probe
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import ResourceDied, ToolError
+from agentfly.resources.containers.bubblewrap.exchange import MAX_LEFT_BEHIND
+from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.exchange import MAX_LEFT_BEHIND
-from agentfly.resources.containers.processes import ProcessNamespace
-from agentfly.resources.containers.scratch import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import probe
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
@@ -100,18 +100,18 @@ async def test_forged_beginnings_of_the_shell_are_not_heeded(box: Container, mon
     looked_up = []
     find = ProcessNamespace.find
     monkeypatch.setattr(ProcessNamespace, "find", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
-    assert box._shell is not None
-    keepers = box._shell.keepers
+    assert box._sandbox.shell is not None
+    keepers = box._sandbox.shell.keepers
     lines = "for n in {1..3000}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
     result = await box.run(f"X=5; {lines} > /proc/1/fd/201; echo done", timeout=60)
     assert result.stdout == "done\n"
-    assert box._shell.keepers == keepers
+    assert box._sandbox.shell.keepers == keepers
     assert len(looked_up) == 0
     assert (await box.run("echo $X")).stdout == "5\n"
 
 
 async def test_a_flood_of_forged_reports_keeps_nobody_from_the_event_loop(box: Container) -> None:
-    assert box._shell is not None
+    assert box._sandbox.shell is not None
     await box.run("yes 'd 999999 0' > /proc/1/fd/201 &")
     assert (await box.run("echo alive", timeout=30)).stdout == "alive\n"
     result = await box.run("pkill yes || kill $!; echo over", timeout=30)

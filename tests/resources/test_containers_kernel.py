@@ -16,14 +16,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from agentfly.resources.containers import launcher as launching
-from agentfly.resources.containers import seccomp
-from agentfly.resources.containers.capabilities import Tier
+from agentfly.resources.containers.bubblewrap import launcher as launching
+from agentfly.resources.containers.bubblewrap import seccomp
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.capabilities import Tier
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import make_launcher, probe
 
 pytestmark = [
     pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing)),
@@ -69,7 +70,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
 
 @pytest.fixture
 async def box(launcher: Launcher) -> AsyncIterator[Container]:
-    box = Container(ContainerSpec(), name(), launcher=launcher)
+    box = Container(ContainerSpec(), name(), backend=Bubblewrap(launcher))
     try:
         await box.start()
         yield box
@@ -206,11 +207,11 @@ def test_a_filter_answers_by_architecture_number_and_flags(machine: str, archite
 
 IN_A_LOGIN = f"""
 import asyncio
-from agentfly.resources.containers import launcher as launching
+from agentfly.resources.containers.bubblewrap import launcher as launching
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.tiers import make_launcher
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.tiers import make_launcher
 {CALL}
 if isinstance(call({KEYCTL}, 1, b"login"), str) or isinstance(add_key(b"mysecret", b"4713"), str):
     sys.exit(77)
@@ -219,7 +220,7 @@ launching.filter_program = lambda machine: None
 
 async def main():
     launcher = make_launcher()
-    box = Container(ContainerSpec(), "kernel-login-" + sys.argv[1], launcher=launcher)
+    box = Container(ContainerSpec(), "kernel-login-" + sys.argv[1], backend=Bubblewrap(launcher))
     await box.start()
     print((await box.run(sys.argv[2])).stdout)
     await box.release()
@@ -242,7 +243,7 @@ async def test_a_key_of_one_box_is_not_seen_in_another_even_without_a_filter(
     monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setattr(launcher, "_filter", None)
-    boxes = [Container(ContainerSpec(), name(), launcher=launcher) for _ in range(2)]
+    boxes = [Container(ContainerSpec(), name(), backend=Bubblewrap(launcher)) for _ in range(2)]
     try:
         for box in boxes:
             await box.start()

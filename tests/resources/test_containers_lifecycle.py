@@ -15,12 +15,12 @@ import pytest
 
 from agentfly.benchmarks.sandboxes import measure_sandboxes
 from agentfly.errors import ResourceDied, ResourceStartError
-from agentfly.resources.containers.cgroups import cgroup_home
+from agentfly.resources.containers.backend import reap
+from agentfly.resources.containers.bubblewrap.cgroups import cgroup_home
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.reaping import reap
-from agentfly.resources.containers.scratch import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import probe
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -60,8 +60,8 @@ def processes_with(marker: str) -> list[int]:
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.processes is not None
-    return box._sandbox.processes.first
+    assert box._sandbox.bubble.processes is not None
+    return box._sandbox.bubble.processes.first
 
 
 def traces_of(instance: str) -> list[Path]:
@@ -263,7 +263,7 @@ asyncio.run(main())
     await owner.wait()
     await eventually(lambda: processes_with("7309") == [])
     assert traces_of(instance) != []
-    assert before["scratch"] == after["scratch"]
+    assert before["bubblewrap"]["scratch"] == after["bubblewrap"]["scratch"]
     reap(before)
     assert traces_of(instance) == []
     reap(after)
@@ -276,5 +276,5 @@ async def test_reap_ends_a_sandbox_that_still_runs_and_no_other(box: Container) 
     await asyncio.to_thread(reap, traces)
     assert traces_of(other.instance) == []
     assert (await box.run("echo alive")).stdout == "alive\n"
-    await eventually(lambda: other._shell is not None and other._shell.dead)
+    await eventually(lambda: other._sandbox.shell is not None and other._sandbox.shell.dead)
     await other.release()

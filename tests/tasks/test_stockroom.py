@@ -8,7 +8,7 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.containers.tiers import probe
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.rollouts.run import run
 from agentfly.tasks.stockroom import (
     action_agent,

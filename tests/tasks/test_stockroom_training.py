@@ -10,7 +10,7 @@ import pytest
 
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.resources.containers.tiers import probe
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.training.trainer import Trainer, TrainResult
 
 

@@ -14,7 +14,7 @@ from agentfly.messages import Message
 from agentfly.policies.catalog import find_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
-from agentfly.resources.containers.tiers import probe
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.run import evaluate

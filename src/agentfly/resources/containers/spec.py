@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
+BACKENDS = {
+    "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
+}
+"""The backends by name, best first, each with the address of its class."""
 INSIDE = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
 # A directory shown at one of these, or below it, would hide what the shell and its programs are or need.
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -150,8 +154,9 @@ class ContainerSpec(ResourceSpec["Container"]):
                 raise ConfigError(f"ContainerSpec(env=…): the value of {name} holds a NUL, which no variable can.")
         if self.user not in ("agent", "root"):
             raise ConfigError(f"ContainerSpec(user={self.user!r}): the user inside is 'agent' or 'root'.")
-        if self.backend not in ("auto", "bubblewrap"):
-            raise ConfigError(f"ContainerSpec(backend={self.backend!r}): there is 'auto' and 'bubblewrap'.")
+        if self.backend not in ("auto", *BACKENDS):
+            there_is = ", ".join(map(repr, ("auto", *BACKENDS)))
+            raise ConfigError(f"ContainerSpec(backend={self.backend!r}): there is {there_is}.")
 
 
 def _is_pair(item: object) -> bool:
@@ -162,5 +167,5 @@ register(
     ContainerSpec,
     "agentfly.resources.containers.container:Container",
     kind="container",
-    reap="agentfly.resources.containers.reaping:reap",
+    reap="agentfly.resources.containers.bubblewrap.reaping:reap",
 )

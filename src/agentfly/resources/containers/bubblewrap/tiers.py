@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from dataclasses import replace
@@ -10,14 +9,14 @@ from functools import cache
 from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers import capabilities
-from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
-from agentfly.resources.containers.cgroups import cgroup_home
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.program import find_program
+from agentfly.resources.containers.bubblewrap import capabilities
+from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
+from agentfly.resources.containers.bubblewrap.cgroups import cgroup_home
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.program import find_program
 
 
-def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | SandboxCapabilities:
+def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | BubblewrapCapabilities:
     """Try the tiers from the best down.
 
     Args:
@@ -30,7 +29,7 @@ def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher
     program = find_program()
     if program is None or not Path("/bin/bash").exists():
         lacking = capabilities.PROGRAM_MISSING if program is None else capabilities.BASH_MISSING
-        return SandboxCapabilities(Tier.NONE, missing=(lacking,))
+        return BubblewrapCapabilities(works=False, tier=Tier.NONE, missing=(lacking,))
     home = cgroup_home() if cgroups else None
     missing: list[str] = []
     tiers = [tier] if tier else [Tier.ROOT, Tier.USER] if os.geteuid() == 0 else [Tier.USER]
@@ -45,18 +44,20 @@ def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher
             found = launcher.capabilities
             launcher.capabilities = replace(found, missing=(*missing, *found.missing))
             return launcher
-    return SandboxCapabilities(Tier.NONE, program=str(program.path), missing=tuple(dict.fromkeys(missing)))
+    return BubblewrapCapabilities(
+        works=False, tier=Tier.NONE, program=str(program.path), missing=tuple(dict.fromkeys(missing))
+    )
 
 
 _making = threading.Lock()
 
 
 @cache
-def _made_in(pid: int) -> Launcher | SandboxCapabilities:
+def _made_in(pid: int) -> Launcher | BubblewrapCapabilities:
     return make_launcher()
 
 
-def _own() -> Launcher | SandboxCapabilities:
+def _own() -> Launcher | BubblewrapCapabilities:
     with _making:
         return _made_in(os.getpid())  # a forked child makes its own: its parent's threads are not in it
 
@@ -73,14 +74,7 @@ def launcher() -> Launcher:
     raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(found.missing))
 
 
-async def launcher_aside() -> Launcher:
-    """`launcher`, without holding up the event loop where it has to be made first."""
-    if _made_in.cache_info().currsize:
-        return launcher()
-    return await asyncio.to_thread(launcher)
-
-
-def probe() -> SandboxCapabilities:
+def probe() -> BubblewrapCapabilities:
     """What sandboxes can do on this machine, found by trying, once for each process."""
     found = _own()
     return found.capabilities if isinstance(found, Launcher) else found

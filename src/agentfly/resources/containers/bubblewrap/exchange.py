@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 
 from agentfly.errors import ResourceDied, ResourceError
-from agentfly.resources.containers.command import Request
-from agentfly.resources.containers.launcher import Launcher
-from agentfly.resources.containers.pipes import OutputPipes
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.pipes import OutputPipes
+from agentfly.resources.containers.command import Command
 from agentfly.resources.containers.spec import INSIDE
 
 MAX_LEFT_BEHIND = 8
@@ -35,12 +35,12 @@ class Exchange:
         """The pipe to what starts commands in processes of their own."""
         return os.open(f"{self._directory}/starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    async def place(self, name: str, request: Request, directory: str) -> str:
+    async def place(self, name: str, command: Command, directory: str) -> str:
         """Put down the script of a command, and its input. `remove` takes them away, however far this has come.
 
         Args:
             name: the command's.
-            request: what to run.
+            command: what to run.
             directory: where the session is to go first; empty if nowhere.
 
         Returns:
@@ -50,16 +50,16 @@ class Exchange:
             ResourceError: the host has no room for it.
             ResourceDied: the exchange is closed.
         """
-        script = request.command
-        if before := request.preparation:
+        script = command.source
+        if before := command.preparation:
             await self._write(name, "cmd", script)
             script = b"( %s; . %s/%s.cmd )" % (before, bytes(INSIDE), name.encode())
         if directory:
             script = f"cd -- {shlex.quote(directory)} 2>/dev/null; ".encode("utf-8", "surrogateescape") + script
         await self._write(name, "sh", script)
-        if request.stdin is None:
+        if command.stdin is None:
             return "/dev/null"
-        await self._write(name, "in", request.stdin)
+        await self._write(name, "in", command.stdin)
         return f"{INSIDE}/{name}.in"
 
     def remove(self, name: str) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 
-from agentfly.resources.containers.capabilities import Tier
-from agentfly.resources.containers.layout import private_file_systems
-from agentfly.resources.containers.processes import descendants, private_memory
-from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.shell import Shell
+from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.resources.containers.bubblewrap.capabilities import Tier
+from agentfly.resources.containers.bubblewrap.layout import private_file_systems
+from agentfly.resources.containers.bubblewrap.processes import descendants, private_memory
+from agentfly.resources.containers.bubblewrap.shell import Shell
 
 _PERIOD_S = 0.25
 _OF_A_SHELL = 32 * 2**20  # what a keeper of the shell may take before it counts among the largest
@@ -24,16 +24,16 @@ class MemoryWatchdog:
     of their own that is lower.
     """
 
-    def __init__(self, sandbox: Sandbox, shell: Shell) -> None:
+    def __init__(self, bubble: Bubble, shell: Shell) -> None:
         """Begin to watch a sandbox that has been started."""
-        assert sandbox.processes is not None
+        assert bubble.processes is not None
         self.kills = 0
-        self._sandbox = sandbox
+        self._bubble = bubble
         self._shell = shell
-        self._processes = sandbox.processes
+        self._processes = bubble.processes
         self._places = ["/"]  # with what is below it in the same file system
-        if sandbox.launcher.tier is Tier.USER:
-            self._places += [path for path, _ in private_file_systems(sandbox.spec)]
+        if bubble.launcher.tier is Tier.USER:
+            self._places += [path for path, _ in private_file_systems(bubble.spec)]
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -41,13 +41,13 @@ class MemoryWatchdog:
         self._task.cancel()
 
     async def _watch(self) -> None:
-        while not self._sandbox.ended.is_set():
-            await self._sandbox.launcher.aside(self._look, self._shell.keepers)
+        while not self._bubble.ended.is_set():
+            await self._bubble.launcher.aside(self._look, self._shell.keepers)
             await asyncio.sleep(_PERIOD_S)
 
     def _look(self, keepers: set[int]) -> None:
         memory = {pid: private_memory(pid) for pid in descendants(self._processes.first)}
-        excess = self._private_files() + sum(memory.values()) - self._sandbox.spec.memory_limit
+        excess = self._private_files() + sum(memory.values()) - self._bubble.spec.memory_limit
         for keeper in keepers & memory.keys():
             memory[keeper] -= _OF_A_SHELL
         for pid in sorted(memory, key=lambda pid: memory[pid], reverse=True):

@@ -15,10 +15,11 @@ import signal
 from pathlib import Path
 
 from agentfly.errors import ResourceDied, ResourceError
-from agentfly.resources.containers.command import Command, Outcome, Request
-from agentfly.resources.containers.exchange import Exchange
-from agentfly.resources.containers.processes import children, children_of_shell
-from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.resources.containers.bubblewrap.exchange import Exchange
+from agentfly.resources.containers.bubblewrap.processes import children, children_of_shell
+from agentfly.resources.containers.bubblewrap.running import Running
+from agentfly.resources.containers.command import Command, Outcome
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
@@ -36,19 +37,19 @@ class Shell:
     reach beyond the sandbox, nor hold the event loop up.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, bubble: Bubble) -> None:
         """Attach to a sandbox that has been started."""
-        assert sandbox.launched is not None
-        assert sandbox.processes is not None
-        self._sandbox = sandbox
-        self._launcher = sandbox.launcher
-        self._exchange = Exchange(sandbox.exchange, sandbox.launcher)
-        self._processes = sandbox.processes
-        self._requests, self._reports = sandbox.launched.requests, sandbox.launched.reports
+        assert bubble.launched is not None
+        assert bubble.processes is not None
+        self._bubble = bubble
+        self._launcher = bubble.launcher
+        self._exchange = Exchange(bubble.exchange, bubble.launcher)
+        self._processes = bubble.processes
+        self._requests, self._reports = bubble.launched.requests, bubble.launched.reports
         self._starts = self._exchange.open_starts()
         self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
-        self._running: dict[str, Command] = {}
+        self._running: dict[str, Running] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._buffer = b""
@@ -70,17 +71,17 @@ class Shell:
         await self._ready.wait()
         self._check()
 
-    async def run(self, request: Request, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> Outcome:
         """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
             ResourceError: the host has no room for the command's input, or too many files open.
         """
-        if request.own_process:
-            return await self._run(request, timeout)
+        if command.own_process:
+            return await self._run(command, timeout)
         async with self._turn:
-            return await self._run(request, timeout)
+            return await self._run(command, timeout)
 
     def close(self) -> None:
         """Let go of the sandbox, which is about to end or has."""
@@ -95,19 +96,19 @@ class Shell:
         """The host's ids of the processes that the shell itself consists of, beside process 1."""
         return {pid for pid in (self._session, self._starter) if pid is not None}
 
-    async def _run(self, request: Request, timeout: float) -> Outcome:
+    async def _run(self, command: Command, timeout: float) -> Outcome:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         self._check()
         name = str(next(self._names))
         try:
             where, pipes = self._exchange.pipes()
-            running = self._running[name] = Command(name, request, pipes)
+            running = self._running[name] = Running(name, command, pipes)
         except OSError as error:
             raise ResourceError(f"The output of a command could not be connected: {error}") from error
         try:
-            directory = self._directory if not request.own_process else ""
-            source = await self._exchange.place(name, request, directory)
+            directory = self._directory if not command.own_process else ""
+            source = await self._exchange.place(name, command, directory)
             self._check()
             if directory:
                 self._directory = ""
@@ -120,7 +121,7 @@ class Shell:
         self._check()
         return running.outcome(exit_code)
 
-    async def _end_of(self, running: Command, timeout: float) -> int | None:
+    async def _end_of(self, running: Running, timeout: float) -> int | None:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
         timer = self._loop.call_later(timeout, running.expire)
         try:
@@ -135,7 +136,7 @@ class Shell:
             timer.cancel()
         return exit_code
 
-    def _send(self, running: Command, line: bytes) -> None:
+    def _send(self, running: Running, line: bytes) -> None:
         running.before.update(children_of_shell(self._processes.first))
         if self._session is not None and not running.own_process:
             running.before.update(children_of_shell(self._session))
@@ -146,7 +147,7 @@ class Shell:
 
     def _check(self) -> None:
         if self._died_of is not None:
-            raise ResourceDied(f"The sandbox {self._sandbox.scratch.name} is gone: {self._died_of}.")
+            raise ResourceDied(f"The sandbox {self._bubble.scratch.name} is gone: {self._died_of}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Shell:
         except BlockingIOError:
             return
         if not chunk:
-            self._die(self._sandbox.cause_of_death())
+            self._die(self._bubble.cause_of_death())
             return
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         self._buffer = self._buffer[-256:]
@@ -213,7 +214,7 @@ class Shell:
         for running in self._running.values():
             if running.begun and not running.own_process and not running.ended.is_set():
                 if not kept:
-                    where = self._directory or self._sandbox.spec.workdir
+                    where = self._directory or self._bubble.spec.workdir
                     running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
                 running.finish(exit_code)
 
@@ -235,14 +236,14 @@ class Shell:
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
-    def _begin_kill(self, running: Command) -> asyncio.Task[None]:
+    def _begin_kill(self, running: Running) -> asyncio.Task[None]:
         kill = self._kill_process(running) if running.own_process else self._kill_in_session(running)
         task = asyncio.create_task(kill)
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
         return task
 
-    async def _kill_in_session(self, running: Command) -> None:
+    async def _kill_in_session(self, running: Running) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
         session = self._session
         if session is None:
@@ -257,9 +258,9 @@ class Shell:
         self._directory = await self._launcher.aside(self._directory_of, session)
         await self._launcher.aside(self._sweep, running, session, signal.SIGKILL)
         if not await self._restarted(_RESTART_GRACE_S):
-            self._sandbox.kill()
+            self._bubble.kill()
 
-    async def _kill_process(self, running: Command) -> None:
+    async def _kill_process(self, running: Running) -> None:
         """Kill a command that has a process of its own."""
         await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -275,7 +276,7 @@ class Shell:
             return False
         return True
 
-    def _sweep(self, running: Command, session: int | None, number: signal.Signals) -> None:
+    def _sweep(self, running: Running, session: int | None, number: signal.Signals) -> None:
         """Kill all that a command started, those too that left its process tree; then signal the session, if given.
 
         What left the tree of another command that runs at the same time cannot be told from it, and goes too.

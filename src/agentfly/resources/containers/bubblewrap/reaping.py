@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.containers.cgroups import members, remove
-from agentfly.resources.containers.scratch import EXCHANGE, GROUPS, remove_scratch
+from agentfly.resources.containers.bubblewrap.cgroups import members, remove
+from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, remove_scratch
 
 _PATIENCE_S = 10.0
 

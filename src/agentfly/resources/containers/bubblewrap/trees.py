@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Protocol
 
 from agentfly.errors import ResourceStartError
-from agentfly.resources.containers import layout
+from agentfly.resources.containers.bubblewrap import layout
+from agentfly.resources.containers.bubblewrap.syscalls import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_REC,
+    attach_idmapped,
+    mount,
+    unmount,
+)
 from agentfly.resources.containers.spec import HOST_IMAGE, ContainerSpec
-from agentfly.resources.containers.syscalls import MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, attach_idmapped, mount, unmount
 
 _PLAIN = MS_NOSUID | MS_NODEV
 # below /usr and its like, directories down to this depth take new files (in the private layer)

@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers import capabilities
-from agentfly.resources.containers.capabilities import SandboxCapabilities, Tier
-from agentfly.resources.containers.cgroups import CgroupHome
-from agentfly.resources.containers.layout import common_arguments, environment_arguments
-from agentfly.resources.containers.processes import kill_with_children
-from agentfly.resources.containers.program import Program
-from agentfly.resources.containers.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
-from agentfly.resources.containers.seccomp import filter_program
-from agentfly.resources.containers.spec import INSIDE, ContainerSpec
-from agentfly.resources.containers.syscalls import (
+from agentfly.resources.containers.bubblewrap import capabilities
+from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
+from agentfly.resources.containers.bubblewrap.cgroups import CgroupHome
+from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment_arguments
+from agentfly.resources.containers.bubblewrap.processes import kill_with_children
+from agentfly.resources.containers.bubblewrap.program import Program
+from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
+from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.syscalls import (
     CAP_CHOWN,
     CAP_DAC_OVERRIDE,
     CAP_FOWNER,
@@ -41,7 +40,8 @@ from agentfly.resources.containers.syscalls import (
     unmount,
     unshare_mounts,
 )
-from agentfly.resources.containers.trees import BoundTrees, MountedTrees, Trees
+from agentfly.resources.containers.bubblewrap.trees import BoundTrees, MountedTrees, Trees
+from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,8 +97,11 @@ class Launcher:
         except BaseException:
             self.close()
             raise
-        self.capabilities = SandboxCapabilities(
-            tier,
+        self.capabilities = BubblewrapCapabilities(
+            works=True,
+            tier=tier,
+            how="started by root, who becomes an ordinary user first" if tier is Tier.ROOT else "by an ordinary user",
+            disk=True,
             program=str(program.path),
             memory="cgroup" if home else "watchdog",
             pids="cgroup" if home else "rlimit",

@@ -1,0 +1,85 @@
+"""Backend: one way to run containers, and the choice among those that there are."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, ClassVar
+
+from agentfly.errors import PrerequisiteError
+from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.spec import BACKENDS, ContainerSpec
+from agentfly.resources.registry import load
+
+
+class Backend(ABC):
+    """A program that isolates, as this process uses it.
+
+    Attributes:
+        name: what a spec calls it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def probe(self) -> Capabilities:
+        """What it can do on this machine, found by trying, once. It may block for a moment."""
+
+    @abstractmethod
+    def sandbox(self, spec: ContainerSpec, instance: str) -> Sandbox:
+        """A sandbox, not started. Called after `probe` has found that the backend works."""
+
+    @abstractmethod
+    def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
+        """What `reap` needs to remove an instance should this process die; JSON-able, and known before its start."""
+
+    @abstractmethod
+    def reap(self, traces: dict[str, Any]) -> None:
+        """Kill and remove exactly what the traces of an instance name. Fine if it is gone already. It may block.
+
+        Raises:
+            Exception: something of it may still be there.
+        """
+
+
+@cache
+def backend(name: str) -> Backend:
+    """The backend of a name in this process; nothing is tried yet."""
+    made: Backend = load(BACKENDS[name])()
+    return made
+
+
+def candidates(spec: ContainerSpec) -> list[Backend]:
+    """The backends that may serve a spec, best first."""
+    if spec.backend != "auto":
+        return [backend(spec.backend)]
+    return [backend(name) for name in BACKENDS]
+
+
+async def choose(spec: ContainerSpec) -> Backend:
+    """The best backend that works on this machine and does what a spec asks.
+
+    Raises:
+        PrerequisiteError: there is none. The message says for each what is missing.
+    """
+    return await asyncio.to_thread(_choose, spec)
+
+
+def _choose(spec: ContainerSpec) -> Backend:
+    complaints = []
+    for candidate in candidates(spec):
+        try:
+            candidate.probe().check(spec)
+        except PrerequisiteError as error:
+            complaints.append(str(error))
+        else:
+            return candidate
+    raise PrerequisiteError("\n".join(complaints))
+
+
+def reap(traces: dict[str, Any]) -> None:
+    """Remove what a dead process left of a container, by the traces of each backend that may have had it."""
+    for name, left in traces.items():
+        backend(name).reap(left)

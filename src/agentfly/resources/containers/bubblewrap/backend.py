@@ -1,0 +1,43 @@
+"""Bubblewrap: the embedded backend. Its program comes with a wheel, and an ordinary user may start it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentfly.resources.containers.backend import Backend
+from agentfly.resources.containers.bubblewrap import tiers
+from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.reaping import reap
+from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.spec import ContainerSpec
+
+
+class Bubblewrap(Backend):
+    """Sandboxes of bubblewrap.
+
+    Args:
+        launcher: what starts them; by default the launcher of this process.
+    """
+
+    name = "bubblewrap"
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        self._launcher = launcher
+
+    def probe(self) -> BubblewrapCapabilities:
+        """See `Backend.probe`."""
+        return self._launcher.capabilities if self._launcher is not None else tiers.probe()
+
+    def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
+        """See `Backend.sandbox`."""
+        return BubblewrapSandbox(self._launcher or tiers.launcher(), spec, instance)
+
+    def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
+        """The directory on the host. It names the control groups, and the processes name it."""
+        return {"scratch": str(runtime_directory() / instance)}
+
+    def reap(self, traces: dict[str, Any]) -> None:
+        """See `Backend.reap`."""
+        reap(traces)

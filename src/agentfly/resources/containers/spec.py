@@ -167,5 +167,5 @@ register(
     ContainerSpec,
     "agentfly.resources.containers.container:Container",
     kind="container",
-    reap="agentfly.resources.containers.bubblewrap.reaping:reap",
+    reap="agentfly.resources.containers.backend:reap",
 )

@@ -116,6 +116,39 @@ class EngineClosed(ResourceError):
     """The resource engine was closed while a request was waiting, or before it was made."""
 
 
+# --- models over HTTP ----------------------------------------------------------------------------------------------
+
+
+class ModelAPIError(ResourceError):
+    """A call of a model over HTTP that failed. The subclasses say what may be done about it.
+
+    Attributes:
+        status: the HTTP status of the answer; None when there was no answer.
+        retry_after_s: seconds after which the far side wants to be asked again; None when it does not say.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class APIUnavailable(ModelAPIError):
+    """No answer, one that broke off or took too long, or a failure of the far side (5xx): the next try may do."""
+
+
+class APIRateLimited(APIUnavailable):
+    """The far side asks for fewer calls at a time or fewer a minute (429, 503, 529)."""
+
+
+class APIMalformed(ModelAPIError):
+    """An answer that is not what was asked for: not JSON, too long, or without what it must have."""
+
+
+class APIRefused(ModelAPIError):
+    """The far side will never answer this call as it is: the key, the model or the request is wrong."""
+
+
 # --- the policy ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,288 @@
+"""ModelClient: one call of an OpenAI-compatible endpoint, with every way in which it can fail told apart.
+
+It is written on httpx and not on the ``openai`` package, which takes three times as long to import, retries and sleeps
+for reasons of its own, reads answers of any length, keeps the request with its headers in the exceptions it raises,
+and has no fields for token ids. What is left to do over httpx is small. Retries and limits are not done here: see
+`agentfly.resources.apis.api`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+from agentfly.errors import (
+    APIMalformed,
+    APIRateLimited,
+    APIRefused,
+    APIUnavailable,
+    ModelAPIError,
+    UsageError,
+)
+from agentfly.resources.apis.completion import (
+    ChatCompletion,
+    Completion,
+    Json,
+    read_chat,
+    read_completion,
+    read_json,
+    read_models,
+)
+from agentfly.resources.apis.credentials import WIRE_LOGGERS, Credentials
+from agentfly.resources.apis.endpoint import is_loopback, parse_base_url
+from agentfly.resources.apis.retry_after import read_retry_after
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""The longest answer that is read. Log-probs of a long completion take a few megabytes."""
+
+_SLOW_DOWN = frozenset({429, 503, 529})
+_MAY_PASS = frozenset({408, 409, 425})
+_EXCERPT = 500
+
+
+class ModelClient:
+    """Calls one OpenAI-compatible endpoint: a server of vLLM or another, or an external API.
+
+    Every call is one HTTP request with a deadline. It returns a checked value or raises one of four errors, none of
+    which holds a credential. A cancelled call closes its connection, so that the far side can stop generating. A client
+    belongs to the event loop that it is used in. Redirects are not followed.
+
+    Args:
+        base_url: the base of the endpoint, such as ``http://localhost:8000/v1``.
+        model: what ``model`` is in every request; None for calls that give it, and for the ones that need none.
+        credentials: the secret headers to send.
+        connect_timeout_s: seconds that a connection may take to be made.
+        read_timeout_s: seconds that may pass without a byte from the far side. Without streaming the first one comes
+            when the whole text is generated.
+        max_answer_bytes: answers longer than this are malformed.
+
+    Raises:
+        ConfigError: ``base_url`` cannot be called.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        credentials: Credentials | None = None,
+        connect_timeout_s: float = 10.0,
+        read_timeout_s: float = 300.0,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        self.base_url = parse_base_url(base_url)
+        self.model = model
+        self._credentials = credentials or Credentials()
+        self._max_answer_bytes = max_answer_bytes
+        self._http = _http_client(self.base_url, connect_timeout_s, read_timeout_s)
+        for name in WIRE_LOGGERS:
+            logging.getLogger(name).addFilter(self._credentials.filter)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections. A call that is under way fails as unavailable."""
+        await self._http.aclose()
+        for name in WIRE_LOGGERS:
+            logging.getLogger(name).removeFilter(self._credentials.filter)
+
+    # --- what an endpoint can be asked --------------------------------------------------------------------------------
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, deadline_s: float = 300.0, **parameters: Any
+    ) -> ChatCompletion:
+        """Have the model answer a conversation.
+
+        Args:
+            messages: as in ``[{"role": "user", "content": "…"}]``.
+            deadline_s: seconds that the whole call may take.
+            parameters: anything that the endpoint takes: ``temperature``, ``max_tokens``, ``tools``, ``model`` …
+
+        Raises:
+            APIUnavailable: no whole answer within the deadline, or a failure of the far side; the next try may do.
+            APIRateLimited: the same, and the far side asks for less.
+            APIRefused: this call will never be answered.
+            APIMalformed: the answer is no chat completion.
+            UsageError: a parameter cannot be sent.
+        """
+        return await self._ask("/chat/completions", {"messages": list(messages)}, parameters, deadline_s, read_chat)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, deadline_s: float = 300.0, **parameters: Any
+    ) -> Completion:
+        """Have the model go on from a prompt, which is a text or token ids.
+
+        Args and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
+        """
+        given = prompt if isinstance(prompt, str) else [int(one) for one in prompt]
+        return await self._ask("/completions", {"prompt": given}, parameters, deadline_s, read_completion)
+
+    async def models(self, *, deadline_s: float = 30.0) -> tuple[str, ...]:
+        """The names of the models that the endpoint serves. Errors are those of `chat`."""
+        return self._read(await self.request("GET", "/models", deadline_s=deadline_s), "/models", read_models)
+
+    async def health(self, *, deadline_s: float = 10.0) -> None:
+        """Ask a server for ``/health``, which vLLM and its like have beside ``/v1``, and return if all is well.
+
+        Errors are those of `chat`.
+        """
+        await self.request("GET", urljoin(self.base_url, "/health"), deadline_s=deadline_s)
+
+    async def request(self, method: str, path: str, body: Json | None = None, *, deadline_s: float) -> bytes:
+        """Make one request and return the body of its answer, for what has no method of its own.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: what to append to the base, such as ``/embeddings``, or a whole URL on the same server.
+            body: what to send, as JSON.
+            deadline_s: seconds that it may take.
+
+        Errors are those of `chat`.
+        """
+        url = path if "://" in path else f"{self.base_url}{path}"
+        content = None if body is None else _to_json(body)
+        outcome = await self._exchange(method, url, content, deadline_s)
+        if isinstance(outcome, ModelAPIError):
+            raise outcome
+        return outcome
+
+    async def _ask(self, path: str, body: Json, parameters: Json, deadline_s: float, read: Callable[[Json], T]) -> T:
+        model = {} if self.model is None else {"model": self.model}
+        if parameters.get("stream"):
+            raise UsageError("stream=True: an answer is returned when it is whole. Leave it out.")
+        asked = {**model, **body, **parameters}
+        return self._read(await self.request("POST", path, asked, deadline_s=deadline_s), path, read)
+
+    def _read(self, body: bytes, path: str, read: Callable[[Json], T]) -> T:
+        try:
+            return read(read_json(body))
+        except APIMalformed as error:
+            found = str(error)
+        raise APIMalformed(f"What {self.base_url}{path} answered {found}", status=200)
+
+    async def _exchange(self, method: str, url: str, content: bytes | None, deadline_s: float) -> bytes | ModelAPIError:
+        """The body of an answer of status 200, or what went wrong.
+
+        Failures are returned and not raised from where they are found: the exceptions of the libraries below, and the
+        frames that they came through, hold the headers of the request.
+        """
+        import httpx
+
+        said = f"{method} {url}"
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._http.stream(method, url, content=content, auth=self._sign, headers=_HEADERS) as response,
+            ):
+                body = self._credentials.redact_bytes(await self._read_body(response))
+                if response.status_code == 200 and len(body) <= self._max_answer_bytes:
+                    return body
+                status, headers = response.status_code, response.headers
+        except TimeoutError:
+            return APIUnavailable(f"{said} was not answered within the deadline of {deadline_s:g} s.")
+        except httpx.TimeoutException as error:
+            return APIUnavailable(f"{said} was given up after {self._limit_in(error)}.")
+        except (httpx.HTTPError, httpx.StreamError, RuntimeError) as error:  # RuntimeError: the client was closed
+            return APIUnavailable(f"{said} failed: {self._credentials.redact(repr(error))}.")
+        except httpx.InvalidURL as error:
+            return APIRefused(f"{said} cannot be called: {self._credentials.redact(str(error))}.")
+        except asyncio.CancelledError as error:
+            raise error.with_traceback(None) from None
+        if status == 200:
+            return APIMalformed(f"{said} answered with more than {self._max_answer_bytes} bytes.", status=status)
+        return _failure(said, status, body.decode("utf-8", errors="replace"), read_retry_after(headers), headers)
+
+    async def _read_body(self, response: httpx.Response) -> bytes:
+        """The body, or so much of it that it is seen to be too long."""
+        body = bytearray()
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > self._max_answer_bytes:
+                break
+        return bytes(body)
+
+    def _sign(self, request: httpx.Request) -> httpx.Request:
+        request.headers.update(self._credentials.headers())
+        return request
+
+    def _limit_in(self, error: httpx.TimeoutException) -> str:
+        limits = self._http.timeout
+        if "Connect" in type(error).__name__:
+            return f"{limits.connect:g} s without a connection (connect_timeout_s)"
+        return f"{limits.read:g} s without a byte (read_timeout_s)"
+
+
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+
+
+def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float) -> httpx.AsyncClient:
+    import httpx
+
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(read_timeout_s, connect=connect_timeout_s, pool=None),
+        # How many calls there are at a time is for others to decide: a pool that waits would hide who waits for what.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
+        trust_env=not is_loopback(base_url),
+        follow_redirects=False,
+    )
+
+
+def _to_json(body: Json) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        names = ", ".join(body)
+        raise UsageError(f"A request with {names} cannot be sent as JSON: {error}. Give plain values.") from error
+
+
+def _failure(
+    said: str, status: int, body: str, retry_after_s: float | None, headers: Mapping[str, str]
+) -> ModelAPIError:
+    """What an answer of another status than 200 means for the call."""
+    told, code = _told(body)
+    message = f"{said} answered {status}: {told}"
+    if status in _SLOW_DOWN and code != "insufficient_quota":
+        return APIRateLimited(message, status=status, retry_after_s=retry_after_s)
+    if status in _MAY_PASS or status >= 500:
+        return APIUnavailable(message, status=status, retry_after_s=retry_after_s)
+    return APIRefused(f"{message} {_cure(status, headers)}", status=status)
+
+
+def _told(body: str) -> tuple[str, str | None]:
+    """What an error's body says, and the code that it gives, where it is written as OpenAI and vLLM write it."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"])[:_EXCERPT], error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return (" ".join(body[:_EXCERPT].split()) or "(nothing)"), None
+
+
+def _cure(status: int, headers: Mapping[str, str]) -> str:
+    if status in (401, 403):
+        return "Check the key in the environment variable that api_key_env names, and what it may be used for."
+    if status == 404:
+        return "Check the base_url and the model's name: agentfly asks for base_url + '/chat/completions'."
+    if 300 <= status < 400:
+        host = urlsplit(headers.get("location", "")).netloc or "elsewhere on the same host"
+        return f"Credentials do not follow a redirect (to {host}). Write the address it leads to as base_url."
+    if status in (402, 429):
+        return "The account has nothing left to spend."
+    if status == 413:
+        return "The request is too long for this endpoint."
+    return "Check the parameters of the call."

@@ -1,0 +1,117 @@
+"""Credentials: what a model API wants to see in its headers, taken from the environment and shown to nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+from urllib.parse import quote
+
+from agentfly.errors import PrerequisiteError
+
+REDACTED = b"[secret]"
+
+LEAST_SECRET = 8
+"""Characters of the shortest text that is taken for a secret. Servers that want no key get one such as ``EMPTY``, which
+may stand in any text."""
+
+WIRE_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
+"""Who logs, at level DEBUG, what comes over the wire. A server may send back in its headers what it was sent."""
+
+
+class Credentials:
+    """Header values that go out with every call and appear nowhere else.
+
+    They have no repr, cannot be pickled, and `redact` takes them out of what a server sends back.
+    """
+
+    __slots__ = ("_headers", "_secrets")
+
+    def __init__(self, headers: Mapping[str, str] | None = None, secrets: Iterable[str] = ()) -> None:
+        """Use `from_environment` for what a user configures.
+
+        Args:
+            headers: names and values of the headers.
+            secrets: the parts of the values to take out of texts; by default the whole values.
+        """
+        self._headers = dict(headers or {})
+        hidden = {*secrets} or {*self._headers.values()}
+        forms = {form for secret in hidden if len(secret) >= LEAST_SECRET for form in _forms(secret)}
+        self._secrets = sorted((form.encode() for form in forms), key=len, reverse=True)
+
+    @classmethod
+    def from_environment(cls, api_key_env: str | None, headers_env: Iterable[tuple[str, str]] = ()) -> Credentials:
+        """Read credentials from environment variables.
+
+        Args:
+            api_key_env: the variable that holds the key sent as ``Authorization: Bearer …``; None for no key.
+            headers_env: pairs of a header's name and the variable that holds its value.
+
+        Raises:
+            PrerequisiteError: a variable is not set, empty, or holds what cannot go into a header. The message names
+                the variable and never what is in it.
+        """
+        headers: dict[str, str] = {}
+        secrets: list[str] = []
+        named = [("Authorization", api_key_env)] if api_key_env else []
+        for header, variable in [*named, *headers_env]:
+            secret = _read(variable, header)
+            secrets.append(secret)
+            headers[header] = f"Bearer {secret}" if variable is api_key_env and header == "Authorization" else secret
+        return cls(headers, secrets)
+
+    def headers(self) -> dict[str, str]:
+        """The headers with their secret values, to be put on a request and kept nowhere."""
+        return dict(self._headers)
+
+    def redact(self, text: str) -> str:
+        """A text without the secrets, whether they stand in it as they are or as JSON or a URL writes them."""
+        return self.redact_bytes(text.encode("utf-8", errors="surrogateescape")).decode(errors="surrogateescape")
+
+    def redact_bytes(self, data: bytes) -> bytes:
+        """The same for bytes."""
+        for secret in self._secrets:
+            data = data.replace(secret, REDACTED)
+        return data
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Take the secrets out of a log record; as a filter of the loggers in `WIRE_LOGGERS`."""
+        message = record.getMessage()
+        if (redacted := self.redact(message)) != message:
+            record.msg, record.args = redacted, ()
+        return True
+
+    def fingerprint(self, salt: bytes) -> str:
+        """What tells these credentials from others, and from which they cannot be found without the salt."""
+        digest = hashlib.blake2b(key=salt[:64], digest_size=16)
+        digest.update(json.dumps(sorted(self._headers.items())).encode())
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<credentials in {', '.join(self._headers)}>" if self._headers else "<no credentials>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("Credentials are not pickled. They are read from the environment where they are used.")
+
+
+def _read(variable: str, header: str) -> str:
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
+        raise PrerequisiteError(
+            f"The environment variable {variable}, which holds the value of the header {header}, is not set. Set it in "
+            f"the environment of the program, for instance with: export {variable}=…"
+        )
+    if not (secret.isascii() and secret.isprintable()):
+        raise PrerequisiteError(
+            f"The environment variable {variable} holds characters that cannot go into the header {header}. Set it to "
+            "the key alone, on one line."
+        )
+    return secret
+
+
+def _forms(secret: str) -> set[str]:
+    """How a secret may be written in an answer."""
+    return {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}

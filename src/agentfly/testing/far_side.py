@@ -1,0 +1,246 @@
+"""FarSide: a real HTTP server of an OpenAI-compatible API that misbehaves on request, in every way such a server does.
+
+::
+
+    async with FarSide() as far_side:
+        far_side.script += [fails(429, retry_after="1"), stalls, says("hello")]
+        spec = ModelAPISpec(base_url=far_side.url, model="m")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+@dataclass
+class Request:
+    """A request as it arrived. ``at`` is in seconds of the monotonic clock."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+    at: float = field(default_factory=time.monotonic)
+
+
+Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
+
+
+class FarSide:
+    """The server, as an async context manager.
+
+    Each request is answered by the next of ``script``, and by ``always`` when there is none.
+
+    Attributes:
+        requests: all that arrived.
+        open: how many are being answered.
+        most_open: how many were at a time, at most.
+    """
+
+    def __init__(self) -> None:
+        self.script: deque[Answer] = deque()
+        self.always: Answer = says("hello")
+        self.requests: list[Request] = []
+        self.open = 0
+        self.most_open = 0
+        self.url = ""
+        self._changed = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds of the server."""
+        async with asyncio.timeout(20):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection is not None
+        self._connections.add(connection)
+        try:
+            while (request := await _read(reader)) is not None:
+                await self._answer(request, reader, writer)
+                if writer.is_closing():
+                    return
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            return
+        finally:
+            self._connections.discard(connection)
+            writer.close()
+
+    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.requests.append(request)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        self._changed.set()
+        answer = self.script.popleft() if self.script else self.always
+        answering = asyncio.ensure_future(answer(request, writer))
+        hung_up = asyncio.ensure_future(reader.read(1))  # nothing more is sent before the answer, except the end
+        try:
+            await asyncio.wait({answering, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+            if hung_up.done():
+                writer.close()
+        finally:
+            for task in (answering, hung_up):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                    await task
+            self.open -= 1
+            self._changed.set()
+
+
+async def _read(reader: asyncio.StreamReader) -> Request | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    first, *lines = head.rstrip("\r\n").split("\r\n")
+    method, path, _ = first.split(" ", 2)
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Request(method, path, headers, json.loads(body) if body else None)
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+def head(status: int, length: int | None, headers: dict[str, str] | None = None) -> bytes:
+    lines = [f"HTTP/1.1 {status} Status", "Content-Type: application/json"]
+    lines += [] if length is None else [f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def replies(status: int, body: Any = b"", **headers: str) -> Answer:
+    """Answer with a status, a body (bytes, or a value to send as JSON) and headers."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(status, len(data), named) + data)
+        await writer.drain()
+
+    return answer
+
+
+def chat(text: str | None, usage: tuple[int, int] | None = (3, 2), **message: Any) -> dict[str, Any]:
+    """The JSON of a chat completion."""
+    completion: dict[str, Any] = {
+        "id": "c",
+        "object": "chat.completion",
+        "model": "m",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": "stop"}
+        ],
+    }
+    if usage is not None:
+        completion["usage"] = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
+    return completion
+
+
+def says(text: str, usage: tuple[int, int] | None = (3, 2)) -> Answer:
+    """Answer a chat with a text."""
+    return replies(200, chat(text, usage))
+
+
+def fails(status: int, message: str = "it is not to be", **headers: str) -> Answer:
+    """Answer with an error as OpenAI writes one."""
+    return replies(status, {"error": {"message": message, "type": "t", "code": None}}, **headers)
+
+
+def after(gate: asyncio.Event, answer: Answer) -> Answer:
+    """Answer once ``gate`` is set."""
+
+    async def wait(request: Request, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        await answer(request, writer)
+
+    return wait
+
+
+async def stalls(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Never answer, and keep the connection."""
+    await asyncio.Event().wait()
+
+
+async def stalls_within_the_body(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.write(head(200, 1000) + b'{"choices": [')
+    await asyncio.Event().wait()
+
+
+async def drips(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Send a byte now and then, for ever."""
+    writer.write(head(200, 10**6))
+    while True:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def hangs_up(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Close the connection without a word."""
+    writer.close()
+
+
+async def breaks_off(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Close the connection within the body, which is shorter than its Content-Length."""
+    writer.write(head(200, 1000) + b'{"choices": [')
+    await writer.drain()
+    writer.close()
+
+
+async def resets(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Reset the connection within the body."""
+    writer.write(head(200, 1000) + b'{"choices": [')
+    await writer.drain()
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def says_less_than_it_sends(request: Request, writer: asyncio.StreamWriter) -> None:
+    """A Content-Length that cuts the JSON, and the rest on the heels of it."""
+    data = json.dumps(chat("hello")).encode()
+    writer.write(head(200, len(data) - 20) + data)
+    await writer.drain()
+    writer.close()
+
+
+async def speaks_no_http(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+    await writer.drain()
+    writer.close()
+
+
+async def echoes_credentials(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Say what was sent in the headers in an error, in the body and in a header of its own."""
+    told = json.dumps({"error": {"message": f"who is {request.headers}?"}}).encode()
+    seen = {"X-Seen": request.headers.get("authorization", ""), "X-Also": request.headers.get("x-org", "")}
+    writer.write(head(401, len(told), seen) + told)
+    await writer.drain()
+
+
+async def echoes_credentials_as_an_answer(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Answer 200 with the headers that were sent, in the place of a completion."""
+    await replies(200, {"headers": request.headers})(request, writer)

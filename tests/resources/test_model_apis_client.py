@@ -1,0 +1,338 @@
+"""The client of model APIs: one call, and what is made of each way in which the far side fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import AsyncIterator
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from agentfly.errors import (
+    APIMalformed,
+    APIRateLimited,
+    APIRefused,
+    APIUnavailable,
+    ConfigError,
+    ModelAPIError,
+    UsageError,
+)
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.completion import FunctionCall, Usage
+from agentfly.resources.apis.credentials import Credentials
+from agentfly.resources.apis.endpoint import parse_base_url
+from agentfly.resources.apis.retry_after import read_retry_after
+from agentfly.testing import far_side as behaviour
+from agentfly.testing.far_side import Answer, FarSide, chat, fails, replies, says
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def far_side() -> AsyncIterator[FarSide]:
+    async with FarSide() as side:
+        yield side
+
+
+def client_of(far_side: FarSide, **settings: Any) -> ModelClient:
+    return ModelClient(far_side.url, model="m", **settings)
+
+
+# --- what comes back -------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_comes_back_with_its_text_usage_and_finish_reason(far_side):
+    async with client_of(far_side) as client:
+        completion = await client.chat(HELLO, temperature=0)
+    assert (completion.text, completion.usage, completion.finish_reason) == ("hello", Usage(3, 2), "stop")
+    (request,) = far_side.requests
+    assert (request.method, request.path) == ("POST", "/v1/chat/completions")
+    assert request.body == {"model": "m", "messages": HELLO, "temperature": 0}
+
+
+async def test_tool_calls_come_back_with_the_arguments_as_the_model_wrote_them(far_side):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
+    far_side.script.append(replies(200, chat(None, tool_calls=[call])))
+    async with client_of(far_side) as client:
+        completion = await client.chat(HELLO)
+    assert (completion.text, completion.tool_calls) == ("", (FunctionCall("1", "look", '{"at": '),))
+
+
+async def test_token_ids_go_out_and_come_back_as_ids(far_side):
+    choice = {"text": " b", "token_ids": [7, 8], "prompt_token_ids": [5, 6], "finish_reason": "length"}
+    far_side.script.append(replies(200, {"choices": [{**choice, "logprobs": {"token_logprobs": [-0.5, -1]}}]}))
+    async with client_of(far_side) as client:
+        completion = await client.complete([5, 6], return_token_ids=True, logprobs=1)
+    assert far_side.requests[0].body["prompt"] == [5, 6]
+    assert (completion.token_ids, completion.prompt_token_ids) == ((7, 8), (5, 6))
+    assert (completion.token_logprobs, completion.text, completion.usage) == ((-0.5, -1.0), " b", None)
+
+
+async def test_models_and_health_are_asked_where_servers_have_them(far_side):
+    far_side.script += [replies(200, {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}), replies(200, b"")]
+    async with client_of(far_side) as client:
+        assert await client.models() == ("a", "b")
+        await client.health()
+    assert [request.path for request in far_side.requests] == ["/v1/models", "/health"]
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "3"}, {"prompt_tokens": -1}, {"prompt_tokens": True}, 5])
+async def test_usage_that_is_missing_or_senseless_is_none(far_side, usage):
+    far_side.script.append(replies(200, {**chat("hello", None), "usage": usage}))
+    async with client_of(far_side) as client:
+        assert (await client.chat(HELLO)).usage is None
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+UNAVAILABLE = [
+    fails(500),
+    fails(502),
+    fails(408),
+    behaviour.hangs_up,
+    behaviour.breaks_off,
+    behaviour.resets,
+    behaviour.speaks_no_http,
+]
+MALFORMED = [
+    replies(200, b""),
+    replies(200, b"<html>Bad gateway</html>"),
+    replies(200, b'{"choices": [{"message": {"content": "hel'),
+    replies(200, b'{"choices": NaN}'),
+    replies(200, b"\xff\xfe"),
+    replies(200, b"[" * 100_000),
+    replies(200, []),
+    replies(200, {"choices": []}),
+    replies(200, {"choices": [{}]}),
+    replies(200, {"choices": [{"message": {"content": 5}}]}),
+    replies(200, chat(None, tool_calls=[{"function": {}}])),
+    replies(200, {"error": {"message": "an error that says it is fine"}}),
+    behaviour.says_less_than_it_sends,
+]
+
+
+async def failure_of(far_side: FarSide, answer: Answer, **settings: Any) -> ModelAPIError:
+    far_side.script.append(answer)
+    async with client_of(far_side, **settings) as client:
+        with pytest.raises(ModelAPIError) as raised:
+            await client.chat(HELLO)
+    return raised.value
+
+
+@pytest.mark.parametrize("answer", UNAVAILABLE)
+async def test_what_may_pass_is_unavailable(far_side, answer):
+    error = await failure_of(far_side, answer)
+    assert type(error) is APIUnavailable
+    assert far_side.url in str(error)
+
+
+@pytest.mark.parametrize("answer", MALFORMED)
+async def test_an_answer_that_is_not_what_was_asked_for_is_malformed(far_side, answer):
+    assert type(await failure_of(far_side, answer)) is APIMalformed
+
+
+@pytest.mark.parametrize(
+    ("answer", "cure"),
+    [
+        (fails(401), "api_key_env"),
+        (fails(403), "api_key_env"),
+        (fails(404, "The model `m` does not exist"), "model's name"),
+        (fails(400, "max_tokens is too large"), "max_tokens is too large"),
+        (fails(422), "parameters"),
+        (replies(302, Location="http://elsewhere.net:1/v1"), "elsewhere.net:1"),
+        (replies(429, {"error": {"message": "pay", "code": "insufficient_quota"}}), "nothing left"),
+    ],
+)
+async def test_what_will_never_be_answered_is_refused_with_the_cure(far_side, answer, cure):
+    error = await failure_of(far_side, answer)
+    assert type(error) is APIRefused
+    assert cure in str(error)
+    assert len(far_side.requests) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503, 529])
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"Retry-After": "7"}, 7.0),
+        ({"Retry-After": "7", "retry-after-ms": "250"}, 0.25),
+        ({"Retry-After": formatdate(1_000_042, usegmt=True), "Date": formatdate(1_000_000, usegmt=True)}, 42.0),
+        ({"Retry-After": formatdate(1_000_000, usegmt=True), "Date": formatdate(1_000_042, usegmt=True)}, 0.0),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "-3"}, None),
+        ({"Retry-After": "nan"}, None),
+    ],
+)
+async def test_who_asks_for_less_is_rate_limited_with_the_time_it_names(far_side, status, headers, seconds):
+    error = await failure_of(far_side, replies(status, b"busy", **headers))
+    assert type(error) is APIRateLimited
+    assert (error.status, error.retry_after_s) == (status, seconds)
+
+
+def test_a_date_without_one_to_compare_it_with_is_taken_by_the_clock_here():
+    assert read_retry_after({"retry-after": "Sun, 06 Nov 1994 08:49:37 GMT"}) == 0
+    assert (read_retry_after({"retry-after": "Sun, 06 Nov 2094 08:49:37 GMT"}) or 0) > 1e6
+
+
+@pytest.mark.parametrize("answer", [behaviour.stalls, behaviour.stalls_within_the_body, behaviour.drips])
+async def test_a_deadline_ends_a_call_whatever_the_far_side_does(far_side, answer):
+    far_side.script.append(answer)
+    async with client_of(far_side) as client:
+        with pytest.raises(APIUnavailable, match=r"deadline of 0\.3 s"):
+            await client.chat(HELLO, deadline_s=0.3)
+    await far_side.until(lambda: far_side.open == 0)
+
+
+@pytest.mark.parametrize("answer", [behaviour.stalls, behaviour.stalls_within_the_body])
+async def test_silence_ends_a_call_before_its_deadline(far_side, answer):
+    assert "read_timeout_s" in str(await failure_of(far_side, answer, read_timeout_s=0.2))
+
+
+async def test_nobody_there_is_unavailable():
+    async with FarSide() as gone:
+        url = gone.url
+    async with ModelClient(url, model="m") as client:
+        with pytest.raises(APIUnavailable, match="ConnectError"):
+            await client.chat(HELLO)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_huge_answer_is_read_only_so_far(far_side, status):
+    sent = bytearray()
+
+    async def floods(request: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(behaviour.head(status, 10**12))
+        while True:
+            writer.write(b" " * 65536)
+            sent.extend(b" " * 65536)
+            await writer.drain()
+
+    error = await failure_of(far_side, floods, max_answer_bytes=100_000)
+    assert type(error) is (APIMalformed if status == 200 else APIUnavailable)
+    await far_side.until(lambda: far_side.open == 0)
+    assert len(sent) < 50_000_000
+
+
+async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):
+    far_side.always = behaviour.stalls
+    async with client_of(far_side) as client:
+        calls = [asyncio.create_task(client.chat(HELLO)) for _ in range(50)]
+        await far_side.until(lambda: far_side.open == 50)
+        for call in calls:
+            call.cancel()
+        await far_side.until(lambda: far_side.open == 0)
+        assert all(call.cancelled() for call in calls)
+        far_side.always = says("still there")
+        assert (await client.chat(HELLO)).text == "still there"
+
+
+async def test_a_client_that_is_closed_is_unavailable(far_side):
+    client = client_of(far_side)
+    await client.close()
+    with pytest.raises(APIUnavailable):
+        await client.chat(HELLO)
+
+
+@pytest.mark.parametrize("parameters", [{"temperature": float("nan")}, {"tools": [object()]}, {"stream": True}])
+async def test_a_parameter_that_cannot_be_sent_is_an_error_of_its_writer(far_side, parameters):
+    async with client_of(far_side) as client:
+        with pytest.raises(UsageError):
+            await client.chat(HELLO, **parameters)
+    assert far_side.requests == []
+
+
+# --- credentials -----------------------------------------------------------------------------------------------------
+
+SECRET = "sk-Sentinel/4711+="
+
+
+def rendered(error: BaseException) -> str:
+    """An exception as a debugger shows it, with the local variables of all its frames."""
+    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    return "".join(shown.format()) + repr(error) + json.dumps(repr(vars(error)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [*UNAVAILABLE, *MALFORMED[:4], behaviour.echoes_credentials, fails(429), behaviour.echoes_credentials_as_an_answer],
+)
+async def test_no_failure_shows_a_credential(far_side, answer, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("KEY", SECRET)
+    credentials = Credentials.from_environment("KEY", [("X-Org", "KEY")])
+    error = await failure_of(far_side, answer, credentials=credentials)
+    assert far_side.requests[0].headers["authorization"] == f"Bearer {SECRET}"
+    assert far_side.requests[0].headers["x-org"] == SECRET
+    assert SECRET not in rendered(error)
+    assert SECRET not in caplog.text
+    assert "Sentinel" not in repr(credentials)
+
+
+async def test_neither_a_cancellation_nor_a_timeout_shows_a_credential(far_side, monkeypatch):
+    monkeypatch.setenv("KEY", SECRET)
+    far_side.always = behaviour.stalls
+    async with client_of(far_side, credentials=Credentials.from_environment("KEY", [("X-Org", "KEY")])) as client:
+        with pytest.raises(TimeoutError) as timed_out:
+            async with asyncio.timeout(0.2):
+                await client.chat(HELLO)
+        with pytest.raises(APIUnavailable) as too_late:
+            await client.chat(HELLO, deadline_s=0.2)
+    assert SECRET not in rendered(timed_out.value)
+    assert SECRET not in rendered(too_late.value)
+
+
+async def test_what_is_too_short_to_be_a_secret_is_left_in_answers(far_side, monkeypatch):
+    monkeypatch.setenv("KEY", "EMPTY")
+    far_side.script.append(says("The set is EMPTY."))
+    async with client_of(far_side, credentials=Credentials.from_environment("KEY")) as client:
+        assert (await client.chat(HELLO)).text == "The set is EMPTY."
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "base_url",
+    [
+        "sandbox_url",
+        "",
+        "localhost:8000",
+        "api.host.net/v1",
+        "ftp://host/v1",
+        "http://",
+        "http://:8000/v1",
+        "http://host:port/v1",
+        "http://<host>/v1",
+        "https://…/v1",
+        "https://{host}/v1",
+        "https://$HOST/v1",
+        "https://your-endpoint/v1",
+        "https://api.example.com/v1",
+        "http://host/v1?key=1",
+        "http://host/v1/chat/completions",
+        "http://user:hunter2@host/v1",
+        None,
+    ],
+)
+def test_an_address_that_cannot_be_called_is_refused(base_url):
+    with pytest.raises(ConfigError, match="base_url") as refused:
+        parse_base_url(base_url)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("http://localhost:8000/v1/", "http://localhost:8000/v1"),
+        (" https://API.host.net ", "https://api.host.net"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000/v1"),
+        ("http://judge_server:80/openai/v1", "http://judge_server:80/openai/v1"),
+    ],
+)
+def test_an_address_has_one_form(written, meant):
+    assert parse_base_url(written) == meant

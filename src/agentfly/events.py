@@ -140,10 +140,13 @@ class LeaseRefused(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(ResourceEvent):
+    """A lease is over. Its owner held the instance for so long, and had something run in it for so much of that."""
+
     owner: str
     scope: str
     instance: str
     held_seconds: float
+    busy_seconds: float
 
 
 # --- rollouts ------------------------------------------------------------------------------------------------------

@@ -140,14 +140,15 @@ class Context:
         """
         call_context = copy.copy(self)
         call_context._call = call = _Call()
-        try:
-            yield call_context
-        finally:
-            call.ended = True
-            for work in list(call.works):
-                work.cancel()
-            for lease in call.leases:
-                await self._engine.release(lease)
+        with self._engine.calling(self._owner):
+            try:
+                yield call_context
+            finally:
+                call.ended = True
+                for work in list(call.works):
+                    work.cancel()
+                for lease in call.leases:
+                    await self._engine.release(lease)
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""

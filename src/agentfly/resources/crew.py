@@ -86,7 +86,7 @@ class Crew:
                 self._carry_out(self._scheduler.start_failed(name, error, _now()))
 
         self._emit(ResourceStarting, spec, instance=name)
-        operation = partial(self._lifecycle.start, name, spec)
+        operation = partial(self._lifecycle.start, name, spec, partial(self._lost, name, spec))
         self._work(name, Work(operation, spec.start_timeout_s, f"start() of {name}", report))
 
     def reset(self, name: str, spec: Spec) -> None:
@@ -127,10 +127,14 @@ class Crew:
             if isinstance(error, TimeoutError) and self._is_leased(name):
                 logger.warning("%s is in use and does not say how it is: %s", name, error)
                 return Status.HEALTHY
-            self._emit(ResourceBroke, spec, instance=name, error=say(error))
-            self._carry_out(self._scheduler.died(name, error, _now()))
+            self._lost(name, spec, error)
             return Status.BROKEN
         return Status.HEALTHY
+
+    def _lost(self, name: str, spec: Spec, error: Exception) -> None:
+        """An instance that somebody may have is broken."""
+        self._emit(ResourceBroke, spec, instance=name, error=say(error))
+        self._carry_out(self._scheduler.died(name, error, _now()))
 
     async def _stop(self, name: str, spec: Spec, under_way: Work | None) -> None:
         """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""

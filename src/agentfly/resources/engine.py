@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import deque
-from collections.abc import Hashable
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from agentfly.events import (
     ResourceEvent,
 )
 from agentfly.resources import orphans
+from agentfly.resources.attendance import Occupancy
 from agentfly.resources.budget import Budget
 from agentfly.resources.crew import Crew
 from agentfly.resources.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
@@ -30,7 +32,7 @@ from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
 from agentfly.resources.lifecycle import Lifecycle
 from agentfly.resources.pool import Holding, Request
-from agentfly.resources.registry import kind_of
+from agentfly.resources.registry import kind_of, require_freezable
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.scope import Scope
@@ -72,7 +74,8 @@ class ResourceEngine:
             raise ConfigError(f"ResourceEngine(max_concurrent_starts={max_concurrent_starts}): give at least 1.")
         self._directory = state_directory(ledger)
         self._events = events
-        self._lifecycle = Lifecycle(Ledger(self._directory))
+        self._calls: Counter[str] = Counter()  # under way, by owner
+        self._lifecycle = Lifecycle(Ledger(self._directory), in_call=self._calls.__contains__)
         self._scheduler = Scheduler(
             budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
         )
@@ -185,6 +188,18 @@ class ResourceEngine:
         loop = self._own_loop()
         self._carry_out(self._scheduler.owner_released(owner, loop.time()))
 
+    @contextmanager
+    def calling(self, owner: str) -> Iterator[None]:
+        """Within the block a call of an owner is under way: what it has leased is not frozen between two uses."""
+        self._calls[owner] += 1
+        try:
+            yield
+        finally:
+            self._calls[owner] -= 1
+            if not self._calls[owner]:
+                del self._calls[owner]
+                self._let_rest(owner)
+
     async def check(self, lease: Lease[Any]) -> Status:
         """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
         self._own_loop()
@@ -209,7 +224,11 @@ class ResourceEngine:
 
     def snapshot(self) -> Snapshot:
         """All pools, with instances, their states, owners and ages, and who waits."""
-        return take_snapshot(self._scheduler, 0.0 if self._loop is None else self._loop.time())
+        return take_snapshot(self._scheduler, self._lifecycle, 0.0 if self._loop is None else self._loop.time())
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """How much instances were leased and used so far, by the labels of their specs; those that are gone too."""
+        return self._lifecycle.occupancy()
 
     # --- carrying out what the scheduler decides ----------------------------------------------------------------------
 
@@ -248,7 +267,7 @@ class ResourceEngine:
         lease = self._leases.get(holding.id)
         if lease is None:
             name, spec = holding.instance.name, holding.instance.pool.spec
-            resource = hand_out(self._lifecycle[name], holding.owner)
+            resource = hand_out(self._lifecycle[name], holding.owner, self._lifecycle.leased(name, holding.owner))
             lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
             self._leases[holding.id] = lease
         answer = self._answers.get(request)
@@ -266,16 +285,27 @@ class ResourceEngine:
 
     def _end(self, holding: Holding) -> None:
         if (lease := self._leases.pop(holding.id, None)) is not None:
-            void(lease.resource)
-            held = self._now() - holding.since
-            scope = lease.scope.value
+            busy = void(lease.resource)
             self._emit(
-                LeaseReleased, lease.spec, owner=lease.owner, scope=scope, instance=lease.instance, held_seconds=held
+                LeaseReleased,
+                lease.spec,
+                owner=lease.owner,
+                scope=lease.scope.value,
+                instance=lease.instance,
+                held_seconds=self._now() - holding.since,
+                busy_seconds=busy,
             )
 
     def _tell_refused(self, request: Request, error: str, since: float) -> None:
         waited, scope = self._now() - since, request.scope.value
         self._emit(LeaseRefused, request.spec, owner=request.owner, scope=scope, error=error, waited_seconds=waited)
+
+    def _let_rest(self, owner: str) -> None:
+        """An owner's last call is over."""
+        holder = self._scheduler.owners.get(owner)
+        for holding in () if holder is None else holder.holdings.values():
+            if (attendance := self._lifecycle.attendance(holding.instance.name)) is not None:
+                attendance.rest()
 
     def _is_leased(self, instance: str) -> bool:
         return any(lease.instance == instance for lease in self._leases.values())
@@ -327,6 +357,8 @@ def _require_usable(spec: ResourceSpec[Any]) -> None:
     if not isinstance(spec, ResourceSpec):
         raise UsageError(f"acquire() takes a ResourceSpec, for instance a ContainerSpec, and got {spec!r}.")
     kind_of(spec)
+    if spec.idle == "freeze":
+        require_freezable(spec)
     try:
         hash(spec)
     except TypeError as error:

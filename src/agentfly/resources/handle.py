@@ -8,38 +8,57 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
-from agentfly.errors import LeaseOver
+from agentfly.errors import LeaseOver, UsageError
+from agentfly.resources.attendance import Use
 from agentfly.resources.resource import Resource
 
 R = TypeVar("R", bound=Resource)
 
 
-def hand_out(resource: R, owner: str) -> R:
-    """A handle of a resource: it has the resource's attributes and methods and passes for an instance of its class."""
-    return cast(R, _handle_type(type(resource))(resource, owner))
+def hand_out(resource: R, owner: str, use: Use) -> R:
+    """A handle of a resource: it has the resource's attributes and methods and passes for an instance of its class.
+
+    What the owner calls by it is counted by ``use``; a coroutine begins once the instance runs.
+    """
+    return cast(R, _handle_type(type(resource))(resource, owner, use))
 
 
-def void(handle: Resource) -> None:
-    """A lease is over: every use of its handle, and of methods taken from it, raises `LeaseOver` from now on."""
+def void(handle: Resource) -> float:
+    """A lease is over: every use of its handle, and of methods taken from it, raises `LeaseOver` from now on.
+
+    Returns:
+        The seconds for which something that its owner called was running.
+    """
     object.__setattr__(handle, "_Handle__resource", None)
+    use = _use(handle)
+    use.close()
+    return use.busy.seconds
 
 
 class Handle:
     """See the module. What it has of its own is hidden, so that every other name is the resource's."""
 
-    __slots__ = ("__instance", "__owner", "__resource", "__weakref__")
+    __slots__ = ("__instance", "__owner", "__resource", "__use", "__weakref__")
 
-    def __init__(self, resource: Resource, owner: str) -> None:
+    def __init__(self, resource: Resource, owner: str, use: Use) -> None:
         object.__setattr__(self, "_Handle__resource", resource)
         object.__setattr__(self, "_Handle__instance", resource.instance)
         object.__setattr__(self, "_Handle__owner", owner)
+        object.__setattr__(self, "_Handle__use", use)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(_live(self), name)
+        resource = _live(self)
+        if name in _THE_ENGINES and resource.can_freeze:
+            raise UsageError(
+                f"{name}() of {resource.instance} is called by the engine, which must know what is frozen. Write "
+                "idle='freeze' in the spec, and the instance is frozen whenever nobody uses it."
+            )
+        value = getattr(resource, name)
         return _guarded(self, value) if isinstance(value, MethodType | FunctionType) else value
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -80,16 +99,51 @@ def _guarded(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             _live(handle)
-            return await method(*args, **kwargs)
+            async with _use(handle):
+                _live(handle)
+                return await method(*args, **kwargs)
 
         return call_async
+
+    if inspect.isasyncgenfunction(method):
+
+        @functools.wraps(method)
+        async def iterate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            _live(handle)
+            async with _use(handle), aclosing(method(*args, **kwargs)) as items:
+                async for item in items:
+                    _live(handle)
+                    yield item
+
+        return iterate
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         _live(handle)
-        return method(*args, **kwargs)
+        busy = _use(handle).busy
+        busy.begin()
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            busy.end()
+        return _attended(handle, result) if inspect.iscoroutine(result) else result
 
     return call
+
+
+async def _attended(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
+    """What a function that is no coroutine function returned to be awaited."""
+    try:
+        async with _use(handle):
+            _live(handle)
+            return await work
+    finally:
+        work.close()  # in case it never began
+
+
+def _use(handle: Any) -> Use:
+    use: Use = handle._Handle__use
+    return use
 
 
 @functools.cache
@@ -104,6 +158,7 @@ def _handle_type(kind: type[Resource]) -> type[Handle]:
     return type(f"HandleOf{kind.__name__}", (Handle,), {"__slots__": (), "__class__": is_a, **special})
 
 
+_THE_ENGINES = frozenset({"freeze", "thaw"})
 _OWN = frozenset({*dir(Handle), "__del__"})
 
 

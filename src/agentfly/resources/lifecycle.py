@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
 from agentfly.resources import orphans
+from agentfly.resources.attendance import Attendance, Occupancy, Use
 from agentfly.resources.ledger import Entry, Ledger
 from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.refusals import say
-from agentfly.resources.registry import kind_of, load, make_resource
+from agentfly.resources.registry import cannot_freeze, kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.work import bounded
@@ -30,8 +32,17 @@ class Lifecycle:
     An instance is known from before its start until it is certainly gone.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, in_call: Callable[[str], bool]) -> None:
+        """Begin with none.
+
+        Args:
+            ledger: where it is written down what is alive.
+            in_call: whether an owner has a call under way.
+        """
         self._ledger = ledger
+        self._in_call = in_call
+        self._attendances: dict[str, Attendance] = {}
+        self._occupancy: dict[str, Occupancy] = {}  # of those that are gone, by their specs' labels
         self._thread = OwnThread()
         self._resources: dict[str, Resource] = {}
         self._syncing: asyncio.Future[None] | None = None
@@ -43,17 +54,38 @@ class Lifecycle:
     def __getitem__(self, instance: str) -> Resource:
         return self._resources[instance]
 
-    async def start(self, instance: str, spec: ResourceSpec[Any]) -> None:
-        """Make a resource and start it.
+    def attendance(self, instance: str) -> Attendance | None:
+        """Who has and uses an instance; None if there is no such instance."""
+        return self._attendances.get(instance)
+
+    def leased(self, instance: str, owner: str) -> Use:
+        """Somebody has leased an instance, and uses it by way of what is returned."""
+        return self._attendances[instance].leased(owner)
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """How much instances were of use, by the labels of their specs; those that are gone are counted too."""
+        total = dict(self._occupancy)
+        for name, attendance in self._attendances.items():
+            label = self._resources[name].spec.label
+            total[label] = total.get(label, Occupancy()) + attendance.occupancy
+        return total
+
+    async def start(self, instance: str, spec: ResourceSpec[Any], lost: Callable[[Exception], None]) -> None:
+        """Make a resource and start it. ``lost`` is called should it turn out later that it cannot be thawed.
 
         Raises:
             Exception: what the resource raises. It is to be removed then.
         """
         resource = make_resource(spec, instance)
+        parks = spec.idle == "freeze"
+        if parks and not resource.can_freeze:
+            raise cannot_freeze(spec)
         self._resources[instance] = resource
+        self._attendances[instance] = attendance = Attendance(resource, parks=parks, in_call=self._in_call, lost=lost)
         self._write_down(resource)
         self._sync()
-        await resource.start()
+        async with attendance:
+            await resource.start()
         self._write_down(resource)
 
     async def reset(self, instance: str) -> None:
@@ -63,9 +95,10 @@ class Lifecycle:
             Exception: what the resource raises, or ResourceResetError. It is to be removed then.
         """
         resource = self._resources[instance]
-        await resource.reset()
-        if (status := await resource.status()) is not Status.HEALTHY:
-            raise ResourceResetError(f"{instance} says that it is {status.value} after its reset.")
+        async with self._attendances[instance]:
+            await resource.reset()
+            if (status := await resource.status()) is not Status.HEALTHY:
+                raise ResourceResetError(f"{instance} says that it is {status.value} after its reset.")
 
     async def check(self, instance: str) -> None:
         """See that a resource is healthy.
@@ -92,7 +125,8 @@ class Lifecycle:
         limit = 2 * resource.spec.release_timeout_s
         cancelled: asyncio.CancelledError | None = None
         failures: list[BaseException] = []
-        for removal in (resource.release, resource.release, partial(self._reap, resource)):
+        release = partial(self._release, resource)
+        for removal in (release, release, partial(self._reap, resource)):
             try:
                 await bounded(removal(), limit, f"release() of {instance}")
             except asyncio.CancelledError as error:
@@ -102,8 +136,7 @@ class Lifecycle:
                 logger.warning("%s was not released: %s", instance, say(error))
                 failures.append(error)
             else:
-                self._ledger.gone(instance)
-                del self._resources[instance]
+                self._forget(resource)
                 break
         if instance in self._resources:
             told = "; ".join(map(say, failures))
@@ -123,6 +156,17 @@ class Lifecycle:
         kind = kind_of(resource.spec)
         entry = Entry(resource.instance, kind.name, kind.reap_address, resource.traces, time.time())
         self._ledger.write(entry)
+
+    async def _release(self, resource: Resource) -> None:
+        await self._attendances[resource.instance].close(resource.spec.release_timeout_s)
+        await resource.release()
+
+    def _forget(self, resource: Resource) -> None:
+        """A resource is gone."""
+        instance, label = resource.instance, resource.spec.label
+        self._ledger.gone(instance)
+        del self._resources[instance]
+        self._occupancy[label] = self._occupancy.get(label, Occupancy()) + self._attendances.pop(instance).occupancy
 
     async def _reap(self, resource: Resource) -> None:
         """Remove a resource as an orphan of it would be removed."""

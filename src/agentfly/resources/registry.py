@@ -108,6 +108,27 @@ def kind_of(spec: ResourceSpec[Any]) -> Kind:
     )
 
 
+def require_freezable(spec: ResourceSpec[Any]) -> None:
+    """See that instances of ``spec`` can be frozen, as far as that can be told before there is one.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    resource_type = kind_of(spec).resource_type
+    if isinstance(resource_type, str):
+        resource_type = load(resource_type)
+    if isinstance(resource_type, type) and issubclass(resource_type, Resource) and not resource_type.can_freeze:
+        raise cannot_freeze(spec)
+
+
+def cannot_freeze(spec: ResourceSpec[Any]) -> ConfigError:
+    """The error of a spec that asks for what its kind does not offer."""
+    return ConfigError(
+        f"{type(spec).__name__}(idle='freeze'): a {kind_of(spec).name} cannot be frozen. Write idle='run', the "
+        "default; or, if the kind is your own, give its resource can_freeze = True and the methods freeze() and thaw()."
+    )
+
+
 def make_resource(spec: ResourceSpec[R], instance: str) -> R:
     """A handle of a new instance of ``spec``, not started.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agentfly.resources.attendance import Attendance, Occupancy
+from agentfly.resources.lifecycle import Lifecycle
+from agentfly.resources.pool import Instance
 from agentfly.resources.scheduler import Scheduler
 
 
@@ -19,6 +22,9 @@ class InstanceSnapshot:
         state_seconds: how long it has been in its state.
         age_seconds: how long ago it started.
         uses: how many owners it has had.
+        frozen: whether its processes are stopped, because nobody uses it.
+        held_seconds: for how long it has been leased, in all.
+        busy_seconds: for how long something that an owner called was running in it, in all.
     """
 
     name: str
@@ -27,6 +33,9 @@ class InstanceSnapshot:
     state_seconds: float
     age_seconds: float
     uses: int
+    frozen: bool
+    held_seconds: float
+    busy_seconds: float
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,8 @@ class Snapshot:
         return asdict(self)
 
 
-def take_snapshot(scheduler: Scheduler, now: float) -> Snapshot:
-    """What a scheduler knows at a time."""
+def take_snapshot(scheduler: Scheduler, lifecycle: Lifecycle, now: float) -> Snapshot:
+    """What a scheduler and a lifecycle know at a time."""
     return Snapshot(
         tuple(
             PoolSnapshot(
@@ -70,14 +79,7 @@ def take_snapshot(scheduler: Scheduler, now: float) -> Snapshot:
                 spec=repr(pool.spec),
                 capacity=pool.spec.capacity,
                 instances=tuple(
-                    InstanceSnapshot(
-                        name=instance.name,
-                        state=instance.state.value,
-                        owners=tuple(holding.owner for holding in instance.holdings.values()),
-                        state_seconds=now - instance.since,
-                        age_seconds=now - instance.started,
-                        uses=instance.uses,
-                    )
+                    _instance(instance, lifecycle.attendance(instance.name), now)
                     for instance in pool.instances.values()
                 ),
                 queue=tuple(
@@ -87,4 +89,19 @@ def take_snapshot(scheduler: Scheduler, now: float) -> Snapshot:
             )
             for pool in scheduler.pools
         )
+    )
+
+
+def _instance(instance: Instance, attendance: Attendance | None, now: float) -> InstanceSnapshot:
+    occupancy = Occupancy() if attendance is None else attendance.occupancy
+    return InstanceSnapshot(
+        name=instance.name,
+        state=instance.state.value,
+        owners=tuple(holding.owner for holding in instance.holdings.values()),
+        state_seconds=now - instance.since,
+        age_seconds=now - instance.started,
+        uses=instance.uses,
+        frozen=attendance is not None and attendance.frozen,
+        held_seconds=occupancy.held_seconds,
+        busy_seconds=occupancy.busy_seconds,
     )

@@ -16,8 +16,9 @@ from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 
 Behave = Callable[[str, str], Awaitable[None]]
-"""Called with an operation (``start``, ``reset``, ``status``, ``release``) and an instance's name while the operation
-is under way: it may take its time, raise, or never return."""
+"""Called with an operation (``start``, ``reset``, ``status``, ``release``, ``freeze``, ``thaw``, ``use``) and an
+instance's name, or with ``prepare`` and an image, while the operation is under way: it may take its time, raise, or
+never return."""
 
 
 async def behave_well(operation: str, instance: str) -> None:
@@ -34,6 +35,7 @@ class FakeWorld:
         behave: what operations do; may be exchanged at any time.
         alive: the instances that exist.
         broken: those of them that have died, but have still to be released.
+        frozen: those of them that are frozen.
         history: every operation that was begun, with its instance, in order.
     """
 
@@ -41,6 +43,7 @@ class FakeWorld:
         self.behave = behave
         self.alive: set[str] = set()
         self.broken: set[str] = set()
+        self.frozen: set[str] = set()
         self.history: list[tuple[str, str]] = []
 
     def kill(self, instance: str) -> None:
@@ -54,15 +57,21 @@ class FakeWorld:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeSpec(ResourceSpec["FakeResource"]):
-    """A fake resource in a world; ``name`` tells specs of one world apart."""
+    """A fake resource in a world; ``name`` tells specs of one world apart. An ``image`` has to be prepared first."""
 
     world: FakeWorld = field(default_factory=FakeWorld)
     name: str = "fake"
+    image: str | None = None
 
     @property
     def label(self) -> str:
         """The spec's name."""
         return self.name
+
+    @property
+    def preparation_key(self) -> str | None:
+        """The image."""
+        return self.image
 
 
 class FakeResource(Resource):
@@ -73,6 +82,7 @@ class FakeResource(Resource):
     """
 
     spec: FakeSpec
+    can_freeze = True
 
     def __init__(self, spec: FakeSpec, instance: str) -> None:
         super().__init__(spec, instance)
@@ -99,6 +109,34 @@ class FakeResource(Resource):
         """Behave, then be gone."""
         await self._behave("release")
         self.world.alive.discard(self.instance)
+        self.world.frozen.discard(self.instance)
+
+    async def freeze(self) -> None:
+        """Be frozen, then behave, so that a freeze that fails or is cancelled may have frozen it."""
+        self.world.frozen.add(self.instance)
+        await self._behave("freeze")
+
+    async def thaw(self) -> None:
+        """Behave, then run again."""
+        await self._behave("thaw")
+        self.world.frozen.discard(self.instance)
+
+    async def use(self) -> None:
+        """Behave.
+
+        Raises:
+            AssertionError: it is frozen, before or after, where a real instance would hang.
+        """
+        assert self.instance not in self.world.frozen, f"{self.instance} is used while it is frozen"
+        await self._behave("use")
+        assert self.instance not in self.world.frozen, f"{self.instance} was frozen while it was used"
+
+    @classmethod
+    async def prepare(cls, spec: FakeSpec) -> None:
+        """Behave."""
+        assert spec.image is not None
+        spec.world.history.append(("prepare", spec.image))
+        await spec.world.behave("prepare", spec.image)
 
     async def _behave(self, operation: str) -> None:
         self.world.history.append((operation, self.instance))

@@ -177,7 +177,110 @@ async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
     assert path.exists()
 
 
-async def test_nothing_starts_that_cannot_be_written_down(tmp_path):
+@pytest.fixture(autouse=True)
+def spare(tmp_path_factory, monkeypatch):
+    """The only spare directory there may be."""
+    directory = tmp_path_factory.mktemp("spare") / "state"
+    monkeypatch.setattr(ledger, "spare_directories", lambda: [directory])
+    return directory
+
+
+async def test_where_the_state_directory_cannot_be_written_it_is_written_down_in_a_spare_one(
+    tmp_path, spare, removed, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    async with ResourceEngine(ledger=tmp_path / "file") as engine:
+        lease = await engine.acquire(FakeSpec(), "a")
+        (path,) = spare.glob("*.ledger")
+        assert [entry.instance for entry in ledger.read(path)[1]] == [lease.instance]
+        assert "cannot be written" in caplog.text
+        assert "`agentfly resources reap` looks too" in caplog.text
+    assert not list(spare.iterdir())
+    dead_ledger(spare, entry())
+    assert await reap(tmp_path / "elsewhere") == [entry()]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A directory on a disk of 16 KiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", directory], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("full_from_the_start", [True, False])
+def test_when_the_disk_is_full_the_ledger_moves_whole_to_a_spare_directory(
+    tiny_disk, spare, caplog, full_from_the_start
+):
+    if full_from_the_start:
+        (tiny_disk / "filler").write_bytes(bytes(16384))
+    book = Ledger(tiny_disk)
+    entries = [entry(f"box-{number}", started=float(number)) for number in range(300)]
+    for each in entries:
+        book.write(each)
+    book.gone("box-0")
+    (path,) = spare.glob("*.ledger")
+    assert ledger.read(path) == (ProcessIdentity.here(), entries[1:])
+    assert caplog.text.count("cannot be written") == 1
+    assert not list(tiny_disk.glob("*.ledger")), "what stays there would be out of date"
+    for each in entries[1:]:
+        book.gone(each.instance)
+    book.close()
+    assert not list(spare.iterdir())
+
+
+def test_a_spare_directory_that_others_can_write_is_not_trusted(tmp_path, spare):
+    (tmp_path / "file").write_text("in the way")
+    spare.mkdir()
+    spare.chmod(0o777)
+    with pytest.raises(PrerequisiteError, match="AGENTFLY_STATE_DIR"):
+        Ledger(tmp_path / "file").write(entry())
+    dead_ledger(spare, entry())
+    assert asyncio.run(reap(tmp_path / "elsewhere")) == []
+
+
+FORKS = """
+import asyncio, os, sys
+from pathlib import Path
+from agentfly.resources import ledger
+from agentfly.resources.engine import ResourceEngine
+from agentfly.testing.fake_resource import FakeSpec
+
+state = Path(sys.argv[1])
+
+async def child():
+    async with ResourceEngine(ledger=state) as engine:
+        await engine.acquire(FakeSpec(), "child")
+        owners = sorted(ledger.read(path)[0].pid for path in state.glob("*.ledger"))
+        assert owners == sorted([os.getpid(), os.getppid()]), owners
+
+async def parent():
+    async with ResourceEngine(ledger=state) as engine:
+        await engine.acquire(FakeSpec(), "parent")
+        if (pid := os.fork()) == 0:
+            asyncio.run(child())
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        (path,) = state.glob("*.ledger")
+        assert len(ledger.read(path)[1]) == 1
+
+asyncio.run(parent())
+assert not list(state.iterdir())
+"""
+
+
+def test_a_child_that_was_forked_while_an_engine_ran_has_a_ledger_of_its_own_and_leaves_its_parents_alone(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True)
+
+
+async def test_nothing_starts_that_cannot_be_written_down(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "spare_directories", list)
     (tmp_path / "file").write_text("in the way")
     spec = FakeSpec()
     async with ResourceEngine(ledger=tmp_path / "file") as engine:

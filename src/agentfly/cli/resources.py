@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir", metavar="DIR", help="Where runs write down what they start, if not in the usual place."
+    ),
+]
 
 
 @app.callback()
@@ -14,12 +24,30 @@ def _group() -> None:
     """Look after what runs have started on this machine."""
 
 
+@app.command("ps")
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Show what the live runs of this user have: pools, instances, who has them and who waits."""
+    from rich.console import Console
+
+    from agentfly.resources.live_runs import find_runs
+    from agentfly.viewing.live_runs import live_runs_view
+
+    runs = asyncio.run(find_runs(state_dir))
+    if as_json:
+        typer.echo(json.dumps({"runs": [run.to_json() for run in runs]}, indent=2))
+    else:
+        Console().print(live_runs_view(runs))
+
+
 @app.command("reap")
-def reap() -> None:
+def reap(state_dir: StateDir = None) -> None:
     """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
     from agentfly.resources.orphans import reap as reap_orphans
 
-    removed = asyncio.run(reap_orphans())
+    removed = asyncio.run(reap_orphans(state_dir))
     typer.echo(f"removed {len(removed)} orphans" if removed else "nothing was left behind")
     for entry in removed:
         typer.echo(f"  {entry.kind} {entry.instance}")

@@ -38,6 +38,7 @@ from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.scope import Scope
 from agentfly.resources.snapshot import Snapshot, take_snapshot
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.window import Window
 from agentfly.resources.work import see_through
 
 __all__ = ["Budget", "ResourceEngine"]
@@ -75,7 +76,9 @@ class ResourceEngine:
         self._directory = state_directory(ledger)
         self._events = events
         self._calls: Counter[str] = Counter()  # under way, by owner
-        self._lifecycle = Lifecycle(Ledger(self._directory), in_call=self._calls.__contains__)
+        self._lifecycle = Lifecycle(
+            Ledger(self._directory), Window(lambda: self.snapshot().to_json()), in_call=self._calls.__contains__
+        )
         self._scheduler = Scheduler(
             budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
         )

@@ -57,3 +57,18 @@ def start_time(pid: int) -> int | None:
     # The program's name stands in parentheses and may hold anything, parentheses too.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def age_seconds(started: int) -> float:
+    """How long ago a process started, by its start time in clock ticks since boot."""
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty when there is no such process."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return " ".join(word.decode(errors="replace") for word in words if word)

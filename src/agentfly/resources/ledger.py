@@ -12,6 +12,8 @@ import contextlib
 import json
 import logging
 import os
+import stat
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -67,12 +69,40 @@ def state_directory(chosen: Path | None = None) -> Path:
         ) from error
 
 
+def spare_directories() -> list[Path]:
+    """Where ledgers lie when the state directory cannot be written: in memory if that can be had, or in a temporary
+    directory. They are the user's alone, and are looked through for orphans too."""
+    user = os.geteuid()
+    return [Path(f"/dev/shm/agentfly-state-{user}"), Path(tempfile.gettempdir()) / f"agentfly-state-{user}"]
+
+
+def state_directories(chosen: Path | None = None) -> list[Path]:
+    """Everywhere where ledgers may lie: the state directory, and those of the spare ones that are there."""
+    return [state_directory(chosen), *filter(_is_own, spare_directories())]
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether a directory is the user's, and nobody else can write there."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
 class Ledger:
-    """The file of one engine. It is made by the first entry, and removed by `close` if nothing is left in it."""
+    """The file of one engine. It is made by the first entry, and removed by `close` if nothing is left in it.
+
+    Where the state directory cannot be written, from the start or later on, the ledger moves to a spare one, with a
+    warning: nothing is ever started that is not written down.
+
+    Attributes:
+        path: the file; None before there is one.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._path: Path | None = None
+        self.path: Path | None = None
         self._file = -1
         self._entries: dict[str, Entry] = {}
         self._lines = 0
@@ -88,10 +118,7 @@ class Ledger:
         before = self._entries.get(entry.instance)
         self._entries[entry.instance] = entry
         try:
-            if self._path is None:
-                self._create()
-            else:
-                self._append(line)
+            self._note(line)
         except OSError as error:
             if before is None:
                 del self._entries[entry.instance]
@@ -105,10 +132,7 @@ class Ledger:
         if self._entries.pop(instance, None) is None:
             return
         try:
-            if self._lines > COMPACT_LINES + 4 * len(self._entries):
-                self._create()
-            else:
-                self._append(json.dumps({"gone": instance}))
+            self._note(json.dumps({"gone": instance}))
         except OSError as error:  # a later process will find nothing to remove, which does no harm
             logger.warning("The ledger still lists %s, which is gone: %s", instance, error)
 
@@ -123,16 +147,58 @@ class Ledger:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if self._path is not None and not self._entries:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        if self.path is not None and not self._entries:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+    def _note(self, line: str) -> None:
+        """Add a line, about what is in the entries already; in a spare directory if it cannot be in this one.
+
+        Raises:
+            OSError: it can be nowhere.
+        """
+        try:
+            if self.path is None or self._lines > COMPACT_LINES + 4 * len(self._entries):
+                self._create()
+            else:
+                self._append(line)
+        except OSError as error:
+            self._move(error)
+
+    def _move(self, reason: OSError) -> None:
+        """Go on in the first spare directory that can be written.
+
+        Raises:
+            OSError: there is none; it is ``reason``.
+        """
+        here = (self._directory, self.path)
+        for directory in spare_directories():
+            self._directory, self.path = directory, None
+            with contextlib.suppress(OSError):
+                directory.mkdir(exist_ok=True, mode=0o700)
+                if _is_own(directory):
+                    self._create()
+                    break
+        else:
+            self._directory, self.path = here
+            raise reason
+        logger.warning(
+            "%s cannot be written (%s). What is started is written down in %s instead, where `agentfly resources reap` "
+            "looks too.",
+            here[0],
+            reason,
+            directory,
+        )
+        if here[1] is not None:
+            with contextlib.suppress(OSError):  # if it stays, a reaper finds what is gone already, which does no harm
+                here[1].unlink()
 
     def _create(self) -> None:
         """Write the ledger anew: as a whole, and then in the place of the old one, so that it is never half there."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         header = json.dumps({"ledger": 1, "process": asdict(ProcessIdentity.here())})
         lines = [header, *(_line(entry) for entry in self._entries.values())]
-        path = self._path or self._directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
+        path = self.path or self._directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
         draft = path.with_suffix(".draft")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -144,7 +210,7 @@ class Ledger:
             raise
         if self._file >= 0:
             os.close(self._file)
-        self._path, self._file, self._lines = path, file, len(lines)
+        self.path, self._file, self._lines = path, file, len(lines)
 
     def _append(self, line: str) -> None:
         _write_all(self._file, f"\n{line}")  # the break comes first, so that a line cut short spoils no other

@@ -18,6 +18,7 @@ from agentfly.resources.refusals import say
 from agentfly.resources.registry import cannot_freeze, kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.window import Window
 from agentfly.resources.work import bounded
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,16 @@ class Lifecycle:
     An instance is known from before its start until it is certainly gone.
     """
 
-    def __init__(self, ledger: Ledger, in_call: Callable[[str], bool]) -> None:
+    def __init__(self, ledger: Ledger, window: Window, in_call: Callable[[str], bool]) -> None:
         """Begin with none.
 
         Args:
             ledger: where it is written down what is alive.
+            window: is opened beside the ledger.
             in_call: whether an owner has a call under way.
         """
         self._ledger = ledger
+        self._window = window
         self._in_call = in_call
         self._attendances: dict[str, Attendance] = {}
         self._occupancy: dict[str, Occupancy] = {}  # of those that are gone, by their specs' labels
@@ -145,7 +148,8 @@ class Lifecycle:
             raise cancelled
 
     async def close(self) -> None:
-        """Close the ledger. If the disk does not answer, it is not waited for any longer than `SYNC_PATIENCE_S`."""
+        """Close window and ledger. The disk is waited for no longer than `SYNC_PATIENCE_S`."""
+        self._window.close()
         self._unsynced = False
         if (syncing := self._syncing) is not None:
             await asyncio.wait({syncing}, timeout=SYNC_PATIENCE_S)
@@ -156,6 +160,8 @@ class Lifecycle:
         kind = kind_of(resource.spec)
         entry = Entry(resource.instance, kind.name, kind.reap_address, resource.traces, time.time())
         self._ledger.write(entry)
+        if self._ledger.path is not None:
+            self._window.open(self._ledger.path)
 
     async def _release(self, resource: Resource) -> None:
         await self._attendances[resource.instance].close(resource.spec.release_timeout_s)

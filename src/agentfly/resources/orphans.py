@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.resources import ledger
-from agentfly.resources.ledger import Entry, state_directory
+from agentfly.resources.ledger import Entry, state_directories
 from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.registry import Reap, load
+from agentfly.resources.window import window_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,12 @@ async def reap(directory: Path | None = None) -> list[Entry]:
         What was removed. What could not be removed is logged, and stays in its ledger for the next time.
     """
     removed: list[Entry] = []
-    directory = state_directory(directory)
-    _clear_drafts(directory)
-    for path in sorted(directory.glob("*.ledger")):
-        with _claimed(path) as claimed:
-            if claimed:
-                removed += await _reap_ledger(path)
+    for place in state_directories(directory):
+        _clear_drafts(place)
+        for path in sorted(place.glob("*.ledger")):
+            with _claimed(path) as claimed:
+                if claimed:
+                    removed += await _reap_ledger(path)
     return removed
 
 
@@ -71,6 +72,7 @@ async def _reap_ledger(path: Path) -> list[Entry]:
     outcomes = await asyncio.gather(*(_reap_entry(entry) for entry in orphans))
     remaining = [entry for entry, gone in zip(orphans, outcomes, strict=True) if not gone]
     ledger.write_remaining(path, owner, remaining)
+    window_of(path).unlink(missing_ok=True)
     return [entry for entry, gone in zip(orphans, outcomes, strict=True) if gone]
 
 
@@ -103,10 +105,10 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 
 def _clear_drafts(directory: Path) -> None:
-    """Remove what is left of ledgers that were being made when the power went."""
-    for path in [*directory.glob("*.draft"), *directory.glob("*.ledger")]:
+    """Remove what is left of ledgers, and of what lies beside them, that were being made when the power went."""
+    for path in [*directory.glob("*.*draft"), *directory.glob("*.ledger")]:
         with suppress(FileNotFoundError):
             about = path.stat()
-            unfinished = path.suffix == ".draft" or about.st_size == 0
+            unfinished = path.suffix != ".ledger" or about.st_size == 0
             if unfinished and time.time() - about.st_mtime > DRAFT_AGE_S:
                 path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,6 +70,15 @@ class Snapshot:
         """The snapshot as a JSON-able mapping."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Snapshot:
+        """The snapshot that `to_json` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none, or one of another version.
+        """
+        return cls(tuple(_pool(pool) for pool in json.loads(text)["pools"]))
+
 
 def take_snapshot(scheduler: Scheduler, lifecycle: Lifecycle, now: float) -> Snapshot:
     """What a scheduler and a lifecycle know at a time."""
@@ -105,3 +115,10 @@ def _instance(instance: Instance, attendance: Attendance | None, now: float) -> 
         held_seconds=occupancy.held_seconds,
         busy_seconds=occupancy.busy_seconds,
     )
+
+
+def _pool(fields: dict[str, Any]) -> PoolSnapshot:
+    instances = tuple(
+        InstanceSnapshot(**instance | {"owners": tuple(instance["owners"])}) for instance in fields["instances"]
+    )
+    return PoolSnapshot(**fields | {"instances": instances, "queue": tuple(WaitSnapshot(**w) for w in fields["queue"])})

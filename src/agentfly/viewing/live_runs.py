@@ -1,0 +1,129 @@
+"""What live runs have, as tables."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from agentfly.resources.live_runs import LiveRun
+from agentfly.resources.snapshot import InstanceSnapshot, PoolSnapshot, WaitSnapshot
+from agentfly.viewing.counted import counted
+
+SHOWN = 20
+"""Those who wait in one pool, or share one instance, that are shown by name."""
+
+
+def live_runs_view(runs: Sequence[LiveRun]) -> RenderableType:
+    """Each run with its pools, instances and queues; then what dead ones have left behind."""
+    live = [run for run in runs if not run.dead]
+    left = [run for run in runs if run.dead]
+    parts: list[RenderableType] = [_run(run) for run in live] or [Text("nothing is running")]
+    for run in left:
+        what = f"{counted(len(run.started), 'instance')} left behind by process {run.pid}, which is dead: "
+        parts.append(Text(what + "agentfly resources reap removes it", style="yellow"))
+    return Group(*parts)
+
+
+def _run(run: LiveRun) -> RenderableType:
+    age = "" if run.age_seconds is None else f", {_duration(run.age_seconds)} old"
+    head = Text.assemble(
+        (f"process {run.pid}{age}", "bold"), f"  {run.command[:200]}", overflow="ellipsis", no_wrap=True
+    )
+    parts: list[RenderableType] = [head]
+    if run.snapshot is None:
+        parts.append(Text(run.silence, style="yellow"))
+        parts.append(_started(run))
+    else:
+        parts.append(_pools(run.snapshot.pools))
+        parts += [_instances(run.snapshot.pools), _queues(run.snapshot.pools)]
+    return Padding(Group(*parts), (0, 0, 1, 0))
+
+
+def _pools(pools: Sequence[PoolSnapshot]) -> RenderableType:
+    table = _table("pool", "states", right=("alive", "waiting", "held", "busy"))
+    for number, pool in enumerate(pools, 1):
+        states = Counter(_state(instance) for instance in pool.instances)
+        held = sum(instance.held_seconds for instance in pool.instances)
+        busy = sum(instance.busy_seconds for instance in pool.instances)
+        table.add_row(
+            f"{number} {pool.label}",
+            ", ".join(f"{count} {state}" for state, count in states.items()),
+            f"{len(pool.instances)}/{pool.capacity}",
+            str(len(pool.queue)),
+            *_use(held, busy),
+        )
+    return table
+
+
+def _instances(pools: Sequence[PoolSnapshot]) -> RenderableType:
+    table = _table("pool", "instance", "state", "whose", right=("for", "age", "uses", "held", "busy"))
+    for number, pool in enumerate(pools, 1):
+        for instance in pool.instances:
+            table.add_row(
+                str(number),
+                instance.name,
+                _state(instance),
+                _few(instance.owners),
+                _duration(instance.state_seconds),
+                _duration(instance.age_seconds),
+                str(instance.uses),
+                *_use(instance.held_seconds, instance.busy_seconds),
+            )
+    return table if table.rows else Text("")
+
+
+def _queues(pools: Sequence[PoolSnapshot]) -> RenderableType:
+    table = _table("pool", "waiting", "scope", right=("priority", "for"))
+    for number, pool in enumerate(pools, 1):
+        for wait in pool.queue[:SHOWN]:
+            table.add_row(str(number), *_wait(wait))
+        if len(pool.queue) > SHOWN:
+            table.add_row(str(number), f"and {len(pool.queue) - SHOWN} more", "", "", "")
+    return table if table.rows else Text("")
+
+
+def _started(run: LiveRun) -> RenderableType:
+    table = _table("instance", "kind", right=("age",))
+    for entry in run.started:
+        table.add_row(entry.instance, entry.kind, _duration(time.time() - entry.started))
+    return table
+
+
+def _wait(wait: WaitSnapshot) -> tuple[str, ...]:
+    return wait.owner, wait.scope, str(wait.priority), _duration(wait.waited_seconds)
+
+
+def _state(instance: InstanceSnapshot) -> str:
+    return f"{instance.state}, frozen" if instance.frozen else instance.state
+
+
+def _use(held: float, busy: float) -> tuple[str, str]:
+    return _duration(held), f"{busy / held:.0%}" if held else ""
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"

@@ -28,6 +28,17 @@ class Backend(ABC):
         """What it can do on this machine, found by trying, once. It may block for a moment."""
 
     @abstractmethod
+    async def prepare(self, spec: ContainerSpec) -> None:
+        """Fetch or unpack a spec's image, where that is to be done, and come back at once where it has been.
+
+        Called after `probe` has found that the backend works, before the start of each sandbox; for many sandboxes at
+        the same time, and from many processes.
+
+        Raises:
+            ResourceStartError: the image is not there, or is none.
+        """
+
+    @abstractmethod
     def sandbox(self, spec: ContainerSpec, instance: str) -> Sandbox:
         """A sandbox, not started. Called after `probe` has found that the backend works."""
 
@@ -61,6 +72,8 @@ def candidates(spec: ContainerSpec) -> list[Backend]:
 async def choose(spec: ContainerSpec) -> Backend:
     """The best backend that works on this machine and does what a spec asks.
 
+    One that isolates fully comes before one that does not, though the spec may allow that.
+
     Raises:
         PrerequisiteError: there is none. The message says for each what is missing.
     """
@@ -69,13 +82,19 @@ async def choose(spec: ContainerSpec) -> Backend:
 
 def _choose(spec: ContainerSpec) -> Backend:
     complaints = []
+    weak = None
     for candidate in candidates(spec):
+        found = candidate.probe()
         try:
-            candidate.probe().check(spec)
+            found.check(spec)
         except PrerequisiteError as error:
             complaints.append(str(error))
         else:
-            return candidate
+            if not found.not_isolated:
+                return candidate
+            weak = weak or candidate
+    if weak is not None:
+        return weak
     raise PrerequisiteError("\n".join(complaints))
 
 

@@ -2,62 +2,115 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.spec import ContainerSpec
 
+ImageKind = Literal["host", "path", "name", "snapshot"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What the containers of one backend can do on this machine.
+    """What the containers of one backend can do on this machine. What is not said is not done.
 
     Args:
         backend: its name.
         works: whether it can start containers at all.
         how: how it starts them, in words for people.
+        images: the kinds of image that it takes (`ContainerSpec.image_kind`).
         memory: what holds a container to its memory: the kernel, for all its processes together (``cgroup``), or a
             limit for each process and a watchdog for the sum of them (``watchdog``).
         pids: what bounds the number of processes.
         cpus: whether processor time can be limited.
         disk: whether the size of its private files can be limited.
+        network_off: whether it can be without network.
         filtered: whether the kernel refuses the system calls inside that no program there needs.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
-        freezes: whether its processes can be stopped while nobody uses it.
+        users: whether a command may run as another user than the spec's.
+        ports: whether its TCP ports can be reached from the host.
+        freezes: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
+            which what runs inside can undo (``signal``).
         forks: whether its files can become the image of another container.
+        not_isolated: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
+            served without it only if it says so.
         missing: for each thing that is missing, what it is and how to get it.
     """
 
     backend: str
     works: bool
     how: str = ""
+    images: tuple[ImageKind, ...] = ()
     memory: Literal["cgroup", "watchdog", "none"] = "none"
     pids: Literal["cgroup", "rlimit", "none"] = "none"
     cpus: bool = False
     disk: bool = False
+    network_off: bool = False
     filtered: bool = False
     writable_system: bool = False
-    freezes: bool = False
+    users: bool = False
+    ports: bool = False
+    freezes: Literal["cgroup", "signal", "none"] = "none"
     forks: bool = False
-    missing: tuple[str, ...] = field(default=())
+    not_isolated: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def check(self, spec: ContainerSpec) -> None:
-        """Refuse a spec that asks for what cannot be enforced here.
+        """Refuse a spec that asks for what cannot be done or enforced here.
 
         Raises:
             PrerequisiteError: it does. The message says what to do.
         """
-        missing = " ".join(self.missing)
         if not self.works:
-            raise PrerequisiteError(f"{self.backend} cannot start containers on this machine. {missing}")
-        if spec.cpus and not self.cpus:
+            raise PrerequisiteError(f"{self.backend} cannot start containers on this machine. {' '.join(self.missing)}")
+        if self.not_isolated and spec.isolation == "full":
             raise PrerequisiteError(
-                f"ContainerSpec(cpus={spec.cpus:g}) asks for a limit on processor time, which {self.backend} cannot "
-                f"set here. Leave cpus at 0, or: {missing}"
+                f"{self.backend} cannot isolate a container fully on this machine: {'; '.join(self.not_isolated)}. If "
+                "that will do for what runs inside, say so by ContainerSpec(isolation='weak'). Or: "
+                + " ".join(self.missing)
             )
-        if spec.disk and not self.disk:
+        if spec.image_kind not in self.images:
             raise PrerequisiteError(
-                f"ContainerSpec(disk={spec.disk!r}) asks for a limit on private files, which {self.backend} cannot set "
-                f"here. Leave disk at 0, or: {missing}"
+                f"ContainerSpec(image={spec.image!r}): {self.backend} takes {self._takes()} as an image here."
             )
+        if spec.backend == "auto" and spec.image_kind == "snapshot":
+            raise PrerequisiteError(
+                f"ContainerSpec(image={spec.image!r}, backend='auto'): a snapshot is of one backend, and belongs to a "
+                "spec that fork() returned. Take that one, or a dataclasses.replace() of it."
+            )
+        for field, asked, can, what in (
+            ("cpus", spec.cpus, self.cpus, "a limit on processor time"),
+            ("disk", spec.disk, self.disk, "a limit on private files"),
+            ("network", not spec.network, self.network_off, "a container without network"),
+            ("ports", spec.ports, self.ports, "ports inside that the host can reach"),
+            ("idle", spec.idle == "freeze", self.freezes != "none", "a container whose processes can be stopped"),
+        ):
+            if asked and not can:
+                raise self.refusal(f"ContainerSpec({field}={getattr(spec, field)!r})", what)
+
+    def check_user(self, user: str | None, spec: ContainerSpec) -> None:
+        """Refuse a command for a user that it cannot run as.
+
+        Raises:
+            PrerequisiteError: the user is not the spec's, and a container here has that one only.
+        """
+        if user not in (None, spec.user) and not self.users:
+            raise PrerequisiteError(
+                f"run(user={user!r}): all processes of a container of {self.backend} are of the one user that its "
+                f"spec names, here {spec.user!r}. Write ContainerSpec(user={user!r}), or leave out user."
+            )
+
+    def refusal(self, asked: str, what: str) -> PrerequisiteError:
+        """The error for what was asked and cannot be done here."""
+        cure = f" Or: {' '.join(self.missing)}" if self.missing else ""
+        return PrerequisiteError(f"{asked} asks for {what}, which {self.backend} cannot do here. Leave it out.{cure}")
+
+    def _takes(self) -> str:
+        words = {
+            "host": "'host'",
+            "path": "the absolute path of a root file system",
+            "name": "a name such as 'debian:12'",
+            "snapshot": "what fork() returned",
+        }
+        return " or ".join(words[kind] for kind in self.images) or "nothing"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from agentfly.errors import ToolError
 from agentfly.resources.containers.output import BoundedOutput
 
 
@@ -20,6 +21,8 @@ class Command:
         env: variables for this command alone.
         stdin: what it can read; None means that it finds the end of its input at once.
         max_output: bytes kept of each of its two outputs.
+        user: who is to run it, which is for those that have a process of their own; None for the spec's user.
+        sink: takes its output, whole, in place of what is kept of it; None to keep it.
     """
 
     source: bytes
@@ -28,6 +31,12 @@ class Command:
     env: Mapping[str, str]
     stdin: bytes | None
     max_output: int
+    user: str | None = None
+    sink: Callable[[bytes], None] | None = None
+
+    def outputs(self) -> tuple[BoundedOutput, BoundedOutput]:
+        """What collects its output and its error output."""
+        return BoundedOutput(self.max_output, self.sink), BoundedOutput(self.max_output)
 
     @property
     def preparation(self) -> bytes:
@@ -56,3 +65,30 @@ class Outcome:
     timed_out: bool = False
     out_of_memory: bool = False
     lost: str = ""
+
+
+def shell_word(text: str, what: str) -> bytes:
+    """A text as a word of the shell.
+
+    Raises:
+        ToolError: it cannot be one. The message begins with `what` it is.
+    """
+    if "\0" in text:
+        raise ToolError(
+            f"{what} holds a NUL character at position {text.index(chr(0))}, which cannot be. Leave it out."
+        )
+    return encoded(text, what)
+
+
+def encoded(text: str, what: str) -> bytes:
+    """A text as bytes; a name that is not UTF-8 is written as `os.fsdecode` does it.
+
+    Raises:
+        ToolError: it has none. The message begins with `what` it is.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ToolError(
+            f"{what} holds half a character (a lone surrogate) at position {error.start}. Leave it out."
+        ) from None

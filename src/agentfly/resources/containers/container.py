@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import posixpath
 import re
-import shlex
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
 
-from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
+from agentfly.errors import ResourceDied, ResourceStartError, UsageError
 from agentfly.resources.containers.backend import Backend, candidates, choose
-from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.command import Command, Outcome, encoded, shell_word
+from agentfly.resources.containers.files import Files
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.resource import Resource, Status
 
 MAX_OUTPUT = 64 * 1024
-MAX_FILE = 64 * 2**20
-_FILE_TIMEOUT_S = 60.0
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _OUR_SCRIPTS = re.compile(rf"^{INSIDE}/\d+\.(?:sh|cmd): ", re.MULTILINE)
@@ -36,6 +34,7 @@ class Container(Resource):
     """
 
     spec: ContainerSpec
+    can_freeze: ClassVar[bool] = True
 
     def __init__(self, spec: ContainerSpec, instance: str, *, backend: Backend | None = None) -> None:
         """Make a handle; nothing is started before `start`.
@@ -55,6 +54,7 @@ class Container(Resource):
         self._up = False
         self._resetting = False
         self._released = False
+        self._frozen = False
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -91,10 +91,44 @@ class Container(Resource):
         if self._change is not None:
             self._change.cancel()
         async with self._changing:
-            self._up = False
+            self._up = self._frozen = False
             if self._sandbox is not None:
                 await self._sandbox.end()
                 self._sandbox = None
+
+    async def freeze(self) -> None:
+        """Stop every process inside where it is. Commands under way take no time meanwhile, and none can be begun.
+
+        Raises:
+            PrerequisiteError: the backend cannot do this here.
+            ResourceDied: the sandbox ended.
+        """
+        async with self._changing:
+            if self._sandbox is None or not self._sandbox.alive:
+                raise ResourceDied(f"The container {self.instance} is not running, so it cannot be frozen.")
+            self._frozen = True
+            await self._sandbox.freeze()
+
+    async def thaw(self) -> None:
+        """Let every process inside go on where `freeze` stopped it.
+
+        Raises:
+            ResourceDied: the sandbox ended.
+        """
+        async with self._changing:
+            if self._frozen and self._sandbox is not None:
+                await self._sandbox.thaw()
+            self._frozen = False
+
+    @classmethod
+    async def prepare(cls, spec: ContainerSpec) -> None:
+        """Fetch or unpack a spec's image, if that has not been done.
+
+        Raises:
+            PrerequisiteError: no backend of this machine can do what the spec asks.
+            ResourceStartError: the image is not there, or is none.
+        """
+        await (await choose(spec)).prepare(spec)
 
     async def _alone(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start or reset, unless the container has been released; a release meanwhile puts an end to it."""
@@ -113,6 +147,7 @@ class Container(Resource):
                 self._change = None
 
     async def _begin_again(self) -> None:
+        self._frozen = False
         sandbox = self._live()
         self._resetting, self._up = self._up, False
         try:
@@ -125,6 +160,7 @@ class Container(Resource):
         if self._backend is None:
             self._backend = await choose(self.spec)
         self._backend.probe().check(self.spec)
+        await self._backend.prepare(self.spec)
         self._sandbox = self._backend.sandbox(self.spec, self.instance)
         await self._sandbox.start()
         await self._set_up()
@@ -152,6 +188,7 @@ class Container(Resource):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes | str | None = None,
+        user: Literal["agent", "root"] | None = None,
         max_output: int = MAX_OUTPUT,
         new_process: bool = False,
     ) -> CommandResult:
@@ -168,6 +205,7 @@ class Container(Resource):
                 what it sets does not last.
             env: variables for this command alone.
             stdin: what it can read; None means that it finds the end of its input at once.
+            user: who is to run it, in a process of its own; None for the spec's user. Not every backend has others.
             max_output: bytes kept of each of stdout and stderr, half from the start and half from the end.
             new_process: run it in a bash of its own, that neither sees nor changes the session, at the same time as
                 whatever runs there.
@@ -176,17 +214,21 @@ class Container(Resource):
             ResourceDied: the sandbox ended.
             ResourceError: the host has no room for what is passed in.
             ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character.
-            UsageError: a name in ``env`` is not one of a variable.
+            UsageError: a name in ``env`` is not one of a variable, another user is to run in the session, or the
+                container is frozen.
+            PrerequisiteError: the backend has no other user here.
         """
         variables = dict(env or {})
         for name in variables:
             if not _VARIABLE.fullmatch(name):
                 raise UsageError(f"run(env=…): {name!r} cannot be the name of a shell variable.")
-            _word(variables[name], f"The value of the variable {name}")
+            shell_word(variables[name], f"The value of the variable {name}")
         if cwd is not None:
-            _word(cwd, "The directory")
-        read = _encoded(stdin, "The input") if isinstance(stdin, str) else stdin
-        asked = Command(_word(command, "The command"), new_process, cwd, variables, read, max_output)
+            shell_word(cwd, "The directory")
+        self._check_user(user, new_process)
+        read = encoded(stdin, "The input") if isinstance(stdin, str) else stdin
+        source = shell_word(command, "The command")
+        asked = Command(source, new_process, cwd, variables, read, max_output, user)
         return _result(await self._live().run(asked, timeout), timeout)
 
     async def read_file(self, path: str) -> bytes:
@@ -196,16 +238,7 @@ class Container(Resource):
             ToolError: there is no such file, it cannot be read, or is longer than 64 MiB.
             ResourceDied: the sandbox ended.
         """
-        where = self._quoted(path)
-        # "command -p" looks in the system's directories only, whatever the agent put into those before them
-        head = b"builtin command -p head -c %d -- %s" % (MAX_FILE + 1, where)
-        command = b"[[ -d %s ]] || %s || exit 1; [[ ! -d %s ]]" % (where, head, where)
-        outcome = await self._file_command(command, None, 2 * (MAX_FILE + 1))
-        if outcome.exit_code or outcome.timed_out:
-            raise ToolError(f"{path} could not be read: {_reason(outcome) or 'it is a directory'}")
-        if outcome.stdout.total > MAX_FILE:
-            raise ToolError(f"{path} is longer than {MAX_FILE} bytes, the most that can be read at once.")
-        return outcome.stdout.kept
+        return await self._files().read(path)
 
     async def write_file(self, path: str, data: bytes | str) -> None:
         """Write a file inside, making its directories. A relative path is below the spec's workdir.
@@ -214,22 +247,94 @@ class Container(Resource):
             ToolError: it cannot be written, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
-        where, parent = self._quoted(path), self._quoted(posixpath.dirname(path))
-        content = _encoded(data, "The text") if isinstance(data, str) else data
-        command = b"builtin command -p mkdir -p -- %s && builtin command -p cat > %s" % (parent, where)
-        outcome = await self._file_command(command, content, MAX_OUTPUT)
-        if outcome.exit_code or outcome.timed_out:
-            raise ToolError(f"{path} could not be written: {_reason(outcome)}")
+        await self._files().write(path, encoded(data, "The text") if isinstance(data, str) else data)
 
-    def _quoted(self, path: str) -> bytes:
-        """A path inside as a word of the shell. A name that is not UTF-8 is written as `os.fsdecode` does it."""
-        _word(path, "The path")
-        return os.fsencode(shlex.quote(posixpath.join(self.spec.workdir, path)))
+    async def upload(self, host_path: str | Path, inside: str) -> None:
+        """Copy a file or a directory of the host into the sandbox, in bounded memory.
 
-    async def _file_command(self, source: bytes, stdin: bytes | None, max_output: int) -> Outcome:
-        return await self._live().run(Command(source, True, None, {}, stdin, max_output), _FILE_TIMEOUT_S)
+        Args:
+            host_path: a file, or a directory, whose content is added to what the one inside has. Links are copied as
+                links; devices, pipes and sockets are left out.
+            inside: what its copy is called. A relative path is below the spec's workdir.
+
+        Raises:
+            UsageError: there is no such file or directory on the host.
+            ToolError: it cannot be written inside, for instance because the disk limit is reached.
+            ResourceDied: the sandbox ended.
+        """
+        await self._files().upload(Path(host_path), inside)
+
+    async def download(self, inside: str, host_path: str | Path, *, max_bytes: int = 2**30) -> list[str]:
+        """Copy a file or a directory of the sandbox to the host, in bounded memory.
+
+        Nothing inside can make it write anywhere but at ``host_path``.
+
+        Args:
+            inside: what to copy. A relative path is below the spec's workdir.
+            host_path: what the copy is called. A file there is replaced; a directory must not be there, or be empty.
+            max_bytes: the most to copy.
+
+        Returns:
+            What was left out of a directory: links that lead out of it, devices, pipes and sockets.
+
+        Raises:
+            UsageError: ``host_path`` is taken.
+            ToolError: it is not there inside, cannot be read, or is larger than ``max_bytes``.
+            ResourceDied: the sandbox ended.
+        """
+        return await self._files().download(inside, Path(host_path), max_bytes)
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """Host and port by which this machine reaches a TCP port inside, until the sandbox is released or reset.
+
+        Args:
+            inside: one of the spec's ``ports``. Nobody needs to listen there yet.
+
+        Raises:
+            UsageError: the spec does not name it.
+            ResourceDied: the sandbox ended.
+        """
+        if inside not in self.spec.ports:
+            raise UsageError(f"port({inside}): write ContainerSpec(ports=({inside},)); it has {self.spec.ports}.")
+        return await self._live().port(inside)
+
+    async def fork(self) -> ContainerSpec:
+        """A spec of containers that begin with all the files that this one has now.
+
+        Its ``setup`` is empty, since what that did to files is among them. Processes, and what the shell knows, stay
+        here; this container goes on as it was. The snapshot takes the memory or disk that the changed files take, for
+        as long as a container is made from the spec, or anybody holds it.
+
+        Raises:
+            PrerequisiteError: the backend cannot do this here.
+            ResourceError: there is no room for a snapshot.
+            ResourceDied: the sandbox ended.
+        """
+        sandbox = self._live()
+        assert self._backend is not None
+        found = self._backend.probe()
+        if not found.forks:
+            raise found.refusal("fork()", "a copy of a container's files")
+        async with self._changing:
+            image = await sandbox.fork()
+        return replace(self.spec, image=image, backend=cast(Any, self._backend.name), setup=())
+
+    def _files(self) -> Files:
+        return Files(self._live().run, self.spec.workdir)
+
+    def _check_user(self, user: str | None, new_process: bool) -> None:
+        if user is None or user == self.spec.user:
+            return
+        if user not in ("agent", "root"):
+            raise UsageError(f"run(user={user!r}): the user inside is 'agent' or 'root'.")
+        if not new_process:
+            raise UsageError(f"run(user={user!r}): the session is {self.spec.user}'s. Add new_process=True.")
+        assert self._backend is not None
+        self._backend.probe().check_user(user, self.spec)
 
     def _live(self) -> Sandbox:
+        if self._frozen:
+            raise UsageError(f"The container {self.instance} is frozen: await thaw() first.")
         if self._sandbox is None:
             raise ResourceDied(
                 f"The container {self.instance} is not running: it was not started, is being reset, or was released."
@@ -257,31 +362,3 @@ def _result(outcome: Outcome, timeout: float) -> CommandResult:
         timeout=timeout,
         note=outcome.lost,
     )
-
-
-def _reason(outcome: Outcome) -> str:
-    if outcome.timed_out:
-        return f"it took longer than {_FILE_TIMEOUT_S:g} s"
-    return _OUR_SCRIPTS.sub("", outcome.stderr.text()).strip()
-
-
-def _word(text: str, what: str) -> bytes:
-    """What can be a word of the shell.
-
-    Raises:
-        ToolError: it cannot be one.
-    """
-    if "\0" in text:
-        raise ToolError(
-            f"{what} holds a NUL character at position {text.index(chr(0))}, which cannot be. Leave it out."
-        )
-    return _encoded(text, what)
-
-
-def _encoded(text: str, what: str) -> bytes:
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise ToolError(
-            f"{what} holds half a character (a lone surrogate) at position {error.start}. Leave it out."
-        ) from None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 
 
 class BoundedOutput:
     """Bytes of which the head and the tail are kept, in bounded memory, and the rest is counted."""
 
-    def __init__(self, limit: int) -> None:
-        """Keep at most `limit` bytes, half of them from each end."""
+    def __init__(self, limit: int, sink: Callable[[bytes], None] | None = None) -> None:
+        """Keep at most `limit` bytes, half of them from each end; or none, if there is a sink that takes all."""
+        self._sink = sink
         self._head_limit = limit - limit // 2
         self._tail_limit = limit // 2
         self._head = bytearray()
@@ -19,6 +21,9 @@ class BoundedOutput:
     def add(self, chunk: bytes) -> None:
         """Take what came next."""
         self.total += len(chunk)
+        if self._sink is not None:
+            self._sink(chunk)
+            return
         room = self._head_limit - len(self._head)
         if room > 0:
             self._head += chunk[:room]
@@ -33,6 +38,8 @@ class BoundedOutput:
     @property
     def omitted(self) -> int:
         """Bytes that were left out."""
+        if self._sink is not None:
+            return 0
         return max(0, self.total - self._head_limit - self._tail_limit)
 
     @property

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import ContainerSpec
 
 
 class Sandbox(ABC):
-    """What a backend makes of a spec. `Container` drives it, and calls one of start, reset and end at a time.
+    """What a backend makes of a spec. `Container` drives it, and calls one of start, reset, end, freeze, thaw and fork
+    at a time; freeze, thaw, fork and port only where the backend's capabilities say that it can.
 
     A backend never fails a command for what the command does: that is its outcome. What it raises is infrastructure's.
     """
@@ -46,7 +49,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+        """Kill every process, frozen ones too, and remove every trace; return when all are gone. Safe to call again,
+        and at any time.
 
         Raises:
             OSError: something of it cannot be removed.
@@ -55,16 +59,44 @@ class Sandbox(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it takes commands, as far as is known."""
+        """Whether it takes commands, or would if it were not frozen, as far as is known."""
 
     @abstractmethod
     async def run(self, command: Command, timeout: float) -> Outcome:
         """Run a command and wait for its end, for at most ``timeout`` seconds; then it is killed with all it started.
 
         Those that do not ask for a process of their own run in the session, one after the other. Processes that a
-        command left behind never hold the call open.
+        command left behind never hold the call open. Time during which it is frozen does not count.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
             ResourceError: the backend has no room for the command's input.
         """
+
+    async def freeze(self) -> None:
+        """Stop every process where it is; return when all are. Fine if they are."""
+        raise self._cannot("freeze")
+
+    async def thaw(self) -> None:
+        """Let every process go on; return when they do. Fine if they do."""
+        raise self._cannot("thaw")
+
+    async def fork(self) -> SnapshotImage:
+        """Make a snapshot of all files, as of one moment, while the sandbox and its processes live on.
+
+        Raises:
+            ResourceError: there is no room for it.
+            ResourceDied: the sandbox is gone.
+        """
+        raise self._cannot("fork")
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """Host and port by which this machine reaches a TCP port inside, one of the spec's ``ports``, until the end.
+
+        Raises:
+            ResourceDied: the sandbox is gone.
+        """
+        raise self._cannot("reach a port of")
+
+    def _cannot(self, what: str) -> PrerequisiteError:
+        return PrerequisiteError(f"The backend of {self.instance} cannot {what} a container here.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from agentfly.errors import ConfigError
 from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.containers.snapshot import PREFIX as SNAPSHOT
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
+_IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
 BACKENDS = {
     "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
 }
@@ -34,15 +38,17 @@ class ContainerSpec(ResourceSpec["Container"]):
     What is asked here and cannot be enforced on the machine at hand fails before the start, with the cure.
 
     Args:
-        image: ``"host"`` for the host's system directories (and nothing else of the host), or the absolute path of a
-            directory with an unpacked root file system that has ``/bin/bash``. Neither is ever changed: writes go to
-            a private layer that ends with the sandbox.
+        image: ``"host"`` for the host's system directories (and nothing else of the host); the absolute path of a root
+            file system that has ``/bin/bash``, as a directory or as an archive (a tar of it, what ``docker save``
+            writes, or an OCI layout, compressed or not), which is unpacked once; or, where the backend has images by
+            name, such a name. No image is ever changed: writes go to a private layer that ends with the sandbox.
         cpus: processor cores that the sandbox may use; 0 means no limit of its own.
         memory: bytes, or a text such as ``"256MiB"``, for processes and private files together; 0 means 1 GiB.
         pids: the most processes and threads at once.
         disk: size of the private layer, which lives in memory; 0 means half of the memory limit. Where the tier is
             ``user``, half of it is for the workdir and an eighth for each other directory that can be written.
         network: whether the sandbox shares the host's network. Without it there is the loopback only.
+        ports: TCP ports inside that the host is to reach, by ``await box.port(8000)``, also where there is no network.
         mounts: read-only views of host paths, as pairs of the host's path and the path inside.
         env: environment variables, as pairs. Nothing of the host's environment is seen inside. Their values may be
             secrets, and are not in the spec's repr.
@@ -51,18 +57,22 @@ class ContainerSpec(ResourceSpec["Container"]):
             ordinary user of the host, without any capability.
         setup: commands run in the shell after each start and each reset; one that fails fails the start.
         backend: the program that isolates. ``"auto"`` takes the best one present.
+        isolation: ``"weak"`` accepts a machine on which a container cannot be isolated fully, for code that means no
+            harm; `agentfly doctor` names what does not hold there.
     """
 
     image: str = HOST_IMAGE
     pids: int = 256
     disk: int | str = 0
     network: bool = False
+    ports: tuple[int, ...] = ()
     mounts: tuple[tuple[str, str], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = "/workspace"
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
     backend: Literal["auto", "bubblewrap"] = "auto"
+    isolation: Literal["full", "weak"] = "full"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,11 +101,27 @@ class ContainerSpec(ResourceSpec["Container"]):
         """The home directory of the sandbox's user."""
         return "/root" if self.user == "root" else f"/home/{self.user}"
 
+    @property
+    def image_kind(self) -> Literal["host", "path", "name", "snapshot"]:
+        """What sort of image it is, which decides the backends that can use it."""
+        if self.image == HOST_IMAGE:
+            return "host"
+        if self.image.startswith("/"):
+            return "path"
+        return "snapshot" if self.image.startswith(SNAPSHOT) else "name"
+
+    @property
+    def preparation_key(self) -> Hashable | None:
+        """The image and the backend, if there is something to fetch or unpack."""
+        return (self.image, self.backend) if self.image_kind in ("path", "name") else None
+
     def _check_image(self) -> None:
-        if self.image != HOST_IMAGE and (not self.image.startswith("/") or PurePosixPath(self.image).parts[1:] == ()):
+        path = self.image_kind == "path" and PurePosixPath(self.image).parts[1:] == ()
+        name = self.image_kind == "name" and not _IMAGE_NAME.fullmatch(self.image)
+        if path or name or "\0" in self.image:
             raise ConfigError(
-                f"ContainerSpec(image={self.image!r}): an image is 'host' or the absolute path of a directory with an "
-                "unpacked root file system, other than that of the host itself."
+                f"ContainerSpec(image={self.image!r}): an image is 'host', the absolute path of a root file system "
+                "other than that of the host itself, or a name such as 'debian:12'."
             )
 
     def _check_limits(self) -> None:
@@ -129,7 +155,7 @@ class ContainerSpec(ResourceSpec["Container"]):
                 f"ContainerSpec(env=…) is a {type(self.env).__name__}: specs are hashable values, so write a tuple of "
                 "pairs, for instance tuple({...}.items())."
             )
-        for name, words in (("setup", self.setup), ("mounts", self.mounts)):
+        for name, words in (("setup", self.setup), ("mounts", self.mounts), ("ports", self.ports)):
             if not isinstance(words, tuple):
                 raise ConfigError(f"ContainerSpec({name}={words!r}): specs are hashable values, so write a tuple.")
         for command in self.setup:
@@ -152,6 +178,11 @@ class ContainerSpec(ResourceSpec["Container"]):
                 raise ConfigError(f"ContainerSpec(env=…): {name!r} cannot be the name of an environment variable.")
             if "\0" in value:
                 raise ConfigError(f"ContainerSpec(env=…): the value of {name} holds a NUL, which no variable can.")
+        for port in self.ports:
+            if not isinstance(port, int) or not 0 < port < 2**16:
+                raise ConfigError(f"ContainerSpec(ports=…): {port!r} is not a port; write whole numbers of 1 to 65535.")
+        if self.isolation not in ("full", "weak"):
+            raise ConfigError(f"ContainerSpec(isolation={self.isolation!r}): write 'full' or 'weak'.")
         if self.user not in ("agent", "root"):
             raise ConfigError(f"ContainerSpec(user={self.user!r}): the user inside is 'agent' or 'root'.")
         if self.backend not in ("auto", *BACKENDS):

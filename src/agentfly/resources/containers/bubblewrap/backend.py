@@ -30,6 +30,9 @@ class Bubblewrap(Backend):
         """See `Backend.probe`."""
         return self._launcher.capabilities if self._launcher is not None else tiers.probe()
 
+    async def prepare(self, spec: ContainerSpec) -> None:
+        """See `Backend.prepare`."""
+
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""
         return BubblewrapSandbox(self._launcher or tiers.launcher(), spec, instance)

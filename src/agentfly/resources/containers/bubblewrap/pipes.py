@@ -30,14 +30,15 @@ class OutputPipes:
         self._ends = [_End(path + suffix, owner) for suffix in (".out", ".err")]
         self._in_use = False
 
-    def begin(self, limit: int) -> tuple[BoundedOutput, BoundedOutput]:
-        """Collect the output of the next command, of each stream at most `limit` bytes.
+    def begin(self, stdout: BoundedOutput, stderr: BoundedOutput) -> tuple[BoundedOutput, BoundedOutput]:
+        """Collect the output of the next command.
 
         Raises:
             OSError: this process has too many files open.
         """
         try:
-            stdout, stderr = (end.begin(limit) for end in self._ends)
+            for end, output in zip(self._ends, (stdout, stderr), strict=True):
+                end.begin(output)
         except OSError:
             for end in self._ends:
                 end.close()
@@ -82,12 +83,11 @@ class _End:
     def reading(self) -> bool:
         return self._descriptor >= 0
 
-    def begin(self, limit: int) -> BoundedOutput:
-        self._output = BoundedOutput(limit)
+    def begin(self, output: BoundedOutput) -> None:
+        self._output = output
         # opened anew for each command: until its first writer comes, a pipe opened just now is not at its end
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop.add_reader(self._descriptor, self._read)
-        return self._output
 
     def finish(self) -> None:
         for _ in range(_DRAIN):

@@ -28,7 +28,7 @@ class Running:
         self.ended = asyncio.Event()
         self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
         self.pipes = pipes
-        self.stdout, self.stderr = pipes.begin(command.max_output)
+        self.stdout, self.stderr = pipes.begin(*command.outputs())
 
     def finish(self, exit_code: int) -> None:
         """It has ended."""

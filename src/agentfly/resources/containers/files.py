@@ -1,0 +1,182 @@
+"""Files: how files get into a sandbox and out of it, by commands that run there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import re
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from agentfly.errors import ResourceError, ToolError, UsageError
+from agentfly.resources.containers.command import Command, Outcome, shell_word
+from agentfly.resources.containers.packing import Piece, pieces
+from agentfly.resources.containers.spec import INSIDE
+from agentfly.resources.containers.unpacking import TooLarge, Unpacker
+
+MAX_FILE = 64 * 2**20
+_MAX_ERRORS = 64 * 1024
+_FILE_TIMEOUT_S = 60.0
+_DOWNLOAD_TIMEOUT_S = 600.0
+_OUR_SCRIPTS = re.compile(rf"^{INSIDE}/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
+# "command -p" looks in the system's directories only, whatever the agent put into those before them
+_PROGRAM = b"builtin command -p "
+
+
+class Files:
+    """The files of a sandbox. Paths that are not absolute are below its workdir."""
+
+    def __init__(self, run: Callable[[Command, float], Awaitable[Outcome]], workdir: str) -> None:
+        """Go by way of a sandbox's `run`."""
+        self._run = run
+        self._workdir = workdir
+
+    async def read(self, path: str) -> bytes:
+        """See `Container.read_file`."""
+        where = self._quoted(path)
+        head = _PROGRAM + b"head -c %d -- %s" % (MAX_FILE + 1, where)
+        source = b"[[ -d %s ]] || %s || exit 1; [[ ! -d %s ]]" % (where, head, where)
+        outcome = await self._do(source, None, 2 * (MAX_FILE + 1))
+        if outcome.exit_code or outcome.timed_out:
+            raise ToolError(f"{path} could not be read: {_reason(outcome) or 'it is a directory'}")
+        if outcome.stdout.total > MAX_FILE:
+            raise ToolError(f"{path} is longer than {MAX_FILE} bytes, the most that can be read at once.")
+        return outcome.stdout.kept
+
+    async def write(self, path: str, content: bytes) -> None:
+        """See `Container.write_file`."""
+        where, parent = self._quoted(path), self._quoted(posixpath.dirname(path))
+        source = _PROGRAM + b"mkdir -p -- %s && " % parent + _PROGRAM + b"cat > %s" % where
+        await self._write(path, source, content)
+
+    async def upload(self, source: Path, path: str) -> None:
+        """See `Container.upload`."""
+        if not await asyncio.to_thread(os.path.lexists, source):
+            raise UsageError(f"upload(): {source} is not there on this host.")
+        content = pieces(source)
+        while (piece := await asyncio.to_thread(next, content, None)) is not None:
+            await self._write(path, self._placing(path, piece), piece.content)
+
+    async def download(self, path: str, target: Path, max_bytes: int) -> list[str]:
+        """See `Container.download`."""
+        where = self._quoted(path)
+        kind = await self._do(b"if [[ -d %s ]]; then echo d; elif [[ -e %s ]]; then echo f; fi" % (where, where))
+        if kind.stdout.kept == b"d\n":
+            return await self._download_directory(path, target, max_bytes)
+        if kind.stdout.kept != b"f\n":
+            raise ToolError(f"{path} could not be copied: there is no such file or directory.")
+        if await asyncio.to_thread(target.is_dir):
+            raise UsageError(f"download(): {target} is a directory, and {path} a file. Give the name of its copy.")
+        source = _PROGRAM + b"head -c %d -- %s" % (max_bytes + 1, where)
+        await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+        try:
+            with await asyncio.to_thread(draft.open, "wb") as file:
+                await self._pour(path, source, file, max_bytes)
+            await asyncio.to_thread(draft.replace, target)
+        finally:
+            await asyncio.to_thread(draft.unlink, missing_ok=True)
+        return []
+
+    async def _download_directory(self, path: str, target: Path, max_bytes: int) -> list[str]:
+        if await asyncio.to_thread(_taken, target):
+            raise UsageError(f"download(): {target} is there already. Give a directory that is not, or is empty.")
+        source = _PROGRAM + b"tar -C %s -cf - . | " % self._quoted(path)
+        source += _PROGRAM + b'head -c %d; exit "${PIPESTATUS[0]}"' % (max_bytes + 1)
+        with tempfile.TemporaryFile() as file:
+            await self._pour(path, source, file, max_bytes)
+            try:
+                return await asyncio.to_thread(_unpack, file, target, max_bytes)
+            except TooLarge:
+                raise _too_large(path, max_bytes) from None
+            except (tarfile.TarError, EOFError) as error:
+                raise ToolError(
+                    f"{path} could not be copied: what came out of the sandbox is no archive ({error})."
+                ) from error
+            except OSError as error:
+                raise ResourceError(f"{path} could not be copied to {target} on this host: {error}") from error
+
+    async def _pour(self, path: str, source: bytes, file: BinaryIO, max_bytes: int) -> None:
+        spool = _Spool(file, max_bytes)
+        command = Command(source, True, None, {}, None, _MAX_ERRORS, sink=spool.add)
+        outcome = await self._run(command, _DOWNLOAD_TIMEOUT_S)
+        if spool.failure is not None:
+            raise ResourceError(f"{path} could not be copied to this host: {spool.failure}") from spool.failure
+        if spool.total > max_bytes:
+            raise _too_large(path, max_bytes)
+        if outcome.exit_code or outcome.timed_out:
+            raise ToolError(f"{path} could not be copied: {_reason(outcome, _DOWNLOAD_TIMEOUT_S)}")
+        file.seek(0)
+
+    async def _write(self, path: str, source: bytes, content: bytes) -> None:
+        outcome = await self._do(source, content)
+        if outcome.exit_code or outcome.timed_out:
+            raise ToolError(f"{path} could not be written: {_reason(outcome)}")
+
+    async def _do(self, source: bytes, stdin: bytes | None = None, max_output: int = _MAX_ERRORS) -> Outcome:
+        return await self._run(Command(source, True, None, {}, stdin, max_output), _FILE_TIMEOUT_S)
+
+    def _placing(self, path: str, piece: Piece) -> bytes:
+        """The command that puts a piece of what is uploaded in its place."""
+        if piece.file is None:
+            where = self._quoted(path)
+            tar = b"tar -C %s --no-same-owner --no-overwrite-dir -xpf -" % where
+            return _PROGRAM + b"mkdir -p -- %s && " % where + _PROGRAM + tar
+        where = self._quoted(posixpath.join(path, piece.file) if piece.file else path)
+        if not piece.first:
+            return _PROGRAM + b"cat >> %s" % where
+        parent = self._quoted(posixpath.dirname(posixpath.join(path, piece.file) if piece.file else path))
+        steps = (b"mkdir -p -- %s" % parent, b"cat > %s" % where, b"chmod %o -- %s" % (piece.mode, where))
+        return b" && ".join(_PROGRAM + step for step in steps)
+
+    def _quoted(self, path: str) -> bytes:
+        """A path inside as a word of the shell. A name that is not UTF-8 is written as `os.fsdecode` does it."""
+        shell_word(path, "The path")
+        return os.fsencode(shlex.quote(posixpath.join(self._workdir, path)))
+
+
+class _Spool:
+    """Writes what comes out of a sandbox to a file, up to a limit. Called by readers of pipes, so it never raises."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self.total = 0
+        self.failure: OSError | None = None
+        self._file = file
+        self._limit = limit
+
+    def add(self, chunk: bytes) -> None:
+        self.total += len(chunk)
+        if self.total > self._limit or self.failure is not None:
+            return
+        try:
+            self._file.write(chunk)
+        except OSError as error:
+            self.failure = error
+
+
+def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
+    target.mkdir(parents=True, exist_ok=True)
+    unpacker = Unpacker(target, max_bytes=max_bytes, leaving_links=False)
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        unpacker.add(archive)
+    unpacker.finish()
+    return unpacker.left_out
+
+
+def _taken(target: Path) -> bool:
+    return os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir()))
+
+
+def _too_large(path: str, max_bytes: int) -> ToolError:
+    return ToolError(f"{path} is larger than {max_bytes} bytes, the most that is to be copied.")
+
+
+def _reason(outcome: Outcome, limit_s: float = _FILE_TIMEOUT_S) -> str:
+    if outcome.timed_out:
+        return f"it took longer than {limit_s:g} s"
+    return _OUR_SCRIPTS.sub("", outcome.stderr.text()).strip()

@@ -14,18 +14,22 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
 
 from agentfly.errors import ResourceDied, ResourceResetError, UsageError
+from agentfly.resources.environments import nursery
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.kept_process import reap
 from agentfly.resources.environments.parcel import pack, unpack
 from agentfly.resources.environments.returned_error import RemoteError
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status
+
+Starts = Literal["fork", "spawn"]
+both_starts = pytest.mark.parametrize("starts", ["fork", "spawn"])
 
 SEEN: list[str] = []
 """State of the module, as some simulators keep it."""
@@ -165,17 +169,37 @@ async def test_release_leaves_no_process_whatever_the_simulator_started() -> Non
     await machine.release()
 
 
+@pytest.fixture
+def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zygote ends with the last simulator."""
+    monkeypatch.setattr(nursery, "LINGER_S", 0.0)
+
+
+async def no_child_is_left() -> bool:
+    for _ in range(500):
+        if not psutil.Process().children(recursive=True):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
 @pytest.mark.slow
-async def test_twenty_rounds_leave_no_process_and_no_open_file() -> None:
-    machine = await started()
+@both_starts
+@pytest.mark.usefixtures("no_linger")
+async def test_twenty_rounds_leave_no_process_and_no_open_file(starts: Starts) -> None:
+    machine = await started(starts=starts)
     await machine.release()
+    assert await no_child_is_left()
     me = psutil.Process()
     before = me.num_fds()
     for _ in range(20):
-        machine = await started(factory=QuietMachine)
-        await machine.children()
+        machine = await started(factory=QuietMachine, starts=starts)
+        (pid, child) = await machine.children()
         await machine.release()
-    assert me.children(recursive=True) == []
+        assert gone(pid)
+        assert gone(child)
+        await machine.release()
+    assert await no_child_is_left()
     assert me.num_fds() <= before
 
 
@@ -184,11 +208,17 @@ async def rounds_of_the_loop(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_nor_an_open_file() -> None:
+@both_starts
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_nor_an_open_file(
+    starts: Starts,
+) -> None:
     me = psutil.Process()
-    spec = EnvironmentSpec(factory=time.sleep, args=(60,), runs="process")
+    spec = EnvironmentSpec(factory=time.sleep, args=(60,), runs="process", starts=starts)
+    warming = Environment(EnvironmentSpec(factory=time.sleep, args=(0,), runs="process", starts=starts), "machine-1")
+    await warming.start()  # so that the others are forked at once
     open_files = []
-    for rounds in range(10):
+    for rounds in range(12):
+        before = set(me.children(recursive=True))
         machine = Environment(spec, "machine-2")
         starting = asyncio.create_task(machine.start())
         await rounds_of_the_loop(rounds)
@@ -198,17 +228,23 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_
         await machine.release()
         await rounds_of_the_loop(3)  # in which asyncio closes what it was told to
         open_files.append(me.num_fds())
-        assert me.children(recursive=True) == []
+        assert set(me.children(recursive=True)) == before
     assert set(open_files) == {open_files[0]}
+    await warming.release()
 
 
-async def test_a_process_that_cannot_be_started_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_starts
+@pytest.mark.usefixtures("no_linger")
+async def test_a_process_that_cannot_be_started_leaves_no_open_file(
+    monkeypatch: pytest.MonkeyPatch, starts: Starts
+) -> None:
     await (await started()).release()
+    assert await no_child_is_left()
     await rounds_of_the_loop(3)
     before = psutil.Process().num_fds()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     for _ in range(3):
-        machine = Environment(EnvironmentSpec(factory=Machine, runs="process"), "machine-3")
+        machine = Environment(EnvironmentSpec(factory=Machine, runs="process", starts=starts), "machine-3")
         with pytest.raises(FileNotFoundError):
             await machine.start()
         await machine.release()

@@ -206,4 +206,4 @@ def _home(spec: EnvironmentSpec, instance: str) -> Home:
         case "thread":
             return ThreadHome(spec, instance)
         case "process":
-            return ProcessHome(spec)
+            return ProcessHome(spec, instance)

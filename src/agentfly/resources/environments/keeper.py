@@ -2,11 +2,11 @@
 
 It forks the process that the simulator lives in (`worker`), runs none of its code itself, and so can never hang with
 it. Whatever the simulator starts, also what leaves its group or session, comes to the keeper when its parent ends.
-When the simulator's process ends, when the keeper is told to end, or when the process that started the keeper is
-gone, however it went, the keeper kills all of it and ends.
+When the simulator's process ends, when it runs into its limit of memory, when the keeper is told to end, or when the
+process that the simulator belongs to is gone, however it went, the keeper kills all of it and ends.
 
 The keeper holds one end of the life line, a socket: end-of-file on it says that the keeper must end, and what the
-keeper writes into it (the exit status of the simulator's process, in JSON) says why it did.
+keeper writes into it (an `Obituary`, in JSON) says why it did.
 """
 
 from __future__ import annotations
@@ -19,48 +19,98 @@ import select
 import signal
 import socket
 import sys
-from pathlib import Path
+import time
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
+from agentfly.resources.containers.processes import children
+from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.worker import serve
+from agentfly.resources.identity import start_time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
+OWNER_S = 1.0
+"""Seconds between two looks at the process that the simulator belongs to. The life line shows its end at once, unless
+a fork of it holds that open."""
 
-def main(calls_fd: int, life_fd: int, parent: int, memory_bytes: int) -> None:
-    """Keep one simulator's process.
+
+@dataclass(frozen=True)
+class Charge:
+    """What a keeper is told.
 
     Args:
-        calls_fd: descriptor of the socket that calls come through.
-        life_fd: descriptor of the life line.
-        parent: id of the process that the simulator belongs to.
-        memory_bytes: limit on the address space of the simulator's processes; 0 means none.
+        calls: descriptor of the socket that calls come through.
+        life: descriptor of the life line.
+        owner: id and start time of the process that the simulator belongs to.
+        bound: the limit on the memory of the simulator's processes, if there is one.
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    calls: int
+    life: int
+    owner: tuple[int, int | None]
+    bound: MemoryBound | None
+
+    @classmethod
+    def from_json(cls, text: str) -> Charge:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        bound = fields["bound"] and MemoryBound(**fields["bound"])
+        return cls(**{**fields, "owner": tuple(fields["owner"]), "bound": bound})
+
+    def to_json(self) -> str:
+        """The charge as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Obituary:
+    """How a simulator's process ended.
+
+    Args:
+        exit: its exit status, negative for the number of a signal; None if the keeper ended it.
+        out_of_memory: whether it, or something that it started, ran into the limit of memory.
+    """
+
+    exit: int | None
+    out_of_memory: bool
+
+
+def main(charge: Charge) -> NoReturn:
+    """Keep one simulator's process, from its start to its end."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for descriptor in (charge.calls, charge.life):
+        os.set_inheritable(descriptor, False)  # they are not for what the simulator starts
     keeper = os.getpid()
+    if charge.bound is not None:
+        charge.bound.set_up()
     worker = os.fork()
     if worker == 0:
-        _work(keeper, calls_fd, life_fd, memory_bytes)
-    os.close(calls_fd)
-    with socket.socket(fileno=life_fd) as life:
-        status = _watch(worker, life, parent)
-        _end_descendants()
-        if status is not None:
+        _work(keeper, charge)
+    os.close(charge.calls)
+    with socket.socket(fileno=charge.life) as life:
+        obituary = _watch(worker, life, charge)
+        end_descendants()
+        if charge.bound is not None:
+            with contextlib.suppress(OSError):  # whoever gave the charge clears it too
+                charge.bound.clear()
+        if obituary is not None:
             with contextlib.suppress(OSError):
-                life.sendall(json.dumps({"exit": status}).encode())
+                life.sendall(json.dumps(asdict(obituary)).encode())
     os._exit(0)  # there is nothing to tidy, and whoever waits for the end waits for this
 
 
-def _work(keeper: int, calls_fd: int, life_fd: int, memory_bytes: int) -> None:
+def _work(keeper: int, charge: Charge) -> NoReturn:
     """Be the simulator's process, and end with it."""
     code = 1
     try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
-            return
-        os.close(life_fd)
-        with socket.socket(fileno=calls_fd) as calls:
-            serve(calls, memory_bytes)
+            os._exit(code)
+        os.close(charge.life)
+        with socket.socket(fileno=charge.calls) as calls:
+            serve(calls, charge.bound)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -73,20 +123,21 @@ def _work(keeper: int, calls_fd: int, life_fd: int, memory_bytes: int) -> None:
         os._exit(code)
 
 
-def _watch(worker: int, life: socket.socket, parent: int) -> int | None:
-    """Wait until the simulator's process ends, and give its exit status, or until it is to end: None."""
-    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+def _watch(worker: int, life: socket.socket, charge: Charge) -> Obituary | None:
+    """Wait until the simulator's process ends, or runs into its bound, or is to end: None."""
+    woken = wakeups()
     told_to_end = []
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
-    signal.set_wakeup_fd(wakes)
-    while not told_to_end and os.getppid() == parent:
-        while (ended := _reap_one()) is not None:
+    owner, owner_started = charge.owner
+    bound = charge.bound
+    while not told_to_end and start_time(owner) == owner_started:
+        while (ended := reap_one()) is not None:
             pid, status = ended
             if pid == worker:
-                return status
-        # The life line may be held open by a fork of the dead parent, hence the look at the parent every second.
-        readable, _, _ = select.select([life.fileno(), woken], [], [], 1.0)
+                return Obituary(status, bound is not None and bound.kills() > 0)
+        if bound is not None and bound.exceeded():
+            return Obituary(None, True)
+        readable, _, _ = select.select([life.fileno(), woken], [], [], bound.look_every_s if bound else OWNER_S)
         if life.fileno() in readable:
             return None
         if woken in readable:
@@ -94,7 +145,15 @@ def _watch(worker: int, life: socket.socket, parent: int) -> int | None:
     return None
 
 
-def _reap_one() -> tuple[int, int] | None:
+def wakeups() -> int:
+    """A descriptor that can be read whenever a child ends or a signal with a handler comes."""
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    return woken
+
+
+def reap_one() -> tuple[int, int] | None:
     """The id and exit status of a child that has ended; a signal's number is negative."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -103,32 +162,19 @@ def _reap_one() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _end_descendants() -> None:
-    """Kill everything below the keeper: as each process ends, its children become the keeper's and are next."""
-    while True:
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+def end_descendants() -> None:
+    """Kill everything below this process: as each process ends, its children become this one's and are next."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for child in children(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.0005)
 
 
-def _children() -> list[int]:
-    """Ids of the keeper's children."""
-    me = str(os.getpid())
-    children = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name of the program, in parentheses, may hold anything; what follows it is well formed.
-                if (folder / "stat").read_text().rpartition(")")[2].split()[1] == me:
-                    children.append(int(folder.name))
-    return children
-
-
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     """Set a property of this process that Python has no call for (Linux, prctl(2))."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

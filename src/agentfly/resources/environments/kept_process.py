@@ -12,10 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import ResourceError
+from agentfly.resources.environments.keeper import Charge, Obituary
+from agentfly.resources.environments.memory_bound import MemoryBound
+from agentfly.resources.environments.nursery import Nursery
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.identity import start_time
 
@@ -30,46 +34,72 @@ FORCE_S = 5.0
 # The path is set before anything of AgentFly is imported, so that both sides run the same code.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from agentfly.resources.environments.keeper import main; main(*map(int, sys.argv[2:]))"
+    "from agentfly.resources.environments.keeper import Charge, main; main(Charge.from_json(sys.argv[2]))"
 )
+
+Birth = asyncio.Future["Keeper"]
+Bear = Callable[[Charge, int], Awaitable["Keeper"]]
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """A keeper that has been started.
+
+    Args:
+        pid: its process id.
+        started: its start time.
+        child: the same as a child of this process; None if it is the child of a zygote.
+    """
+
+    pid: int
+    started: int | None
+    child: subprocess.Popen[bytes] | None = None
+
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        if self.child is not None:
+            return self.child.poll() is not None
+        return self.started is None or start_time(self.pid) != self.started
+
+    def kill(self) -> None:
+        """Kill it. What it keeps is killed by the kernel, as far as that was started by it."""
+        if not self.gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class KeptProcess:
     """A process that answers parcels with parcels, one at a time, and whose end is noticed and told.
 
     Args:
-        memory_bytes: limit on the address space of each of its processes; 0 means none.
+        nursery: what has it forked; None to begin with a fresh interpreter.
+        bound: the limit on its memory, with all that it starts, if there is one.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._memory_bytes = memory_bytes
-        self._keeper: subprocess.Popen[bytes] | None = None
+    def __init__(self, nursery: Nursery | None, bound: MemoryBound | None) -> None:
+        self._nursery = nursery
+        self._bound = bound
+        self._claimed = False
+        self._birth: asyncio.Task[Keeper] | None = None
+        self._keeper: Keeper | None = None
         self._calls: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._life: asyncio.StreamWriter | None = None
         self._output: asyncio.ReadTransport | None = None
         self._last_words: asyncio.Task[bytes] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._tail = b""
-        self.traces: dict[str, Any] = {}
 
     async def start(self) -> None:
         """Start the keeper and, by it, the process."""
-        with contextlib.ExitStack() as far_ends:  # which are for the keeper alone
-            # What can be interrupted comes before there is a process to lose, and each near end belongs to its
-            # connection from the moment it is made, so that it is closed wherever this ends.
-            near, calls = socket.socketpair()
-            far_ends.enter_context(calls)
-            self._calls = await asyncio.open_connection(sock=near)
-            near, life = socket.socketpair()
-            far_ends.enter_context(life)
-            words, self._life = await asyncio.open_connection(sock=near)
-            reading, errors = os.pipe()
-            far_ends.callback(os.close, errors)
-            output = await self._open_output(reading)
-            self._keeper = self._spawn(calls, life, errors)
-        self._last_words = asyncio.create_task(words.read())
-        self._listening = asyncio.create_task(self._listen(output))
-        self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
+        if self._nursery is not None:
+            self._nursery.claim()
+            self._claimed = True
+            with contextlib.suppress(ConnectionError):  # the zygote died, perhaps of what it imported: this tells
+                if await self._nursery.warm():
+                    await self._begin(self._fork)
+                    return
+            self._hang_up()
+        await self._begin(_spawn)
 
     async def ask(self, request: bytes) -> bytes:
         """Send a parcel and get the one that answers it.
@@ -91,51 +121,96 @@ class KeptProcess:
         """Whether the process has ended, with everything that it had started."""
         return self._last_words is not None and self._last_words.done()
 
-    async def obituary(self) -> str:
-        """How the process ended, and the end of what it wrote to its standard error."""
-        status = None
+    @property
+    def traces(self) -> dict[str, Any]:
+        """How `reap` finds it."""
+        keeper = self._keeper
+        return {} if keeper is None else {"pid": keeper.pid, "start_time": keeper.started}
+
+    async def obituary(self) -> Obituary:
+        """How the process ended."""
         with contextlib.suppress(TimeoutError, OSError, ValueError):
             async with asyncio.timeout(FORCE_S):
                 assert self._last_words is not None
                 assert self._listening is not None
                 words = await asyncio.shield(self._last_words)
                 await asyncio.shield(self._listening)
-                status = json.loads(words)["exit"]
-        tail = self._tail.decode(errors="replace").strip()
-        return _how(status) + (f" The end of its output:\n{tail}" if tail else " It wrote nothing to its output.")
+                return Obituary(**json.loads(words))
+        return Obituary(None, False)
+
+    @property
+    def tail(self) -> str:
+        """The end of what the process has written to its output."""
+        return self._tail.decode(errors="replace").strip()
 
     async def stop(self) -> None:
         """Kill the process and everything that it had started; return when they are gone."""
-        if self._life is not None and self._last_words is not None and self._keeper is not None:
-            with contextlib.suppress(OSError):
-                self._life.write_eof()
-            try:
+        if self._birth is not None:
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(FORCE_S):
-                    await asyncio.shield(self._last_words)
-            except TimeoutError:
-                logger.warning("The keeper %d of a simulator does not end and is killed.", self._keeper.pid)
-                self._keeper.kill()
-            except OSError:
-                pass  # a reset says the same as an end
-            while self._keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
-                await asyncio.sleep(0.001)
+                    self._keeper = await asyncio.shield(self._birth)
+        if self._keeper is not None:
+            await self._end(self._keeper)
+        self._hang_up()
+        if self._claimed and self._nursery is not None:
+            self._nursery.drop()
+            self._claimed = False
+
+    async def _begin(self, bear: Bear) -> None:
+        with contextlib.ExitStack() as far_ends:  # which are for the keeper alone
+            # What can be interrupted comes before there is a process to lose, and each near end belongs to its
+            # connection from the moment it is made, so that it is closed wherever this ends.
+            near, calls = socket.socketpair()
+            far_ends.enter_context(calls)
+            self._calls = await asyncio.open_connection(sock=near)
+            near, life = socket.socketpair()
+            far_ends.enter_context(life)
+            words, self._life = await asyncio.open_connection(sock=near)
+            reading, errors = os.pipe()
+            far_ends.callback(os.close, errors)
+            output = await self._open_output(reading)
+            self._last_words = asyncio.create_task(words.read())
+            self._listening = asyncio.create_task(self._listen(output))
+            me = os.getpid()
+            charge = Charge(calls.fileno(), life.fileno(), (me, start_time(me)), self._bound)
+            self._birth = asyncio.ensure_future(bear(charge, errors))
+        self._keeper = await asyncio.shield(self._birth)
+
+    def _fork(self, charge: Charge, output: int) -> Awaitable[Keeper]:
+        assert self._nursery is not None
+        reply = self._nursery.fork(charge, output)
+
+        async def keeper() -> Keeper:
+            born = await reply
+            return Keeper(born["pid"], born["start_time"])
+
+        return keeper()
+
+    async def _end(self, keeper: Keeper) -> None:
+        assert self._life is not None
+        assert self._last_words is not None
+        with contextlib.suppress(OSError):
+            self._life.write_eof()
+        try:
+            async with asyncio.timeout(FORCE_S):
+                await asyncio.shield(self._last_words)
+        except TimeoutError:
+            logger.warning("The keeper %d of a simulator does not end and is killed.", keeper.pid)
+            keeper.kill()
+        except OSError:
+            pass  # a reset says the same as an end
+        while not keeper.gone():  # noqa: ASYNC110  (its sockets close an instant before it is gone)
+            await asyncio.sleep(0.001)
+        if self._bound is not None:
+            await asyncio.to_thread(self._bound.clear)  # nothing to do unless the keeper was killed
+
+    def _hang_up(self) -> None:
         for task in (self._last_words, self._listening):
             if task is not None:
                 task.cancel()
         for transport in (self._calls and self._calls[1], self._life, self._output):
             if transport is not None:
                 transport.close()
-
-    def _spawn(self, calls: socket.socket, life: socket.socket, errors: int) -> subprocess.Popen[bytes]:
-        numbers = (calls.fileno(), life.fileno(), os.getpid(), self._memory_bytes)
-        return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, numbers)],
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-            pass_fds=(calls.fileno(), life.fileno()),
-            start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
-        )
 
     async def _open_output(self, descriptor: int) -> asyncio.StreamReader:
         reader = asyncio.StreamReader()
@@ -148,6 +223,21 @@ class KeptProcess:
         """Keep the end of what the process writes, so that it can neither fill a disk nor block."""
         while chunk := await output.read(1 << 16):
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+
+
+def _spawn(charge: Charge, output: int) -> Awaitable[Keeper]:
+    """Start a keeper in a fresh interpreter."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _BOOT, json.dumps(sys.path), charge.to_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(charge.calls, charge.life),
+        start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
+    )
+    born: Birth = asyncio.get_running_loop().create_future()
+    born.set_result(Keeper(child.pid, start_time(child.pid), child))
+    return born
 
 
 def reap(traces: Mapping[str, Any]) -> None:
@@ -167,17 +257,10 @@ def reap(traces: Mapping[str, Any]) -> None:
                 os.kill(pid, signal.SIGCONT)  # a stopped one would not hear
         while time.monotonic() < deadline:
             if pid is None or start_time(pid) != started:
+                if (bound := traces.get("bound")) is not None:
+                    MemoryBound(**bound).clear()
                 return
             time.sleep(0.01)
     raise ResourceError(
         f"The keeper {pid} of a simulator does not end, not even by SIGKILL. Look for what holds it up."
     )
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "nothing tells how it ended."
-    if status >= 0:
-        return f"it exited with status {status}."
-    name = signal.Signals(-status).name
-    return f"it was ended by {name}" + (", perhaps for lack of memory." if name == "SIGKILL" else ".")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import sys
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly.errors import ResourceDied
 from agentfly.resources.environments.kept_process import KeptProcess
+from agentfly.resources.environments.memory_bound import MemoryBound
+from agentfly.resources.environments.nursery import nursery_of
 from agentfly.resources.environments.parcel import pack, unpack
 from agentfly.resources.environments.returned_error import unpack_error
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.environments.worker import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +26,20 @@ class ProcessHome:
 
     serial = True
 
-    def __init__(self, spec: EnvironmentSpec) -> None:
+    def __init__(self, spec: EnvironmentSpec, instance: str) -> None:
         self._spec = spec
+        self._bound = MemoryBound.of(spec.memory_bytes, instance) if spec.memory_bytes else None
         self._process: KeptProcess | None = None
         self._exhausted = False
 
     async def start(self) -> bool:
         self._exhausted = False
-        self._process = KeptProcess(self._spec.memory_bytes)
+        spec = self._spec
+        self._process = KeptProcess(
+            nursery_of(spec.factory, spec.label) if spec.starts == "fork" else None, self._bound
+        )
         await self._process.start()
-        return bool(await self._ask("its factory", ("make", sys.path, self._spec.parcel())))
+        return bool(await self._ask("its factory", ("make", Surroundings.here(), spec.parcel())))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._ask(f"{method}()", ("call", method, args, dict(kwargs)))
@@ -56,7 +64,8 @@ class ProcessHome:
 
     @property
     def traces(self) -> dict[str, Any]:
-        return self._process.traces if self._process is not None else {}
+        bound = {} if self._bound is None else {"bound": dataclasses.asdict(self._bound)}
+        return bound | (self._process.traces if self._process is not None else {})
 
     async def _ask(self, what: str, request: tuple[Any, ...]) -> Any:
         if self._process is None:
@@ -65,14 +74,34 @@ class ProcessHome:
         try:
             answer = unpack(await self._process.ask(parcel))
         except EOFError:
-            obituary = await self._process.obituary()
-            raise ResourceDied(f"The process of {self._spec.label} ended during {what}: {obituary}") from None
+            raise await self._died(self._process, what) from None
         match answer:
             case ("value", value):
                 return value
             case ("memory", message):
                 self._exhausted = True
-                limit = f"its limit of {self._spec.memory}" if self._spec.memory else "the machine's memory"
-                raise ResourceDied(f"{self._spec.label} ran out of {limit} during {what}. {message}".rstrip())
+                raise self._ran_out(what, message)
             case _:
                 raise unpack_error(*answer[1:])
+
+    async def _died(self, process: KeptProcess, what: str) -> ResourceDied:
+        obituary = await process.obituary()
+        tail = f"The end of its output:\n{process.tail}" if process.tail else "It wrote nothing to its output."
+        if obituary.out_of_memory:
+            self._exhausted = True
+            return self._ran_out(what, f"Its processes were killed. {tail}")
+        return ResourceDied(f"The process of {self._spec.label} ended during {what}: {_how(obituary.exit)} {tail}")
+
+    def _ran_out(self, what: str, how: str) -> ResourceDied:
+        of = f"its limit of {self._spec.memory}" if self._bound else "the machine's memory"
+        return ResourceDied(f"{self._spec.label} ran out of {of} during {what}. {how}".rstrip())
+
+
+def _how(status: int | None) -> str:
+    """How a process ended by its exit status, in words."""
+    if status is None:
+        return "nothing tells how it ended."
+    if status >= 0:
+        return f"it exited with status {status}."
+    name = signal.Signals(-status).name
+    return f"it was ended by {name}" + (", perhaps for lack of memory." if name == "SIGKILL" else ".")

@@ -16,7 +16,7 @@ def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping
     Raises:
         ConfigError: the factory is given by a name that leads to nothing.
     """
-    return (_named(factory) if isinstance(factory, str) else factory)(*args, **kwargs)
+    return (named(factory) if isinstance(factory, str) else factory)(*args, **kwargs)
 
 
 def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -58,6 +58,23 @@ def as_exception(error: BaseException) -> Exception:
     return raised.with_traceback(error.__traceback__)
 
 
+def require_thread_safe(made: Any, label: str) -> None:
+    """Refuse what says that two of it in one process disturb each other.
+
+    Args:
+        made: a simulator or what makes it.
+        label: what it is called in the message.
+
+    Raises:
+        ConfigError: its ``thread_safe`` is False.
+    """
+    if getattr(made, "thread_safe", True) is False:
+        raise ConfigError(
+            f"{label} says that it is not thread-safe (thread_safe = False), so that no two of it may live in one "
+            "process. Write EnvironmentSpec(runs='process'), which gives each a process of its own."
+        )
+
+
 def resets_freely(simulator: Any) -> bool:
     """Whether the object has a ``reset`` that can be called without arguments."""
     import inspect  # here, because an object without `reset` starts faster without it
@@ -74,7 +91,12 @@ def resets_freely(simulator: Any) -> bool:
     return True
 
 
-def _named(name: str) -> Callable[..., Any]:
+def named(name: str) -> Callable[..., Any]:
+    """The factory that is called ``module:name``.
+
+    Raises:
+        ConfigError: there is none.
+    """
     module_name, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module_name)

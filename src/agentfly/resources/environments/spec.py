@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly.errors import ConfigError
+from agentfly.resources.environments import simulator
 from agentfly.resources.environments.parcel import pack
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
@@ -35,13 +36,23 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             millisecond or is async. ``thread``: on a thread of its own, for blocking calls that wait (a socket, a
             database); no thread can be ended from outside, so a call that hangs keeps its place. ``process``: in a
             process of its own, for code that computes, hangs, crashes, leaks or keeps its state in modules.
+        starts: how a ``process`` comes about. ``fork``: the factory's module is imported once, in a process that does
+            nothing else, and each simulator is a fork of that, which takes milliseconds whatever the import takes.
+            If the import starts threads, opens files or starts processes, which forks cannot share, each simulator
+            imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
+            libraries that cannot be forked.
         call_timeout_s: seconds that one call may take before the instance counts as lost. A sync call in the loop
             cannot be interrupted.
 
-    ``memory`` is enforced for ``process``, as a limit on the address space of each of its processes.
+    ``memory`` is enforced for ``process``, on the simulator with all that it starts: by a control group where this
+    process may make some, otherwise by measuring it. In the loop and on threads it only counts in the engine's budget.
+
+    A simulator that keeps state in its module, so that two in one process would disturb each other, says so by an
+    attribute ``thread_safe = False`` of its class or factory; it is then refused anywhere but in a process of its own.
 
     Raises:
-        ConfigError: an argument is not hashable or not given as it should be, or the factory's name is malformed.
+        ConfigError: an argument is not hashable or not given as it should be, the factory's name is malformed, or the
+            simulator is not thread-safe and does not get a process of its own.
         UsageError: ``runs="process"``, and the factory or an argument cannot travel to another process.
     """
 
@@ -49,12 +60,20 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     runs: Literal["loop", "thread", "process"] = "loop"
+    starts: Literal["fork", "spawn"] = "fork"
     call_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.runs not in ("loop", "thread", "process"):
             raise ConfigError(f"EnvironmentSpec(runs={self.runs!r}): write 'loop', 'thread' or 'process'.")
+        if self.starts not in ("fork", "spawn"):
+            raise ConfigError(f"EnvironmentSpec(starts={self.starts!r}): write 'fork' or 'spawn'.")
+        if self.starts == "spawn" and self.runs != "process":
+            raise ConfigError(
+                f"EnvironmentSpec(starts='spawn', runs={self.runs!r}): only a process can be spawned. Write "
+                "runs='process', or leave out starts."
+            )
         if not (isinstance(self.call_timeout_s, (int, float)) and self.call_timeout_s > 0):
             raise ConfigError(
                 f"EnvironmentSpec(call_timeout_s={self.call_timeout_s!r}): a call needs some time, in seconds."
@@ -70,6 +89,8 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
                 "Give what makes the environment, not an environment."
             )
+        if self.runs != "process":
+            simulator.require_thread_safe(self.factory, self.label)
         self._settle_arguments()
         self._require_hashable()
         if self.runs == "process":

@@ -1,33 +1,34 @@
 """The inside of a simulator's process: it makes the simulator and answers calls, one frame each way.
 
 Frames are a length in 8 bytes, big-endian, and that many bytes of parcel. A request is ``(what, ...)``; an answer is
-``("value", value)``, ``("error", ...)`` with what `pack_error` gives, or ``("memory", message)``.
+``("value", value)``, ``("error", ...)`` with what `pack_error` gives, or ``("memory", message)``, which is the last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
 import struct
 import sys
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 from agentfly.resources.environments import simulator
+from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.parcel import pack_quickly, unpack
 from agentfly.resources.environments.returned_error import pack_error
 
 LENGTH = struct.Struct(">Q")
 
 
-def serve(calls: socket.socket, memory_bytes: int) -> None:
-    """Answer requests until the other side hangs up."""
+def serve(calls: socket.socket, bound: MemoryBound | None) -> None:
+    """Answer requests, under a bound of memory, until the other side hangs up."""
     os.dup2(2, 1)  # what the simulator prints goes where its errors go
-    if memory_bytes:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if bound is not None:
+        bound.enter()
     subject = _Subject()
     while (request := _receive(calls)) is not None:
         try:
@@ -38,7 +39,35 @@ def serve(calls: socket.socket, memory_bytes: int) -> None:
             raise
         except BaseException as error:
             answer = pickle.dumps(("error", *pack_error(simulator.as_exception(error))))
+        if bound is not None and bound.kills():  # of what it had started, which it may take for any kind of failure
+            answer = pickle.dumps(("memory", "A process that it had started was killed."))
         calls.sendall(LENGTH.pack(len(answer)) + answer)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process takes over from the one that the simulator belongs to, as it is when the simulator is made."""
+
+    path: list[str]
+    directory: str
+    environment: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        try:
+            directory = os.getcwd()  # noqa: PTH109
+        except OSError:  # it was removed
+            directory = "/"
+        return cls(list(sys.path), directory, dict(os.environ))
+
+    def enter(self) -> None:
+        """Make them those of this process."""
+        sys.path[:] = self.path
+        with contextlib.suppress(OSError):
+            os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
 
 
 class _Subject:
@@ -50,8 +79,8 @@ class _Subject:
 
     def do(self, what: str, *details: Any) -> Any:
         if what == "make":
-            path, parcel = details
-            sys.path[:] = path
+            surroundings, parcel = details
+            surroundings.enter()
             self._simulator = self._resolve(simulator.make(*unpack(parcel)))
             return simulator.resets_freely(self._simulator)
         if what == "close":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
@@ -15,7 +16,12 @@ from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.thread_home import ThreadHome
 from agentfly.resources.resource import Resource, Status
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+SLOW_S = 10.0
+"""Seconds after which it is logged that a start goes on."""
 
 ABANDONED_CALL_S = 1.0
 """Seconds that a release waits for a call that nobody waits for any more, so that the simulator can be closed."""
@@ -68,11 +74,12 @@ class Environment(Resource):
         return await self._see_through(self._call(method, args, kwargs), method)
 
     async def start(self) -> None:
-        """Make the user's object, and reset it if it can be."""
+        """Make the user's object, and reset it if it can be. A start that takes long is logged now and then."""
         async with self._turn:
-            self._resets_freely = await self._home.start()
-            if self._resets_freely:
-                await self._ask("reset", (), {})
+            with self._told_while_slow():
+                self._resets_freely = await self._home.start()
+                if self._resets_freely:
+                    await self._ask("reset", (), {})
             self._lost = None
 
     async def reset(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +165,36 @@ class Environment(Resource):
         try:
             await self._home.stop(within_s=self.spec.release_timeout_s, close=True)
             limit = self.spec.start_timeout_s
-            await self._within(limit, self._home.start(), f"it was not made anew within start_timeout_s={limit:g}")
+            with self._told_while_slow():
+                await self._within(limit, self._home.start(), f"it was not made anew within start_timeout_s={limit:g}")
         except BaseException as error:
             self._lost = self._lost or f"making it anew failed with {error!r}"
             raise
         finally:
             self._making_anew = False
+
+    @contextlib.contextmanager
+    def _told_while_slow(self) -> Iterator[None]:
+        """Have it logged that a start goes on, after `SLOW_S` seconds and then at ever longer intervals."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def tell(so_far: float) -> None:
+            nonlocal timer
+            timer = loop.call_later(so_far, tell, 2 * so_far)
+            logger.warning(
+                "%s %s is still being made after %g s; it may take start_timeout_s=%g.",
+                self.spec.label,
+                self.instance,
+                so_far,
+                self.spec.start_timeout_s,
+            )
+
+        timer = loop.call_later(SLOW_S, tell, SLOW_S)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         limit = self.spec.call_timeout_s

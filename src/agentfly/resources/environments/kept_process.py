@@ -31,6 +31,9 @@ TAIL_BYTES = 4096
 FORCE_S = 5.0
 """Seconds a keeper may take to end everything below it before it is killed itself."""
 
+FORK_TRIES = 2
+"""How often a zygote that has died is replaced for one start."""
+
 # The path is set before anything of AgentFly is imported, so that both sides run the same code.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -94,12 +97,14 @@ class KeptProcess:
         if self._nursery is not None:
             self._nursery.claim()
             self._claimed = True
-            with contextlib.suppress(ConnectionError):  # the zygote died, perhaps of what it imported: this tells
-                if await self._nursery.warm():
+            for _ in range(FORK_TRIES):
+                with contextlib.suppress(ConnectionError):  # the zygote died, perhaps of what it imported
+                    if not await self._nursery.warm():
+                        break
                     await self._begin(self._fork)
                     return
-            self._hang_up()
-        await self._begin(_spawn)
+                self._hang_up()
+        await self._begin(_spawn)  # by which an import that kills is told
 
     async def ask(self, request: bytes) -> bytes:
         """Send a parcel and get the one that answers it.

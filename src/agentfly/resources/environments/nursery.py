@@ -92,7 +92,8 @@ class Nursery:
         reply: Reply = asyncio.get_running_loop().create_future()
         reply.add_done_callback(_look_at)
         try:
-            assert self._control is not None
+            if self._control is None:  # the zygote has died since it was warm
+                raise ConnectionResetError("it has ended")
             socket.send_fds(self._control, [charge.to_json().encode()], [charge.calls, charge.life, output])
         except OSError as error:
             reply.set_exception(ConnectionError(f"The zygote of {self._label} cannot be reached: {error}"))

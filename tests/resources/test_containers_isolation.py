@@ -21,11 +21,11 @@ from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier, user_namespace_cure
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.processes import descendants, private_memory
 from agentfly.resources.containers.bubblewrap.program import Program
 from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.processes import descendants, private_memory
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 

@@ -15,8 +15,8 @@ import pytest
 
 from agentfly.benchmarks.sandboxes import measure_sandboxes
 from agentfly.errors import ResourceDied, ResourceStartError
+from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.containers.backend import reap
-from agentfly.resources.containers.bubblewrap.cgroups import cgroup_home
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import ResourceDied
-from agentfly.resources.containers.cgroups import cgroup_home
+from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.environments import memory_bound
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.kept_process import reap

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from agentfly.resources.containers.bubblewrap.cgroups import Cgroup, cgroup_home
+from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
 from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program

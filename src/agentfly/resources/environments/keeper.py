@@ -23,10 +23,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from agentfly.resources.containers.processes import children
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.worker import serve
 from agentfly.resources.identity import start_time
+from agentfly.resources.processes import children
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

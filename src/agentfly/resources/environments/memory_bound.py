@@ -9,8 +9,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.resources.containers.cgroups import Cgroup, cgroup_home, members
-from agentfly.resources.containers.processes import descendants, private_memory
+from agentfly.resources.cgroups import Cgroup, cgroup_home, members
+from agentfly.resources.processes import descendants, private_memory
 
 _ANY_NUMBER = 2**22  # of processes; the kernel knows no more
 

@@ -23,11 +23,11 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from agentfly.resources.containers.processes import children
 from agentfly.resources.environments import keeper, simulator
 from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import unpack
 from agentfly.resources.identity import start_time
+from agentfly.resources.processes import children
 
 MESSAGE_BYTES = 1 << 16
 """The longest request."""

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
-from agentfly.resources.containers.bubblewrap.cgroups import Cgroup
+from agentfly.resources.cgroups import Cgroup
 from agentfly.resources.containers.bubblewrap.launcher import Launched, Launcher
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.cgroups import CgroupHome
 from agentfly.resources.containers.bubblewrap import capabilities
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.resources.containers.bubblewrap.cgroups import CgroupHome
 from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment_arguments
 from agentfly.resources.containers.bubblewrap.processes import kill_with_children
 from agentfly.resources.containers.bubblewrap.program import Program

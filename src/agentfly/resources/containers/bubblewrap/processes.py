@@ -12,6 +12,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentfly.resources.processes import children, descendants
+
 _ROUNDS = 100
 
 
@@ -69,17 +71,6 @@ class ProcessNamespace:
             self.signal(pid, signal.SIGKILL)
 
 
-def children(pid: int) -> list[int]:
-    """The children of a process, whichever of its threads made them."""
-    found: list[int] = []
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    except OSError:
-        pass  # it, or a thread of it, is gone
-    return found
-
-
 def children_of_shell(pid: int) -> list[int]:
     """The children of a process that has one thread, as every shell has: `children`, for once a command."""
     try:
@@ -92,16 +83,6 @@ def children_of_shell(pid: int) -> list[int]:
         os.close(descriptor)
 
 
-def descendants(pid: int) -> set[int]:
-    """All processes below a process."""
-    found: set[int] = set()
-    edge = children(pid)
-    while edge:
-        found.update(edge)
-        edge = [below for above in edge for below in children(above) if below not in found]
-    return found
-
-
 def kill_with_children(pid: int) -> None:
     """Kill a process that has not been waited for, and its children.
 
@@ -112,15 +93,6 @@ def kill_with_children(pid: int) -> None:
         for child in children(pid):
             os.kill(child, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
-
-
-def private_memory(pid: int) -> int:
-    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def _inside_id(pid: int) -> int | None:

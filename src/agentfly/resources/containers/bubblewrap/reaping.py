@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.containers.bubblewrap.cgroups import members, remove
+from agentfly.resources.cgroups import members, remove
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, remove_scratch
 
 _PATIENCE_S = 10.0

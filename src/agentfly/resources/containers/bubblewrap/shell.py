@@ -17,9 +17,10 @@ from pathlib import Path
 from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 from agentfly.resources.containers.bubblewrap.exchange import Exchange
-from agentfly.resources.containers.bubblewrap.processes import children, children_of_shell
+from agentfly.resources.containers.bubblewrap.processes import children_of_shell
 from agentfly.resources.containers.bubblewrap.running import Running
 from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.processes import children
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.containers.bubblewrap import capabilities
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.resources.containers.bubblewrap.cgroups import cgroup_home
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.program import find_program
 

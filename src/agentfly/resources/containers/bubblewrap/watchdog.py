@@ -9,8 +9,8 @@ import signal
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 from agentfly.resources.containers.bubblewrap.capabilities import Tier
 from agentfly.resources.containers.bubblewrap.layout import private_file_systems
-from agentfly.resources.containers.bubblewrap.processes import descendants, private_memory
 from agentfly.resources.containers.bubblewrap.shell import Shell
+from agentfly.resources.processes import descendants, private_memory
 
 _PERIOD_S = 0.25
 _OF_A_SHELL = 32 * 2**20  # what a keeper of the shell may take before it counts among the largest

@@ -1,0 +1,38 @@
+"""The processes of this machine as /proc tells of them (proc(5)): who is below whom, and what they take.
+
+Who a process is, is `agentfly.resources.identity`'s matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, whichever of its threads made them."""
+    found: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    except OSError:
+        pass  # it, or a thread of it, is gone
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below a process."""
+    found: set[int] = set()
+    edge = children(pid)
+    while edge:
+        found.update(edge)
+        edge = [below for above in edge for below in children(above) if below not in found]
+    return found
+
+
+def private_memory(pid: int) -> int:
+    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -124,7 +124,8 @@ class KeptProcess:
     @property
     def ended(self) -> bool:
         """Whether the process has ended, with everything that it had started."""
-        return self._last_words is not None and self._last_words.done()
+        told = self._last_words is not None and self._last_words.done()
+        return told or (self._keeper is not None and self._keeper.gone())
 
     @property
     def traces(self) -> dict[str, Any]:

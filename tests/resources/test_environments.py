@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -328,3 +328,52 @@ async def test_an_awaitable_of_any_type_is_awaited(runs: Runs, tmp_path: Path) -
     assert await promising.step() == "stepped"
     await promising.release()
     assert path.read_text() == "closed"
+
+
+class Tangled:
+    """A simulator that keeps its state in its module."""
+
+    thread_safe = False
+    seen: ClassVar[list[str]] = []
+
+    def see(self, what: str) -> list[str]:
+        self.seen.append(what)
+        return self.seen
+
+
+def make_tangled() -> Tangled:
+    return Tangled()
+
+
+@everywhere
+async def test_what_is_not_thread_safe_lives_in_a_process_of_its_own_or_nowhere(runs: Runs) -> None:
+    pair = [environment(factory=make_tangled, runs=runs, capacity=2) for _ in range(2)]
+    if runs == "process":
+        await asyncio.gather(*(one.start() for one in pair))
+        for _ in range(2):
+            await asyncio.gather(*(one.see(str(place)) for place, one in enumerate(pair)))
+        assert [await one.see("!") for one in pair] == [["0", "0", "!"], ["1", "1", "!"]]
+    else:
+        with pytest.raises(ConfigError, match="not thread-safe"):
+            await pair[0].start()
+    for one in pair:
+        await one.release()
+
+
+@everywhere
+async def test_a_start_that_takes_long_is_told_while_it_lasts(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentfly.resources.environments.environment.SLOW_S", 0.05)
+    loading = environment(factory=load_for, args=(0.3,), runs=runs, start_timeout_s=9)
+    await loading.start()
+    told = [record.getMessage() for record in caplog.records if "is still being made" in record.getMessage()]
+    assert len(told) >= 2
+    assert "environment:load_for environment-under-test is still being made after 0.05 s" in told[0]
+    assert "start_timeout_s=9" in told[0]
+    await loading.release()
+
+
+async def load_for(seconds: float) -> Counter:
+    await asyncio.sleep(seconds)
+    return Counter()

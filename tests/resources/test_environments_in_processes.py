@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from agentfly.errors import ResourceDied, ResourceResetError, UsageError
+from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.environments import nursery
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.kept_process import reap
@@ -339,6 +340,40 @@ async def test_state_of_modules_is_each_simulators_own() -> None:
     assert await machines[0].see("fresh") == ["fresh"], "no reset of its own: a new process"
     assert SEEN == []
     await asyncio.gather(*(machine.release() for machine in machines))
+
+
+def states(pids: list[int]) -> set[str]:
+    return {psutil.Process(pid).status() for pid in pids}
+
+
+async def test_a_frozen_simulator_stands_still_with_all_that_it_started_and_goes_on_when_thawed(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(factory=Machine, runs="process", idle="freeze", capacity=1)
+    async with ResourceEngine(ledger=tmp_path / "state") as engine:
+        lease = await engine.acquire(spec, "rollout")
+        pids = await lease.resource.children()
+        assert await asyncio.to_thread(eventually, lambda: states(pids) == {psutil.STATUS_STOPPED})
+        assert await engine.check(lease) is Status.HEALTHY
+        for _ in range(2):
+            assert await lease.resource.echo(1) == 1
+        assert await asyncio.to_thread(eventually, lambda: states(pids) == {psutil.STATUS_STOPPED})
+    assert all(gone(pid) for pid in pids)
+
+
+async def test_a_frozen_simulator_is_closed_and_gone_when_it_is_released(tmp_path: Path) -> None:
+    keeping = Environment(EnvironmentSpec(factory=Keeping, args=(str(tmp_path / "end"),), runs="process"), "machine-9")
+    await keeping.start()
+    await keeping.freeze()
+    assert await keeping.status() is Status.HEALTHY
+    await keeping.release()
+    assert (tmp_path / "end").read_text() == "closed"
+
+
+class Keeping:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def close(self) -> None:
+        Path(self.path).write_text("closed")
 
 
 OWNER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import agentfly as af
 from agentfly.errors import ResourceDied
 from agentfly.events import EventStream, ResourceStuck
 from agentfly.resources import crew, orphans
@@ -57,8 +59,8 @@ def catalogue(path: Path, **fields: Any) -> EnvironmentSpec:
 
 
 @pytest.mark.parametrize("runs", ["loop", "thread", "process"])
-async def test_hundred_episodes_load_a_catalogue_once_a_slot_and_leave_none_open(runs: Any, tmp_path: Path) -> None:
-    spec = catalogue(tmp_path / "lines", runs=runs, capacity=4)
+async def test_500_episodes_load_a_catalogue_once_a_slot_and_leave_none_open(runs: Any, tmp_path: Path) -> None:
+    spec = catalogue(tmp_path / "lines", runs=runs, capacity=8)
     async with ResourceEngine(ledger=tmp_path / "state") as engine:
 
         async def episode(number: int) -> None:
@@ -68,10 +70,70 @@ async def test_hundred_episodes_load_a_catalogue_once_a_slot_and_leave_none_open
             assert len(await lease.resource.put("more")) == 2
             await engine.release_owner(owner)
 
-        await asyncio.gather(*(episode(number) for number in range(100)))
-    lines = (tmp_path / "lines").read_text().split()
-    assert 1 <= lines.count("loaded") <= 4
-    assert lines.count("closed") == lines.count("loaded")
+        await asyncio.gather(*(episode(number) for number in range(500)))
+        assert (tmp_path / "lines").read_text().split() == ["loaded"] * 8
+    assert (tmp_path / "lines").read_text().split() == ["loaded"] * 8 + ["closed"] * 8
+
+
+class Maze:
+    """A game of several tasks, in which some actions are no actions."""
+
+    def reset(self, task: int = 0) -> str:
+        self.random = random.Random(task)
+        return self.look()
+
+    def look(self) -> str:
+        return f"You see {self.random.randrange(10**9)} doors."
+
+    def step(self, action: str) -> dict[str, Any]:
+        if action == "wait":
+            time.sleep(60)
+        return {"observation": self.look(), "valid": action.startswith("move ")}
+
+
+MAZE = EnvironmentSpec(factory=Maze, runs="process", capacity=2, call_timeout_s=1.0)
+
+
+async def enter(maze: Any, context: af.Context) -> None:
+    await maze.reset(context.task["level"])
+
+
+@af.tool
+async def act(action: str, context: af.Context) -> af.ToolResult:
+    """Do something in the maze.
+
+    Args:
+        action: what to do.
+    """
+    seen = await (await context.acquire(MAZE, prepare=enter)).step(action)
+    return af.ToolResult(seen["observation"], info={"valid": seen["valid"]})
+
+
+async def test_attempts_at_one_task_begin_alike_and_invalid_actions_can_be_counted() -> None:
+    agent = af.Agent(model="tiny", tools=[act])
+    moves = ["move north", "put key in/on door", "move east"]
+    script = [*(agent.format.write("act", {"action": move}) for move in moves), "Done."]
+    tasks = [{"prompt": "Leave the maze.", "level": level} for level in (17, 18)]
+    result = await af.run(agent, tasks, attempts=4, policy=af.ScriptedPolicy(script))
+    seen = [[call for turn in each.turns for call in turn.results] for each in result.trajectories]
+    assert len(seen) == 8
+    assert len({tuple(call.observation for call in calls) for calls in seen}) == 2, "one story a task"
+    assert [call.info["valid"] for calls in seen for call in calls] == [True, False, True] * 8
+
+
+async def test_a_step_that_hangs_fails_its_rollout_alone_and_the_instance_is_replaced() -> None:
+    agent = af.Agent(model="tiny", tools=[act])
+
+    def hangs_on_level_1(conversation: str, turn: int) -> str:
+        action = "wait" if "Wait." in conversation else "move on"
+        return agent.format.write("act", {"action": action}) if turn < 2 else "Done."
+
+    tasks = [{"prompt": "Wait." if level == 1 else "Go.", "level": level} for level in range(6)]
+    result = await af.run(agent, tasks, policy=af.ScriptedPolicy(hangs_on_level_1))
+    finishes = {each.task.fields["level"]: each.finish for each in result.trajectories}
+    assert finishes == {level: "failed" if level == 1 else "answered" for level in range(6)}
+    (failed,) = (each for each in result.trajectories if each.finish == "failed")
+    assert "step() did not end within call_timeout_s=1" in failed.failure.message
 
 
 async def test_a_crashed_simulator_is_replaced_for_the_next_owner(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ class Counter:
     """A simulator."""
 
 
+class Tangled:
+    """A simulator that keeps its state in its module."""
+
+    thread_safe = False
+
+
 def test_specs_are_values_and_travel() -> None:
     spec = EnvironmentSpec(factory="games:Chess", kwargs={"level": 3, "board": "small"}, runs="process")
     same = EnvironmentSpec(factory="games:Chess", kwargs=(("board", "small"), ("level", 3)), runs="process")
@@ -34,6 +40,11 @@ def test_specs_are_values_and_travel() -> None:
         ({"factory": Counter, "args": ([1, 2],)}, r"args\[0\] is a list"),
         ({"factory": Counter, "kwargs": {"options": {"a": 1}}}, r"kwargs\['options'\] is a dict"),
         ({"factory": Counter, "runs": "threads"}, "'loop', 'thread' or 'process'"),
+        ({"factory": Counter, "runs": "process", "starts": "forkserver"}, "'fork' or 'spawn'"),
+        ({"factory": Counter, "runs": "thread", "starts": "spawn"}, "only a process can be spawned"),
+        ({"factory": Counter, "idle": "freeze"}, "only a process can be frozen"),
+        ({"factory": Tangled, "runs": "thread"}, r"Tangled says that it is not thread-safe.*runs='process'"),
+        ({"factory": Tangled, "capacity": 1}, "no two of it may live in one process"),
         ({"factory": Counter, "call_timeout_s": 0}, "a call needs some time"),
         ({"factory": Counter, "call_timeout_s": "60"}, "a call needs some time"),
         ({"factory": Counter, "args": 5}, r"for a single one write args=\(5,\)"),

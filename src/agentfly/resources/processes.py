@@ -5,7 +5,12 @@ Who a process is, is `agentfly.resources.identity`'s matter.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
+
+_ROUNDS = 100
 
 
 def children(pid: int) -> list[int]:
@@ -27,6 +32,33 @@ def descendants(pid: int) -> set[int]:
         found.update(edge)
         edge = [below for above in edge for below in children(above) if below not in found]
     return found
+
+
+def signal_below(pid: int, number: signal.Signals) -> None:
+    """Send a signal to every process below a process. A stop reaches those too that are being forked meanwhile.
+
+    Each gets it through a pidfd, after it was seen to be below the process, so that a reused process id hits nobody.
+    """
+    reached: set[int] = set()
+    for _ in range(_ROUNDS):
+        fresh = descendants(pid) - reached
+        if not fresh:
+            break
+        opened = {below: descriptor for below in fresh if (descriptor := _open(below)) is not None}
+        still = descendants(pid)
+        for below, descriptor in opened.items():
+            if below in still:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            os.close(descriptor)
+        reached |= fresh
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def private_memory(pid: int) -> int:

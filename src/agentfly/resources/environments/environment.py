@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
 from agentfly.resources.environments.home import Home
@@ -39,7 +39,11 @@ class Environment(Resource):
     replaced.
 
     A method of the user's object that has the name of one of this class's own is called by `call`.
+
+    One in a process of its own can be frozen, with all that it has started.
     """
+
+    can_freeze: ClassVar[bool] = True  # where the spec allows it
 
     spec: EnvironmentSpec
 
@@ -49,6 +53,7 @@ class Environment(Resource):
         self._resets_freely = False
         self._lost: str | None = "it has not been started"
         self._making_anew = False
+        self._frozen = False
         self._turn = asyncio.Lock()  # whatever happens to the simulator begins while it is held
         self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which go on without it
         self._unfinished: set[asyncio.Task[Any]] = set()
@@ -106,6 +111,8 @@ class Environment(Resource):
             ResourceError: it is not gone, because a call on a thread or in the loop can neither be ended nor waited
                 for. Called again when the call has ended after all, it returns.
         """
+        if self._frozen:
+            await self.thaw()  # for its close()
         lost, self._lost = self._why_lost(), "it was released"
         patience = min(ABANDONED_CALL_S, self.spec.release_timeout_s / 4)
         settled = await self._settle(patience)
@@ -117,6 +124,19 @@ class Environment(Resource):
         if not await self._settle(patience):
             calls = ", ".join(sorted(task.get_name() for task in self._unfinished))
             raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} takes no notice of its end.")
+
+    async def freeze(self) -> None:
+        """Stop the simulator's process where it is, once a call that nobody waits for any more has ended."""
+        async with self._turn:
+            self._frozen = True
+            if isinstance(self._home, ProcessHome):
+                self._home.freeze()
+
+    async def thaw(self) -> None:
+        """Let the simulator's process go on."""
+        self._frozen = False
+        if isinstance(self._home, ProcessHome):
+            self._home.thaw()
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import Nursery
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.identity import start_time
+from agentfly.resources.processes import signal_below
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,16 @@ class KeptProcess:
         """How `reap` finds it."""
         keeper = self._keeper
         return {} if keeper is None else {"pid": keeper.pid, "start_time": keeper.started}
+
+    def freeze(self) -> None:
+        """Stop the process and everything that it has started where they are."""
+        if not self.ended and self._keeper is not None:
+            signal_below(self._keeper.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        if not self.ended and self._keeper is not None:
+            signal_below(self._keeper.pid, signal.SIGCONT)
 
     async def obituary(self) -> Obituary:
         """How the process ended."""

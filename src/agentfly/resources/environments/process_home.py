@@ -56,6 +56,16 @@ class ProcessHome:
         await self._process.stop()
         self._process = None
 
+    def freeze(self) -> None:
+        """Stop the simulator, with all that it has started, where it is."""
+        if self._process is not None:
+            self._process.freeze()
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        if self._process is not None:
+            self._process.thaw()
+
     @property
     def death(self) -> str | None:
         if self._exhausted:

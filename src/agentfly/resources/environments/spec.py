@@ -74,6 +74,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 f"EnvironmentSpec(starts='spawn', runs={self.runs!r}): only a process can be spawned. Write "
                 "runs='process', or leave out starts."
             )
+        if self.idle == "freeze" and self.runs != "process":
+            raise ConfigError(
+                f"EnvironmentSpec(idle='freeze', runs={self.runs!r}): only a process can be frozen. Write "
+                "runs='process', or leave out idle."
+            )
         if not (isinstance(self.call_timeout_s, (int, float)) and self.call_timeout_s > 0):
             raise ConfigError(
                 f"EnvironmentSpec(call_timeout_s={self.call_timeout_s!r}): a call needs some time, in seconds."

@@ -37,7 +37,7 @@ async def box() -> AsyncIterator[Container]:
 
 def exchanged(box: Container) -> list[str]:
     """The files by which host and sandbox pass commands and their output."""
-    return [path.name for path in (runtime_directory() / box.instance / "shell").iterdir()]
+    return [path.name for path in box._sandbox.bubble.exchange.iterdir()]
 
 
 def open_files() -> int:

@@ -67,7 +67,9 @@ def first_process(box: Container) -> int:
 def traces_of(instance: str) -> list[Path]:
     """Directories on the host that go by the name of an instance."""
     home = cgroup_home()
-    groups = [parent / f"agentfly-{instance}" for parent in home.parents.values()] if home else []
+    groups = (
+        [path for parent in home.parents.values() for path in parent.glob(f"agentfly-{instance}-*")] if home else []
+    )
     return [path for path in (runtime_directory() / instance, *groups) if path.exists()]
 
 

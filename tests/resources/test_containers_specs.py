@@ -20,7 +20,8 @@ def test_specs_are_values_and_make_containers() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image": "python:3.11"}, "absolute path of a directory"),
+        ({"image": "./relative"}, "absolute path of a root file system"),
+        ({"image": "a b"}, "a name such as"),
         ({"image": "/"}, "other than that of the host"),
         ({"pids": 2}, "at least 8"),
         ({"memory": "1MiB"}, "at least 16MiB"),

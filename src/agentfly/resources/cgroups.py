@@ -19,7 +19,8 @@ class Cgroup:
     """The control group of one sandbox: one directory in version 2, one for each controller in version 1.
 
     Args:
-        directories: by controller (``memory``, ``pids`` and, where there is one, ``cpu``).
+        directories: by controller: ``memory``, ``pids`` and, where they are, ``cpu`` and ``freezer`` (in version 2,
+            any group can be frozen).
         version: 1 or 2.
     """
 
@@ -51,6 +52,34 @@ class Cgroup:
                 _write(cpu_at / "cpu.cfs_period_us", _CPU_PERIOD_US)
                 _write(cpu_at / "cpu.cfs_quota_us", quota)
 
+    @property
+    def freezes(self) -> bool:
+        """Whether its processes can be frozen."""
+        return "freezer" in self.directories
+
+    def freeze(self, patience_s: float = 10.0) -> None:
+        """Stop its processes where they are; return when all are.
+
+        Raises:
+            OSError: they do not stop, as where one waits for a disk that does not answer.
+        """
+        path = self.directories["freezer"]
+        name, word, state, done = (
+            ("cgroup.freeze", "1", "cgroup.events", "frozen 1")
+            if self.version == 2
+            else ("freezer.state", "FROZEN", "freezer.state", "FROZEN")
+        )
+        _write(path / name, word)
+        deadline = time.monotonic() + patience_s
+        while done not in (path / state).read_text():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the processes of {path} were not frozen within {patience_s:g} s")
+            time.sleep(0.0005)
+
+    def thaw(self) -> None:
+        """Let its processes go on; fine if they do, or are gone."""
+        thaw(self.directories["freezer"])
+
     def attach(self, pid: int) -> None:
         """Move a process into the group; what it starts from then on is born there."""
         for path in self.paths:
@@ -76,6 +105,12 @@ class Cgroup:
             OSError: there still are processes in it.
         """
         remove(self.paths, patience_s)
+
+
+def thaw(path: Path) -> None:
+    """Let the processes of a control group's directory go on, if it is one that can freeze them."""
+    _write_if_there(path / "cgroup.freeze", 0)
+    _write_if_there(path / "freezer.state", "THAWED")
 
 
 def remove(paths: list[Path], patience_s: float = 2.0) -> None:
@@ -117,8 +152,9 @@ class CgroupHome:
 
     def cgroup(self, name: str, *, cpus: float = 0) -> Cgroup:
         """The (not yet made) control group of that name, with the controllers that its limits need."""
-        needed = ("memory", "pids", "cpu") if cpus else ("memory", "pids")
-        return Cgroup({controller: self.parents[controller] / name for controller in needed}, self.version)
+        needed = {"memory", "pids", "freezer"} | ({"cpu"} if cpus else set())
+        found = {controller: parent / name for controller, parent in self.parents.items() if controller in needed}
+        return Cgroup(found, self.version)
 
 
 @cache
@@ -136,7 +172,8 @@ def _version_2_home() -> CgroupHome | None:
     while directory.is_relative_to(root):
         controllers = _delegated(directory)
         if {"memory", "pids"} <= controllers:
-            home = CgroupHome({name: directory for name in ("memory", "pids", "cpu") if name in controllers}, 2)
+            there = controllers & {"memory", "pids", "cpu"}
+            home = CgroupHome(dict.fromkeys((*there, "freezer"), directory), 2)
             if _works(home):
                 return home
         if directory == root:
@@ -161,7 +198,7 @@ def _version_1_home() -> CgroupHome | None:
     for kind, options, mount in _mounts():
         if kind != "cgroup":
             continue
-        for name in {"memory", "pids", "cpu"} & options:
+        for name in {"memory", "pids", "cpu", "freezer"} & options:
             directory = mount / own.get(name, "/").lstrip("/")
             parents[name] = directory if directory.is_dir() else mount
     home = CgroupHome(parents, 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from agentfly.resources.containers import images
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities
@@ -31,7 +33,9 @@ class Bubblewrap(Backend):
         return self._launcher.capabilities if self._launcher is not None else tiers.probe()
 
     async def prepare(self, spec: ContainerSpec) -> None:
-        """See `Backend.prepare`."""
+        """Unpack the image, if it is an archive."""
+        if spec.image_kind == "path":
+            await asyncio.to_thread(images.prepare, spec.image)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""

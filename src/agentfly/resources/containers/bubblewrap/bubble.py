@@ -24,13 +24,21 @@ class Bubble:
     `start` may fail or be cancelled at any point; `end` then removes whatever had been made.
     """
 
-    def __init__(self, launcher: Launcher, spec: ContainerSpec, instance: str) -> None:
-        """Make a handle; nothing is started yet."""
+    def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
+        """Make a handle; nothing is started yet.
+
+        Args:
+            launcher: what starts it.
+            spec: what to start.
+            scratch: its directory on the host, which must not be there yet; its name and that above it name it.
+        """
         self.spec = spec
         self.launcher = launcher
-        self.scratch = launcher.scratch(instance)
+        self.scratch = scratch
+        self.name = f"{scratch.parent.name}-{scratch.name}"
+        self.frozen = False
         home = launcher.cgroups
-        self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{instance}", cpus=spec.cpus) if home else None
+        self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{self.name}", cpus=spec.cpus) if home else None
         self.processes: ProcessNamespace | None = None
         self.launched: Launched | None = None
         self.ended = asyncio.Event()  # bubblewrap, and so every process of the sandbox, is gone
@@ -63,7 +71,7 @@ class Bubble:
                 await asyncio.shield(self._limiting)
             os.write(self.launched.gate, b"\n")
         except OSError as error:
-            raise ResourceStartError(f"The sandbox {self.scratch.name} could not be started: {error}") from error
+            raise ResourceStartError(f"The sandbox {self.name} could not be started: {error}") from error
 
     async def end(self) -> None:
         """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
@@ -101,8 +109,28 @@ class Bubble:
         launching = self._launching
         return launching is not None and isinstance(launching.exception(), FileExistsError)
 
+    async def freeze(self) -> None:
+        """Stop every process where it is; return when all are.
+
+        Raises:
+            OSError: they do not stop.
+        """
+        assert self.processes is not None
+        self.frozen = True
+        group = self.cgroup
+        await self.launcher.aside(group.freeze if group is not None and group.freezes else self.processes.stop)
+
+    async def thaw(self) -> None:
+        """Let every process go on."""
+        assert self.processes is not None
+        group = self.cgroup
+        await self.launcher.aside(group.thaw if group is not None and group.freezes else self.processes.go_on)
+        self.frozen = False
+
     def kill(self) -> None:
         """Kill every process, at once."""
+        if self.frozen and self.cgroup is not None and self.cgroup.freezes:  # what is frozen does not die
+            self.cgroup.thaw()
         if self.processes is not None:
             self.processes.signal(self.processes.first, signal.SIGKILL)  # the kernel then kills the whole namespace
         elif self.launched is not None:
@@ -140,9 +168,7 @@ class Bubble:
             chunk = os.read(info, 4096)
             if not chunk:
                 await self.ended.wait()
-                raise ResourceStartError(
-                    f"bubblewrap could not make the sandbox {self.scratch.name}: {self.complaint()}"
-                )
+                raise ResourceStartError(f"bubblewrap could not make the sandbox {self.name}: {self.complaint()}")
             text += chunk
         return int(json.loads(text)["child-pid"])
 

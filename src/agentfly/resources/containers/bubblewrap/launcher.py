@@ -9,6 +9,7 @@ capability. Sandboxes are bound to this thread: when it ends, however the proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 import select
@@ -41,6 +42,7 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     unshare_mounts,
 )
 from agentfly.resources.containers.bubblewrap.trees import BoundTrees, MountedTrees, Trees
+from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 
 P = ParamSpec("P")
@@ -101,13 +103,16 @@ class Launcher:
             works=True,
             tier=tier,
             how="started by root, who becomes an ordinary user first" if tier is Tier.ROOT else "by an ordinary user",
-            images=("host", "path"),
+            images=("host", "path", "snapshot") if tier is Tier.ROOT else ("host", "path"),
             disk=True,
             network_off=True,
             program=str(program.path),
             memory="cgroup" if home else "watchdog",
             pids="cgroup" if home else "rlimit",
             cpus=home is not None and "cpu" in home.parents,
+            ports=True,
+            freezes="cgroup" if home is not None and "freezer" in home.parents else "signal",
+            forks=tier is Tier.ROOT,
             filtered=self._filter is not None,
             writable_system=tier is Tier.ROOT,
             missing=(
@@ -135,8 +140,31 @@ class Launcher:
         return await loop.run_in_executor(self._workers, lambda: function(*args, **kwargs))
 
     def scratch(self, instance: str) -> Path:
-        """The directory on the host that belongs to an instance."""
+        """The directory on the host that belongs to an instance, with one below it for each of its lives."""
         return self.base / instance
+
+    def remove_home(self, home: Path) -> None:
+        """Remove the directory of an instance, if nothing is left in it."""
+        with contextlib.suppress(OSError):
+            home.rmdir()
+
+    async def snapshot(self, scratch: Path, spec: ContainerSpec) -> SnapshotImage:
+        """A snapshot of the private files of a sandbox whose processes are stopped.
+
+        Raises:
+            ResourceError: there is no room for it.
+        """
+        assert isinstance(self._trees, MountedTrees)
+        trees, snapshots = self._trees, self._trees.snapshots
+        begun = await self.on_thread(lambda: snapshots.begin(trees.layers(spec), spec.disk_limit))
+        filling = asyncio.ensure_future(self.aside(snapshots.fill, begun, scratch / "tree"))
+        try:
+            await asyncio.shield(filling)
+        except BaseException:
+            await asyncio.wait({filling})  # if the caller is cancelled: the thread goes on to the end of its copy
+            await self.on_thread(snapshots.discard, begun)
+            raise
+        return await self.on_thread(snapshots.keep, begun)
 
     def launch(self, spec: ContainerSpec, scratch: Path, groups: list[Path]) -> Launched:
         """Start a sandbox, which then waits at its gate. On the launching thread only.
@@ -151,6 +179,8 @@ class Launcher:
             OSError: no memory, no processes, no disk.
         """
         exchange = scratch / EXCHANGE
+        if scratch.name == "0":
+            scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)
         exchange.mkdir(mode=0o711)
         (exchange / _SESSION.name).write_text(self._session)

@@ -54,6 +54,28 @@ class ProcessNamespace:
         """The host's process id of the child of `parent` that has the id `inside` in the sandbox."""
         return next((pid for pid in children(parent) if _inside_id(pid) == inside), None)
 
+    def everybody(self) -> set[int]:
+        """The host's ids of all its processes."""
+        return {self.first} | descendants(self.first)
+
+    def stop(self) -> None:
+        """Stop all processes; none gets away by forking. One that is stopped can be let go on by another of its user's
+        that was not, so this holds only what does not mind.
+        """
+        stopped: set[int] = set()
+        for _ in range(_ROUNDS):
+            fresh = self.everybody() - stopped
+            if not fresh:
+                break
+            for pid in fresh:
+                self.signal(pid, signal.SIGSTOP)
+            stopped |= fresh
+
+    def go_on(self) -> None:
+        """Let all processes go on, those too that somebody else has stopped."""
+        for pid in self.everybody():
+            self.signal(pid, signal.SIGCONT)
+
     def kill_trees(self, roots: set[int]) -> None:
         """Kill processes and all that descend from them. None gets away by forking: all are stopped before any dies."""
         stopped: set[int] = set()

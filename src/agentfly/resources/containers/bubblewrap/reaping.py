@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.cgroups import members, remove
+from agentfly.resources.cgroups import members, remove, thaw
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, remove_scratch
 
 _PATIENCE_S = 10.0
@@ -21,13 +22,12 @@ def reap(traces: dict[str, Any]) -> None:
     Raises:
         OSError: a process of it does not die, or something of it cannot be removed.
     """
-    scratch = Path(traces["scratch"])
-    for pid in _started_for(scratch):
+    home = Path(traces["scratch"])
+    groups = [group for scratch in home.glob("*") for group in _groups(scratch)]
+    for group in groups:
+        thaw(group)  # what is frozen does not die
+    for pid in _started_for(home):
         _kill(pid)
-    try:
-        groups = [Path(line) for line in (scratch / GROUPS).read_text().splitlines()]
-    except OSError:  # it was not started, or is gone
-        groups = []
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         left = {member for group in groups for member in members(group)}
@@ -37,17 +37,25 @@ def reap(traces: dict[str, Any]) -> None:
             _kill(member)
         time.sleep(0.01)
     remove(groups)
-    remove_scratch(scratch)
+    remove_scratch(home)
 
 
-def _started_for(scratch: Path) -> list[int]:
+def _groups(scratch: Path) -> list[Path]:
+    """The control groups of one life of a sandbox."""
+    try:
+        return [Path(line) for line in (scratch / GROUPS).read_text().splitlines()]
+    except OSError:  # it was not started, or is gone
+        return []
+
+
+def _started_for(home: Path) -> list[int]:
     """The bubblewraps, parent and child, that were started for a sandbox: they name a directory that is its alone."""
-    exchange = os.fsencode(scratch / EXCHANGE)
+    named = re.compile(rb"(?:^|\0)" + re.escape(os.fsencode(home)) + rb"/\d+/" + EXCHANGE.encode() + rb"\0")
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if exchange in (entry / "cmdline").read_bytes().split(b"\0"):
+                if named.search((entry / "cmdline").read_bytes()):
                     found.append(int(entry.name))
     return found
 

@@ -27,8 +27,24 @@ class Running:
         self.lost = ""
         self.ended = asyncio.Event()
         self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = 0.0  # seconds that it may still take
         self.pipes = pipes
         self.stdout, self.stderr = pipes.begin(*command.outputs())
+
+    def start_clock(self, timeout: float | None = None) -> None:
+        """Begin to count, or go on with what was left when the clock was stopped; at the end of it, it has expired."""
+        loop = asyncio.get_running_loop()
+        self._left = self._left if timeout is None else timeout
+        if self._timer is None:
+            self._timer = loop.call_later(self._left, self.expire)
+
+    def stop_clock(self) -> None:
+        """Stop counting."""
+        if self._timer is not None:
+            self._left = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+            self._timer.cancel()
+            self._timer = None
 
     def finish(self, exit_code: int) -> None:
         """It has ended."""

@@ -92,6 +92,17 @@ class Shell:
             os.close(self._starts)
             self._starts = -1
 
+    def stop_clocks(self) -> None:
+        """The sandbox is about to be frozen: what commands may take does not run out meanwhile."""
+        for running in self._running.values():
+            running.stop_clock()
+
+    def start_clocks(self) -> None:
+        """The sandbox goes on."""
+        for running in self._running.values():
+            if not running.waiter.done():
+                running.start_clock()
+
     @property
     def keepers(self) -> set[int]:
         """The host's ids of the processes that the shell itself consists of, beside process 1."""
@@ -124,7 +135,7 @@ class Shell:
 
     async def _end_of(self, running: Running, timeout: float) -> int | None:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
-        timer = self._loop.call_later(timeout, running.expire)
+        running.start_clock(timeout)
         try:
             exit_code = await running.waiter
             if exit_code is None:
@@ -134,7 +145,7 @@ class Shell:
                 self._begin_kill(running)
             raise
         finally:
-            timer.cancel()
+            running.stop_clock()
         return exit_code
 
     def _send(self, running: Running, line: bytes) -> None:
@@ -148,7 +159,7 @@ class Shell:
 
     def _check(self) -> None:
         if self._died_of is not None:
-            raise ResourceDied(f"The sandbox {self._bubble.scratch.name} is gone: {self._died_of}.")
+            raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._died_of}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers.bubblewrap import layout
+from agentfly.resources.containers.bubblewrap.snapshots import Snapshots
 from agentfly.resources.containers.bubblewrap.syscalls import (
     MS_BIND,
     MS_NODEV,
@@ -19,6 +20,7 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     mount,
     unmount,
 )
+from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import HOST_IMAGE, ContainerSpec
 
 _PLAIN = MS_NOSUID | MS_NODEV
@@ -65,8 +67,9 @@ class MountedTrees:
         self._uid = uid
         self._userns = userns
         self._home = home
-        self._images: dict[str, Path] = {}
+        self._images: dict[Path, Path] = {}
         mount("tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0755,uid={uid},gid={uid}")
+        self.snapshots = Snapshots(home / "snapshots")
         self._skeleton = home / "skeleton"
         self._skeleton.mkdir()
         layout.make_skeleton(self._skeleton)
@@ -78,7 +81,7 @@ class MountedTrees:
         tree.mkdir()
         options = f"size={spec.disk_limit},mode=0755,uid={self._uid},gid={self._uid}"
         mount("tmpfs", tree, "tmpfs", _PLAIN, options)
-        layers = self._layers(spec)
+        layers = self.layers(spec)
         self._make_private(spec, tree, layers)
         for number, (name, lower) in enumerate(layers.items()):
             upper, work = tree / f"upper{number}", tree / f"work{number}"
@@ -93,12 +96,17 @@ class MountedTrees:
     def drop(self, scratch: Path) -> None:
         """See `Trees.drop`."""
         unmount(scratch / "tree")
+        self.snapshots.clear()
 
-    def _layers(self, spec: ContainerSpec) -> dict[str, str]:
+    def layers(self, spec: ContainerSpec) -> dict[str, str]:
         """What lies below the private layer, by where in the root; the root itself first, under the empty name."""
-        if spec.image != HOST_IMAGE:
-            return {"": str(self._image(spec.image))}
-        return {"": str(self._skeleton), **self._lowers}
+        match spec.image_kind:
+            case "host":
+                return {"": str(self._skeleton), **self._lowers}
+            case "snapshot":
+                return self.snapshots.layers(spec.image)
+            case _:
+                return {"": str(self._image(spec.image))}
 
     def _make_private(self, spec: ContainerSpec, tree: Path, layers: dict[str, str]) -> None:
         (tree / "root").mkdir()
@@ -115,16 +123,16 @@ class MountedTrees:
 
     def _image(self, image: str) -> Path:
         """The unpacked image, shown with root's files owned by the sandbox's user, so that they can be overlaid."""
-        source = _checked_image(image)
-        if image not in self._images:
+        source = root_directory(image)
+        if source not in self._images:
             target = self._home / f"image{len(self._images)}"
             target.mkdir()
             try:
                 attach_idmapped(source, target, self._userns())
             except OSError:  # an older kernel or another file system: its system directories stay read-only inside
                 mount(str(source), target, None, MS_BIND)
-            self._images[image] = target
-        return self._images[image]
+            self._images[source] = target
+        return self._images[source]
 
     def _writable_system(self, name: str) -> str:
         """The lower layers of a system directory of the host: its upper directories, ours, on top of it.
@@ -161,6 +169,7 @@ class BoundTrees:
 
     def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
+        image: Path | None = None
         if spec.image == HOST_IMAGE:
             files = scratch / "etc"
             files.mkdir()
@@ -169,10 +178,11 @@ class BoundTrees:
                 (files / name).chmod(0o644)
             arguments = layout.host_arguments(files)
         else:
-            arguments = ["--overlay-src", str(_checked_image(spec.image)), "--tmp-overlay", "/"]
+            image = root_directory(spec.image)
+            arguments = ["--overlay-src", str(image), "--tmp-overlay", "/"]
         arguments += ["--dev", "/dev"]
         for path, mode in dict(layout.private_file_systems(spec)).items():
-            if path in (spec.workdir, spec.home) and spec.image != HOST_IMAGE and Path(spec.image + path).is_dir():
+            if path in (spec.workdir, spec.home) and image is not None and (image / path[1:]).is_dir():
                 continue  # what the image has there is shown
             size = spec.disk_limit // (2 if path == spec.workdir else 8)
             arguments += ["--size", str(size), "--perms", f"{mode:o}", "--tmpfs", path]
@@ -185,16 +195,6 @@ class BoundTrees:
 
     def drop(self, scratch: Path) -> None:
         """Nothing: all of it ends with the sandbox."""
-
-
-def _checked_image(image: str) -> Path:
-    path = Path(image)
-    if not (path / "bin" / "bash").exists() and not (path / "usr" / "bin" / "bash").exists():
-        raise ResourceStartError(
-            f"ContainerSpec(image={image!r}): no directory with an unpacked root file system that has /bin/bash is "
-            "there on this host."
-        )
-    return path.resolve()
 
 
 def _copy_directories(source: Path, target: Path, depth: int) -> None:

@@ -1,0 +1,94 @@
+"""Life: a sandbox from one start or reset to the next: a bubble, the shell in it, and what watches its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from agentfly.errors import ResourceDied, ResourceStartError
+from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.ports import Ports
+from agentfly.resources.containers.bubblewrap.shell import Shell
+from agentfly.resources.containers.bubblewrap.watchdog import MemoryWatchdog
+from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.spec import ContainerSpec
+
+
+class Life:
+    """Everything of a sandbox that a reset does away with."""
+
+    def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
+        """Make a handle; nothing is started yet."""
+        self.bubble = Bubble(launcher, spec, scratch)
+        self.shell: Shell | None = None
+        self._watchdog: MemoryWatchdog | None = None
+        self._ports: Ports | None = None
+
+    async def begin(self) -> None:
+        """Bring it up. It may fail or be cancelled at any point; `end` then removes whatever had been made.
+
+        Raises:
+            ResourceStartError: it did not come up.
+        """
+        await self.bubble.start()
+        self.shell = Shell(self.bubble)
+        if self.bubble.cgroup is None:
+            self._watchdog = MemoryWatchdog(self.bubble, self.shell)
+        try:
+            await self.shell.ready()
+        except ResourceDied:
+            raise ResourceStartError(
+                f"The shell of the sandbox {self.bubble.name} ended before it was ready: {self.bubble.complaint()}"
+            ) from None
+
+    async def end(self) -> None:
+        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+
+        Raises:
+            OSError: something of it cannot be removed.
+        """
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._ports is not None:
+            await self._ports.close()
+        if self.shell is not None:
+            self.shell.close()
+        await self.bubble.end()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes commands."""
+        return self.shell is not None and not self.shell.dead
+
+    async def run(self, command: Command, timeout: float) -> Outcome:
+        """See `Sandbox.run`."""
+        assert self.shell is not None
+        kills = self._memory_kills()
+        outcome = await self.shell.run(command, timeout)
+        if self._memory_kills() > kills:
+            return replace(outcome, out_of_memory=True)
+        return outcome
+
+    async def freeze(self) -> None:
+        """Stop every process, and the clocks of the commands under way."""
+        assert self.shell is not None
+        self.shell.stop_clocks()
+        await self.bubble.freeze()
+
+    async def thaw(self) -> None:
+        """Let every process go on."""
+        assert self.shell is not None
+        await self.bubble.thaw()
+        self.shell.start_clocks()
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """See `Sandbox.port`."""
+        if self._ports is None:
+            self._ports = Ports(self.bubble)
+        return await self._ports.open(inside)
+
+    def _memory_kills(self) -> int:
+        if self._watchdog is not None:
+            return self._watchdog.kills
+        return self.bubble.cgroup.out_of_memory_kills() if self.bubble.cgroup is not None else 0

@@ -1,0 +1,144 @@
+"""Ports: TCP ports inside a sandbox, within reach of the host though the sandbox has no network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from agentfly.errors import ResourceDied
+from agentfly.resources.containers.bubblewrap.bubble import Bubble
+
+_HOST = "127.0.0.1"
+_CHUNK = 64 * 1024
+_PATIENCE_S = 10.0
+_MAKER = Path(__file__).with_name("sockets_inside.py")
+
+
+class Ports:
+    """Listens on the host, and passes each connection on to the sandbox.
+
+    A socket belongs to the network in which it was made. A small program joins the sandbox's, and makes there, on
+    demand, the sockets by which this process then reaches it.
+    """
+
+    def __init__(self, bubble: Bubble) -> None:
+        """Attach to a sandbox that has been started; nothing is opened yet."""
+        self._bubble = bubble
+        self._servers: dict[int, asyncio.Server] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._maker: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    async def open(self, inside: int) -> tuple[str, int]:
+        """Host and port that lead to a port inside; the same for every call.
+
+        Raises:
+            ResourceDied: the sandbox is gone.
+        """
+        if self._bubble.spec.network:
+            return _HOST, inside
+        async with self._turn:
+            if inside not in self._servers:
+                if self._channel is None:
+                    await self._bubble.launcher.aside(self._join)
+
+                def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                    task = asyncio.create_task(self._pass_on(inside, reader, writer))
+                    self._connections.add(task)
+                    task.add_done_callback(self._connections.discard)
+
+                self._servers[inside] = await asyncio.start_server(connected, _HOST, 0)
+        host, port = self._servers[inside].sockets[0].getsockname()
+        return str(host), int(port)
+
+    async def close(self) -> None:
+        """Close every port and connection."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+        if self._channel is not None and self._maker is not None:
+            self._channel.close()  # at which the maker ends
+            self._channel = None
+            await self._bubble.launcher.aside(_ended, self._maker)
+
+    def _join(self) -> None:
+        """Start the maker of sockets. Its user is the one that owns the sandbox's namespaces."""
+        assert self._bubble.processes is not None
+        ours, theirs = socket.socketpair()
+        network = -1
+        try:
+            network = os.open(f"/proc/{self._bubble.processes.first}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            owner = self._bubble.launcher.uid
+            words = [str(owner if owner is not None else os.geteuid()), str(network)]
+            self._maker = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_MAKER), *words],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(network,),
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
+        except OSError as error:
+            ours.close()
+            raise ResourceDied(f"The network of the sandbox {self._bubble.name} cannot be joined: {error}") from error
+        finally:
+            theirs.close()
+            if network >= 0:
+                os.close(network)
+        ours.settimeout(_PATIENCE_S)
+        self._channel = ours
+
+    def _socket(self) -> socket.socket:
+        """A socket made inside."""
+        if self._channel is None:
+            raise OSError("the ports are closed")
+        self._channel.sendall(b"s")
+        answer, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+        if not answer or not descriptors:
+            raise OSError("the sandbox's network is gone")
+        return socket.socket(fileno=descriptors[0])
+
+    async def _pass_on(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            async with self._turn:
+                made = await self._bubble.launcher.aside(self._socket)
+            made.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(made, (_HOST, inside))
+                far_reader, far_writer = await asyncio.open_connection(sock=made)
+            except BaseException:
+                made.close()
+                raise
+            try:
+                await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+            finally:
+                far_writer.close()
+        writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(_CHUNK):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+def _ended(maker: subprocess.Popen[bytes]) -> None:
+    try:
+        maker.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        maker.kill()
+        maker.wait()

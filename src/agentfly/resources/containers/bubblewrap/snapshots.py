@@ -1,0 +1,108 @@
+"""Snapshots: private layers of sandboxes, copied while nothing in them moves, to lie below those of other sandboxes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfly.errors import ResourceError, ResourceStartError
+from agentfly.resources.containers.bubblewrap.syscalls import MS_NODEV, MS_NOSUID, mount, unmount
+from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
+
+BACKEND = "bubblewrap"
+_LONGEST = 3800  # bytes of a list of layers; mount(2) takes a page of options
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that is being made, or was.
+
+    Args:
+        place: the file system of its own that holds it, in memory.
+        layers: what sandboxes made from it have below their private layers, by where in the root.
+    """
+
+    place: Path
+    layers: dict[str, str]
+
+
+class Snapshots:
+    """The snapshots of one launcher. Only its thread sees their mounts, and it calls everything here but `fill`."""
+
+    def __init__(self, home: Path) -> None:
+        """Keep them below a directory."""
+        self._home = home
+        self._home.mkdir()
+        self._made: dict[str, Snapshot] = {}
+        self._dropped: deque[str] = deque()
+        self._count = 0
+        # what the launching thread sees, for others of this process
+        self._seen = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/root"
+
+    def layers(self, image: str) -> dict[str, str]:
+        """What lies below the private layers of a sandbox made from a snapshot.
+
+        Raises:
+            ResourceStartError: it is no snapshot of this process, or nobody held it any more.
+        """
+        self.clear()
+        found = self._made.get(snapshot_name(image, BACKEND) or "")
+        if found is None:
+            raise ResourceStartError(
+                f"ContainerSpec(image={image!r}): there is no such snapshot in this process. A snapshot lasts as long "
+                "as somebody holds the spec that fork() returned, in the process that made it."
+            )
+        return found.layers
+
+    def begin(self, layers: dict[str, str], size: int) -> Snapshot:
+        """Make room for a snapshot of private layers that lie over these.
+
+        Raises:
+            ResourceError: there are too many of them, one over the other.
+        """
+        self.clear()
+        place = self._home / str(self._count)
+        self._count += 1
+        over = {name: f"{place}/{number}:{below}" for number, (name, below) in enumerate(layers.items())}
+        if max(map(len, over.values())) > _LONGEST:
+            depth = max(below.count(":") for below in layers.values())
+            raise ResourceError(f"fork(): {depth} layers lie over each other here, and the kernel takes no more.")
+        place.mkdir()
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=0711")
+        return Snapshot(place, over)
+
+    def fill(self, snapshot: Snapshot, tree: Path) -> None:
+        """Copy private layers, in which nothing moves, with all that an overlay notes about them. Needs root.
+
+        Raises:
+            ResourceError: they could not be copied.
+        """
+        program = shutil.which("cp", path="/usr/bin:/bin")
+        for number in range(len(snapshot.layers)):
+            upper, place = f"{self._seen}{tree}/upper{number}", f"{self._seen}{snapshot.place}/{number}"
+            words = [program or "cp", "-a", "--", upper, place]
+            done = subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True, cwd="/")
+            if done.returncode:
+                complaint = done.stderr.decode(errors="replace").strip()
+                raise ResourceError(f"fork(): the private files of the sandbox could not be copied: {complaint}")
+
+    def keep(self, snapshot: Snapshot) -> SnapshotImage:
+        """Give a snapshot that has been filled its name, which is what holds it."""
+        name = f"{os.getpid()}-{snapshot.place.name}"
+        self._made[name] = snapshot
+        return SnapshotImage(BACKEND, name, lambda: self._dropped.append(name))
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Free the memory of a snapshot; as soon as no sandbox made from it is left."""
+        unmount(snapshot.place)
+        snapshot.place.rmdir()
+
+    def clear(self) -> None:
+        """Discard those that nobody holds any more."""
+        while self._dropped:
+            self.discard(self._made.pop(self._dropped.popleft()))

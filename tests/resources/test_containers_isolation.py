@@ -251,7 +251,7 @@ async def test_a_full_disk_costs_neither_the_session_nor_the_container(box: Cont
 async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher) -> None:
     spec = ContainerSpec(cpus=0.5)
     if not launcher.capabilities.cpus:
-        with pytest.raises(PrerequisiteError, match="Leave cpus at 0"):
+        with pytest.raises(PrerequisiteError, match="Leave it out"):
             await Container(spec, name(), backend=Bubblewrap(launcher)).start()
         return
     async with started(spec, launcher) as box:

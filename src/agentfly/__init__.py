@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentfly.errors import AgentFlyError as AgentFlyError
     from agentfly.errors import ToolError as ToolError
     from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
+    from agentfly.resources.apis.spec import ModelAPISpec as ModelAPISpec
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
     from agentfly.resources.engine import ResourceEngine as ResourceEngine
     from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
@@ -40,6 +41,7 @@ _HOMES = {
     "Context": "agentfly.contexts.context",
     "EnvironmentSpec": "agentfly.resources.environments.spec",
     "FromTask": "agentfly.agents.tool",
+    "ModelAPISpec": "agentfly.resources.apis.spec",
     "ResourceEngine": "agentfly.resources.engine",
     "RewardResult": "agentfly.agents.reward",
     "RunResult": "agentfly.rollouts.run",

@@ -1,0 +1,141 @@
+"""Caller: makes a call under the limits of its endpoint, and makes it again as long as that may help."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agentfly.errors import (
+    AcquireTimeout,
+    APIMalformed,
+    APIRateLimited,
+    APIRefused,
+    APIUnavailable,
+    ModelAPIError,
+    UsageError,
+)
+from agentfly.resources.apis.completion import ChatCompletion, Completion
+from agentfly.resources.apis.gate import Gate, Passage
+
+C = TypeVar("C", ChatCompletion, Completion)
+
+LONGEST_PAUSE_S = 3600.0
+"""Seconds of a ``Retry-After`` that are believed at a time. After them the endpoint is asked again."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often and how soon a call is made again.
+
+    Attributes:
+        most: further tries after the first.
+        deadline_s: seconds from the first sending in which all tries must end.
+        wait_s: seconds that a call may wait for its first turn.
+        first_pause_s: the pause before the second try, about; it doubles with each.
+        longest_pause_s: no pause is longer.
+    """
+
+    most: int
+    deadline_s: float
+    wait_s: float
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 20.0
+
+    def pause_s(self, tries: int, chance: float) -> float:
+        """Seconds to wait after so many tries: between half and all of what doubles with each.
+
+        Args:
+            tries: at least 1.
+            chance: from 0 to 1. It keeps calls that failed together from coming back together.
+        """
+        full = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(tries - 1, 60))
+        return full * (1 + chance) / 2
+
+
+class Caller:
+    """See the module.
+
+    Args:
+        gate: lets calls through.
+        retries: how often and how soon.
+        chance: numbers from 0 to 1, for the pauses.
+    """
+
+    def __init__(self, gate: Gate, retries: Retries, *, chance: Callable[[], float] = random.random) -> None:
+        self._gate = gate
+        self._retries = retries
+        self._chance = chance
+
+    async def call(self, send: Callable[[float], Awaitable[C]], tokens: int) -> C:
+        """What ``send`` returns, at the first try that goes well.
+
+        What was refused is not tried again. Anything else is, until the deadline or the number of tries is reached.
+
+        Args:
+            send: makes the call within so many seconds.
+            tokens: what it may take.
+
+        Raises:
+            AcquireTimeout: its turn did not come in time.
+            ModelAPIError: why the last try failed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._retries.deadline_s
+        failure: ModelAPIError | None = None
+        tries = 0
+        while True:
+            left = deadline - loop.time()
+            wait_s = self._retries.wait_s if failure is None else left
+            try:
+                async with self._gate.passage(tokens, wait_s=wait_s, call_s=left) as passage:
+                    if failure is None:
+                        deadline = loop.time() + self._retries.deadline_s  # waiting for the first turn is free
+                    tries += 1
+                    return await _watched(send(max(0.0, deadline - loop.time())), passage)
+            except AcquireTimeout:
+                if failure is None:
+                    raise
+            except APIRefused:
+                raise
+            except ModelAPIError as error:
+                failure = error
+            if not await self._pause(failure, tries, deadline - loop.time()):
+                break
+        told = f"{failure} It was tried {tries} times within the deadline_s of {self._retries.deadline_s:g} s."
+        raise type(failure)(told, status=failure.status, retry_after_s=failure.retry_after_s)
+
+    async def _pause(self, failure: ModelAPIError, tries: int, left: float) -> bool:
+        """Wait as long as is right before the next try; False if there is none any more."""
+        # Where the far side says when, the gate waits for it, for all calls together, and lets them through in order.
+        own = 0.0 if failure.retry_after_s is not None else self._retries.pause_s(tries, self._chance())
+        if tries > self._retries.most or max(own, failure.retry_after_s or 0.0) >= left:
+            return False
+        await asyncio.sleep(own)
+        return True
+
+
+async def _watched(sending: Awaitable[C], passage: Passage) -> C:
+    """What comes of a call; the passage is told what it says of the far side."""
+    try:
+        completion = await sending
+    except UsageError:
+        passage.was_sent = False
+        raise
+    except (APIRateLimited, APIRefused) as error:
+        passage.tokens = 0  # the far side did nothing for it
+        passage.outcome = "slow down" if isinstance(error, APIRateLimited) else "failed"
+        passage.pause_s = _believed(error)
+        raise
+    except (APIUnavailable, APIMalformed) as error:
+        passage.pause_s = _believed(error)
+        raise
+    passage.outcome = "done"
+    passage.tokens = None if completion.usage is None else completion.usage.total_tokens
+    return completion
+
+
+def _believed(error: ModelAPIError) -> float | None:
+    return None if error.retry_after_s is None else min(error.retry_after_s, LONGEST_PAUSE_S)

@@ -1,0 +1,219 @@
+"""Gate: lets the calls of one `ModelAPI` through, in order, as fast as its endpoint may be used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+
+from agentfly.errors import AcquireTimeout, APIRefused
+from agentfly.resources.apis.account import Account
+from agentfly.resources.apis.limits import Limits
+from agentfly.resources.apis.shared_file import Busy
+from agentfly.resources.apis.traffic import Outcome, Traffic, Wait
+from agentfly.resources.identity import ProcessIdentity
+
+LOOK_AGAIN_S = 0.05
+"""Seconds after which is looked what other processes did; those of this one say so."""
+
+LOOK_AGAIN_AT_LAST_S = 1.0
+"""Seconds after which is looked again in any case, which also keeps the place in the line."""
+
+BUSY_S = 0.003
+SURE_END_S = 5.0
+"""Seconds after its deadline at which a call whose process died has certainly ended."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How much an endpoint is used at a moment, by everybody on this host together.
+
+    Attributes:
+        open_calls: calls under way.
+        allowed_calls: calls allowed at a time: ``max_concurrency``, or less if the far side asked for less.
+        requests: requests that count in the window.
+        tokens: tokens that count in the window, with what is reserved for the calls under way.
+        paused_s: seconds for which the far side wants to be left alone.
+        waiting: calls of this instance that wait for their turn.
+    """
+
+    open_calls: int
+    allowed_calls: int
+    requests: int
+    tokens: int
+    paused_s: float
+    waiting: int
+
+
+class Passage:
+    """A call that was let through. Say what came of it; what is not said is not known."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.outcome: Outcome = "failed"
+        self.tokens: int | None = None
+        self.pause_s: float | None = None
+        self.was_sent = True
+
+
+class Gate:
+    """See the module. It belongs to the event loop that it is used in.
+
+    Args:
+        account: the traffic of the endpoint.
+        limits: what may be used.
+        name: of the endpoint, for messages.
+        clock: seconds of a clock that all processes of the host read alike.
+    """
+
+    def __init__(
+        self, account: Account, limits: Limits, name: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._account = account
+        self._limits = limits
+        self._name = name
+        self._clock = clock
+        self._id = uuid.uuid4().hex[:16]
+        self._process = asdict(ProcessIdentity.here())
+        self._loop = asyncio.get_running_loop()
+        self._head = asyncio.Lock()  # whose turn it is; asyncio's locks are taken in order
+        self._changed = asyncio.Event()
+        self._waiting = 0
+        self._buried = 0.0
+        self._last_wait: Wait | None = None
+        account.listen(self)
+
+    @asynccontextmanager
+    async def passage(self, tokens: int, *, wait_s: float, call_s: float) -> AsyncIterator[Passage]:
+        """Wait for the turn of a call, and hold its place until the block ends, however it ends.
+
+        Args:
+            tokens: what the call may take.
+            wait_s: seconds to wait at most.
+            call_s: seconds that the call may take.
+
+        Raises:
+            AcquireTimeout: its turn did not come in time.
+            APIRefused: it would take more tokens than all that are allowed.
+        """
+        if self._limits.tokens is not None and tokens > self._limits.tokens:
+            raise APIRefused(
+                f"A call of {self._name} may take {tokens} tokens (its prompt and max_tokens), and tokens_per_minute "
+                f"is {self._limits.tokens}. Shorten the prompt or lower max_tokens, or raise the limit."
+            )
+        passage = Passage()
+        await self._wait_for_turn(passage.id, tokens, wait_s, call_s)
+        try:
+            yield passage
+        finally:
+            self._leave(lambda traffic: self._settle(traffic, passage))
+
+    def use(self) -> Use:
+        """How much the endpoint is used now."""
+        with contextlib.suppress(Busy):
+            return self._account.change(self._read)
+        return self._read(Traffic())
+
+    def changed(self) -> None:
+        """Somebody of this process changed the traffic, maybe in another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so that nobody waits
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def _wait_for_turn(self, call: str, tokens: int, wait_s: float, call_s: float) -> None:
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(wait_s), self._head:
+                await self._ask_until_admitted(call, tokens, call_s)
+        except TimeoutError:
+            why = "" if self._last_wait is None else f": {self._last_wait.why}"
+            raise AcquireTimeout(
+                f"A call of {self._name} waited {wait_s:g} s for its turn{why}. {self._waiting - 1} other calls wait "
+                "with it. Raise the limits of its spec if the endpoint allows more, wait longer (wait_timeout_s), or "
+                "run fewer rollouts at a time."
+            ) from None
+        finally:
+            self._waiting -= 1
+
+    async def _ask_until_admitted(self, call: str, tokens: int, call_s: float) -> None:
+        self._last_wait = None
+        try:
+            while True:
+                self._changed.clear()
+                try:
+                    wait, shared = self._account.change(lambda traffic: self._ask(traffic, call, tokens, call_s))
+                except Busy:
+                    await asyncio.sleep(BUSY_S)
+                    continue
+                if wait is None:
+                    break
+                self._last_wait = wait
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_patience(wait, shared)):
+                        await self._changed.wait()
+        except BaseException:
+            self._leave(lambda traffic: traffic.leave(self._id))
+            raise
+        if shared:
+            self._account.tell()
+
+    def _ask(self, traffic: Traffic, call: str, tokens: int, call_s: float) -> tuple[Wait | None, bool]:
+        """Whether to wait, and whether somebody else uses the endpoint too."""
+        now = self._clock()
+        ends = now + call_s + SURE_END_S
+        wait = traffic.admit(self._limits, self._id, call, tokens, now, ends)
+        traffic.processes[self._id] = self._process
+        if wait is not None and now - self._buried > LOOK_AGAIN_AT_LAST_S:
+            self._buried = now
+            if dead := [gate for gate, process in traffic.processes.items() if _is_dead(process)]:
+                traffic.bury(self._limits, dead, now)
+                wait = traffic.admit(self._limits, self._id, call, tokens, now, ends)
+        return wait, len(traffic.processes) > 1
+
+    def _leave(self, function: Callable[[Traffic], object]) -> None:
+        """Have the traffic changed as soon as that can be, without waiting for it."""
+        self._account.leave(function)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        if not self._account.catch_up():
+            self._loop.call_later(BUSY_S, self._catch_up)
+
+    def _settle(self, traffic: Traffic, passage: Passage) -> None:
+        if not passage.was_sent:
+            traffic.open.pop(passage.id, None)
+            return
+        traffic.settle(
+            self._limits,
+            passage.id,
+            self._clock(),
+            outcome=passage.outcome,
+            tokens=passage.tokens,
+            pause_s=passage.pause_s,
+        )
+
+    def _read(self, traffic: Traffic) -> Use:
+        now, limits = self._clock(), self._limits
+        return Use(
+            open_calls=len(traffic.open),
+            allowed_calls=traffic.allowed(limits),
+            requests=traffic.requests_in_window(limits, now),
+            tokens=traffic.tokens_in_window(now),
+            paused_s=max(0.0, traffic.paused_until - now),
+            waiting=self._waiting,
+        )
+
+
+def _patience(wait: Wait, shared: bool) -> float:
+    """Seconds after which to ask again if nothing is heard."""
+    if wait.seconds is not None:
+        return min(max(wait.seconds, 0.001), LOOK_AGAIN_AT_LAST_S)
+    return LOOK_AGAIN_S if shared else LOOK_AGAIN_AT_LAST_S
+
+
+def _is_dead(process: dict[str, object]) -> bool:
+    return process["pid"] != os.getpid() and ProcessIdentity(**process).is_dead()  # type: ignore[arg-type]

@@ -1,0 +1,376 @@
+"""Model APIs as tools and rewards meet them: specs, the resource in its engine, the judge, and what nobody may see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import agentfly as af
+from agentfly.errors import (
+    APIMalformed,
+    APIRateLimited,
+    APIRefused,
+    ConfigError,
+    PrerequisiteError,
+    ResourceDied,
+    ResourceStartError,
+)
+from agentfly.resources.apis.api import ModelAPI
+from agentfly.resources.apis.completion import ChatCompletion
+from agentfly.resources.apis.judge import read_score
+from agentfly.resources.apis.spec import ModelAPISpec
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.registry import make_resource
+from agentfly.testing import far_side as behaviour
+from agentfly.testing.far_side import FarSide, fails, says
+from agentfly.testing.resource_conformance import check_resource
+
+HELLO = [{"role": "user", "content": "hello"}]
+SECRET = "sk-Sentinel/4711+="
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+async def far_side() -> AsyncIterator[FarSide]:
+    async with FarSide() as side:
+        yield side
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ResourceEngine]:
+    async with ResourceEngine() as opened:
+        yield opened
+
+
+async def api_of(engine: ResourceEngine, far_side: FarSide, **fields: Any) -> ModelAPI:
+    lease = await engine.acquire(ModelAPISpec(base_url=far_side.url, model="m", **fields), "owner", scope="global")
+    return lease.resource
+
+
+# --- specs ----------------------------------------------------------------------------------------------------------
+
+
+def spec_of(**fields: Any) -> ModelAPISpec:
+    return ModelAPISpec(**{"base_url": "http://localhost:1/v1", "model": "m", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base_url": "sandbox_url"},
+        {"base_url": "https://<your endpoint>/v1"},
+        {"model": ""},
+        {"model": None},
+        {"requests_per_minute": 0},
+        {"tokens_per_minute": 1.5},
+        {"max_concurrency": 0},
+        {"retries": -1},
+        {"deadline_s": 0},
+        {"wait_timeout_s": float("inf")},
+        {"connect_timeout_s": None},
+        {"read_timeout_s": "5"},
+        {"api_key_env": ""},
+        {"api_key_env": 5},
+        {"headers_env": "KEY"},
+        {"headers_env": {"x": 5}},
+        {"headers_env": [("x",)]},
+        {"extra_body": "no JSON"},
+        {"extra_body": [1]},
+        {"extra_body": {"temperature": float("nan")}},
+        {"extra_body": {"messages": []}},
+    ],
+)
+def test_a_field_that_cannot_be_is_refused_when_the_spec_is_made(fields):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        spec_of(**fields)
+
+
+@pytest.mark.parametrize("secret", ["sk-1234567890", "gsk_abcdefghijklmnopqrstuvwxyz1234", "Bearer x"])
+def test_a_key_in_the_place_of_its_variable_is_refused_without_being_shown(secret):
+    for fields in ({"api_key_env": secret}, {"headers_env": {"x": secret}}):
+        with pytest.raises(ConfigError, match="name of an environment variable") as refused:
+            spec_of(**fields)
+        assert secret not in str(refused.value)
+
+
+def test_specs_that_mean_the_same_are_one_and_any_difference_makes_two():
+    one = spec_of(extra_body={"a": 1, "b": [2]}, headers_env={"x": "X", "a": "A"}, base_url="http://LOCALHOST:1/v1/")
+    assert one == spec_of(extra_body='{"b": [2], "a": 1}', headers_env=(("a", "A"), ("x", "X")))
+    assert len({one, spec_of(), spec_of(retries=1), spec_of(extra_body={"a": 1})}) == 4
+    assert (one.parameters, one.label) == ({"a": 1, "b": [2]}, "api:m")
+
+
+async def test_model_apis_keep_the_contract_of_resources():
+    await check_resource(spec_of(capacity=2))
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+async def test_calls_send_what_the_spec_says_and_what_the_call_says_wins(engine, far_side):
+    api = await api_of(engine, far_side, extra_body={"temperature": 0, "seed": 1})
+    assert (await api.chat(HELLO, temperature=1)).text == "hello"
+    assert far_side.requests[0].body == {"model": "m", "messages": HELLO, "temperature": 1, "seed": 1}
+
+
+async def test_completions_go_on_from_text_and_from_token_ids(engine, far_side):
+    far_side.always = behaviour.replies(200, {"choices": [{"text": " b", "token_ids": [7]}]})
+    api = await api_of(engine, far_side)
+    assert (await api.complete("a")).text == " b"
+    assert (await api.complete([1, 2], max_tokens=1)).token_ids == (7,)
+    assert [request.body["prompt"] for request in far_side.requests] == ["a", [1, 2]]
+
+
+async def test_all_leases_of_an_endpoint_share_its_limits_whatever_pool_or_engine_they_are_of(engine, far_side):
+    go = asyncio.Event()
+    far_side.always = behaviour.after(go, says("hello"))
+    async with ResourceEngine() as other:
+        apis = [
+            await api_of(engine, far_side, max_concurrency=3),
+            await api_of(engine, far_side, max_concurrency=3, retries=1),
+            await api_of(other, far_side, max_concurrency=3),
+        ]
+        calls = [asyncio.create_task(api.chat(HELLO)) for api in apis for _ in range(5)]
+        await far_side.until(lambda: far_side.open == 3)
+        assert [api.use().open_calls for api in apis] == [3, 3, 3]
+        go.set()
+        await asyncio.gather(*calls)
+    assert far_side.most_open == 3
+
+
+async def test_any_number_of_owners_share_one_instance(engine, far_side):
+    spec = ModelAPISpec(base_url=far_side.url, model="m", max_concurrency=1)
+    leases = [await engine.acquire(spec, f"owner {number}", scope="global", timeout=10) for number in range(30)]
+    assert len({lease.instance for lease in leases}) == 1
+
+
+async def test_fifty_calls_that_are_cancelled_leave_nothing_open_on_either_side(engine, far_side):
+    far_side.always = behaviour.stalls
+    api = await api_of(engine, far_side, max_concurrency=50)
+    calls = [asyncio.create_task(api.chat(HELLO)) for _ in range(50)]
+    await far_side.until(lambda: far_side.open == 50)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await far_side.until(lambda: far_side.open == 0)
+    assert api.use().open_calls == 0
+
+
+async def test_failures_that_pass_cost_a_call_nothing_but_time(engine, far_side):
+    again = {"retry_after_ms": "1"}
+    far_side.script += [
+        fails(429, **again),
+        fails(429, retry_after="0"),
+        fails(503, **again),
+        fails(500, **again),
+        says("hello at last", usage=None),
+    ]
+    api = await api_of(engine, far_side)
+    assert (await api.chat(HELLO)).text == "hello at last"
+    assert len(far_side.requests) == 5
+    assert api.use().allowed_calls < 16
+
+
+async def test_what_never_passes_fails_within_the_tries_with_the_last_reason(engine, far_side):
+    far_side.always = fails(429, "slower!", retry_after_ms="1")
+    api = await api_of(engine, far_side, retries=2)
+    with pytest.raises(APIRateLimited, match=r"slower!.*tried 3 times"):
+        await api.chat(HELLO)
+    assert len(far_side.requests) == 3
+
+
+async def test_an_instance_that_was_released_says_so(far_side):
+    api = make_resource(ModelAPISpec(base_url=far_side.url, model="m"), "i")
+    with pytest.raises(ResourceDied, match="never started"):
+        await api.chat(HELLO)
+    await api.start()
+    assert await api.chat(HELLO)
+    await api.release()
+    with pytest.raises(ResourceDied, match="released"):
+        await api.chat(HELLO)
+
+
+async def test_cookies_of_the_far_side_are_not_kept_for_the_next_owner(engine, far_side):
+    far_side.script.append(behaviour.replies(200, behaviour.chat("hello"), Set_Cookie="who=me; Path=/"))
+    api = await api_of(engine, far_side)
+    await api.chat(HELLO)
+    await api.chat(HELLO)
+    assert [request.headers.get("cookie") for request in far_side.requests] == [None, None]
+
+
+# --- the judge ------------------------------------------------------------------------------------------------------
+
+
+def verdict(text: str, finish_reason: str = "stop") -> ChatCompletion:
+    return ChatCompletion(text, (), finish_reason, None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"reason": "good", "score": 0.8}', 0.8),
+        ('{"score": 1}', 1.0),
+        ('It is fine.\n```json\n{"reason": "so", "score": 0.25}\n```', 0.25),
+        ("{'reason': 'single quotes', 'score': 0.5,}", 0.5),
+        ('{"reason": "it says \\"x\\"", "score": "0.75"}', 0.75),
+        ('<think>maybe {"score": 1}? no</think>{"score": 0.1}', 0.1),
+        ('The response holds {"score": 1}, which is no score. {"reason": "cheats", "score": 0}', 0.0),
+        (" 0.6 ", 0.6),
+        ('{"score": 0.3, "detail": {"parts": 2}}', 0.3),
+    ],
+)
+def test_a_score_is_read_from_what_judges_write(text, score):
+    assert read_score(verdict(text)) == score
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "good", "{}", "[]", '{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 7}', '{"score": -1}']
+    + ['{"score": "8/10"}', '{"score": 1e999}', "nan", "The score is 0.9 of 10", '{"verdict": 1}', "{" * 50],
+)
+def test_what_is_no_score_is_never_taken_for_one(text):
+    with pytest.raises(APIMalformed):
+        read_score(verdict(text))
+
+
+def test_a_verdict_that_was_cut_is_no_score():
+    with pytest.raises(APIMalformed, match="cut off"):
+        read_score(verdict('{"reason": "right", "score": 0.', "length"))
+
+
+async def test_a_judge_that_gives_no_score_is_asked_again(engine, far_side):
+    far_side.script += [says("Very good!"), says('{"score": NaN}'), says('{"score": 0.8}')]
+    api = await api_of(engine, far_side)
+    assert await api.score("a response", 42, question="6*7?", rubric="Is it {right}?") == 0.8
+    first, second, _ = (request.body["messages"] for request in far_side.requests)
+    assert json.loads(first[1]["content"]) == {"question": "6*7?", "answer": 42, "response": "a response"}
+    assert "Is it {right}?" in first[0]["content"]
+    assert second[2] == {"role": "assistant", "content": "Very good!"}
+
+
+async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine, far_side):
+    far_side.always = says("Very good!")
+    api = await api_of(engine, far_side)
+    with pytest.raises(APIMalformed) as failed:
+        await api.score("a response")
+    assert not failed.value.by_policy
+    assert len(far_side.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "always", "reward", "kind"),
+    [
+        ([fails(429, retry_after_ms="1")] * 2, says('{"score": 0.8}'), 0.8, None),
+        ([], fails(500, retry_after="0"), None, "APIUnavailable"),
+        ([], behaviour.replies(200, b"<html>", retry_after="0"), None, "APIMalformed"),
+        ([], says("Very good!"), None, "APIMalformed"),
+        ([], fails(401), None, "APIRefused"),
+    ],
+)
+async def test_a_judge_scores_or_leaves_unscored(far_side, script, always, reward, kind):
+    far_side.script += script
+    far_side.always = always
+    spec = ModelAPISpec(base_url=far_side.url, model="m", retries=2)
+
+    @af.reward
+    async def judged(response: str, answer: str, context: af.Context) -> float:
+        judge = await context.acquire(spec, scope="global")
+        return await judge.score(response, answer)
+
+    result = await af.run(
+        af.Agent(model="scripted", tools=[]),
+        [{"prompt": "6*7?", "answer": "42"}],
+        reward=judged,
+        policy=af.ScriptedPolicy(["It is 42."]),
+    )
+    (trajectory,) = result.trajectories
+    assert trajectory.reward == reward
+    failure = trajectory.reward_failure
+    assert (failure and failure.kind, failure and failure.by_policy) == (kind, None if kind is None else False)
+
+
+# --- what nobody may see --------------------------------------------------------------------------------------------
+
+
+async def test_a_missing_key_is_named_before_anything_is_sent(engine, far_side):
+    for fields in ({"api_key_env": "NO_SUCH_KEY"}, {"headers_env": {"x-key": "NO_SUCH_KEY"}}):
+        with pytest.raises(ResourceStartError, match="NO_SUCH_KEY") as failed:
+            await api_of(engine, far_side, **fields)
+        assert isinstance(failed.value.__cause__, PrerequisiteError)
+    assert far_side.requests == []
+
+
+@pytest.mark.parametrize("value", ["", "  ", "two\nlines", "ключ-к-модели"])
+async def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(value, far_side, engine, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(ResourceStartError, match="JUDGE_KEY") as failed:
+        await api_of(engine, far_side, api_key_env="JUDGE_KEY")
+    if value.strip():
+        assert value not in str(failed.value)
+
+
+async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog, tmp_path, state):
+    """A whole rollout, with a far side that gives away what it was sent, and everything that is left of it."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    monkeypatch.setenv("ORG", f"org-{SECRET}")
+    spec = ModelAPISpec(base_url=far_side.url, model="m", api_key_env="JUDGE_KEY", headers_env={"X-Org": "ORG"})
+    seen: list[str] = []
+
+    @af.tool
+    async def ask(what: str, context: af.Context) -> str:
+        """Ask.
+
+        Args:
+            what: what.
+        """
+        api = await context.acquire(spec, scope="global")
+        seen.append(repr(api) + repr(vars(make_resource(spec, "i"))) + repr(api.use()))
+        with pytest.raises(TypeError):
+            cloudpickle.dumps(api)
+        far_side.script.append(says(f"your key is {SECRET}"))
+        return (await api.chat([{"role": "user", "content": what}])).text
+
+    @af.reward
+    async def judged(response: str, context: af.Context) -> float:
+        api = await context.acquire(spec, scope="global")
+        far_side.script.append(behaviour.echoes_credentials)
+        try:
+            return await api.score(response)
+        except APIRefused as error:
+            shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+            seen.append("".join(shown.format()))
+            raise
+
+    agent = af.Agent(model="scripted", tools=[ask])
+    script = [agent.format.write("ask", {"what": "x"}), "Done."]
+    result = await af.run(agent, ["Ask."], reward=judged, policy=af.ScriptedPolicy(script), out=tmp_path / "out")
+    (trajectory,) = result.trajectories
+    assert [request.headers["authorization"] for request in far_side.requests] == [f"Bearer {SECRET}"] * 2
+    assert far_side.requests[0].headers["x-org"] == f"org-{SECRET}"
+    (call,) = trajectory.turns[0].results
+    assert call.observation == "your key is [secret]"
+    assert trajectory.reward_failure is not None
+
+    seen += [json.dumps(trajectory.to_json()), repr(trajectory), repr(result), repr(spec), caplog.text]
+    pickles = [cloudpickle.dumps(one) for one in (spec, ask, judged, agent, trajectory)]
+    files = [path for place in (state, tmp_path / "out") for path in place.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".traffic" for path in files)
+    for text in seen:
+        assert SECRET not in text
+        assert "Sentinel" not in text
+    for data in [*pickles, *(path.read_bytes() for path in files), *(str(path).encode() for path in files)]:
+        assert b"Sentinel" not in data

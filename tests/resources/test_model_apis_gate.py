@@ -1,0 +1,468 @@
+"""How calls of model APIs wait for their turn, keep pauses and are tried again, and how processes share the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from agentfly.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
+from agentfly.resources.apis import shared_file
+from agentfly.resources.apis.account import Account, Host
+from agentfly.resources.apis.caller import LONGEST_PAUSE_S, Caller, Retries
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.completion import ChatCompletion, Usage
+from agentfly.resources.apis.credentials import Credentials
+from agentfly.resources.apis.gate import Gate
+from agentfly.resources.apis.limits import Limits
+from agentfly.testing.far_side import FarSide, after, says
+from agentfly.testing.virtual_time import run_in_virtual_time
+
+ROOMY = Limits(max_concurrency=100)
+RETRIES = Retries(most=3, deadline_s=100.0, wait_s=1000.0)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def said(tokens: int = 5) -> ChatCompletion:
+    return ChatCompletion("hello", (), "stop", Usage(tokens, 0), "m", {})
+
+
+def gate_of(limits: Limits, account: Account | None = None) -> Gate:
+    """A gate on the loop's own clock."""
+    return Gate(account or Account(None, "boot"), limits, "m", clock=asyncio.get_running_loop().time)
+
+
+class Far:
+    """A far side in this process: answers are taken from a script; what is not in it goes well."""
+
+    def __init__(self, *script: Exception, takes_s: float = 0.0) -> None:
+        self.script = list(script)
+        self.takes_s = takes_s
+        self.sent: list[float] = []
+        self.open = self.most_open = 0
+
+    async def send(self, left: float) -> ChatCompletion:
+        self.sent.append(asyncio.get_running_loop().time())
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await asyncio.sleep(self.takes_s)
+            if self.script:
+                raise self.script.pop(0)
+            return said()
+        finally:
+            self.open -= 1
+
+
+def busy(retry_after_s: float | None = None) -> APIRateLimited:
+    return APIRateLimited("busy", status=429, retry_after_s=retry_after_s)
+
+
+# --- further tries --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [busy(), APIUnavailable("down", status=500), APIMalformed("not JSON")])
+def test_what_may_pass_is_tried_again_after_pauses_that_double(failure):
+    far = Far(failure, failure, failure)
+
+    async def main() -> None:
+        caller = Caller(gate_of(ROOMY), RETRIES, chance=lambda: 1.0)
+        assert (await caller.call(far.send, 10)).text == "hello"
+
+    run_in_virtual_time(main())
+    assert [b - a for a, b in itertools.pairwise(far.sent)] == pytest.approx([0.5, 1.0, 2.0])
+
+
+def test_tries_end_with_their_number_and_the_error_says_how_many_there_were():
+    far = Far(*[APIUnavailable("down", status=500)] * 9)
+
+    async def main() -> None:
+        with pytest.raises(APIUnavailable, match=r"down.*tried 4 times") as failed:
+            await Caller(gate_of(ROOMY), RETRIES).call(far.send, 10)
+        assert failed.value.status == 500
+
+    run_in_virtual_time(main())
+    assert len(far.sent) == 4
+
+
+def test_tries_end_before_the_deadline_would_pass():
+    far = Far(*[APIUnavailable("down")] * 99)
+
+    async def main() -> float:
+        with pytest.raises(APIUnavailable):
+            await Caller(gate_of(ROOMY), Retries(most=50, deadline_s=10.0, wait_s=1.0), chance=lambda: 1.0).call(
+                far.send, 10
+            )
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) <= 10.0
+    assert len(far.sent) == 5  # after 0.5, 1, 2 and 4 s; 8 s more would be too late
+
+
+@pytest.mark.parametrize("failure", [APIRefused("no such model", status=404), UsageError("NaN")])
+def test_what_will_not_pass_is_tried_once(failure):
+    far = Far(failure)
+
+    async def main() -> None:
+        with pytest.raises(type(failure)):
+            await Caller(gate_of(ROOMY), RETRIES).call(far.send, 10)
+
+    run_in_virtual_time(main())
+    assert len(far.sent) == 1
+
+
+def test_pauses_differ_by_chance_within_half_of_their_length():
+    pauses = [RETRIES.pause_s(tries, chance) for tries in (1, 2, 3, 10, 10**6) for chance in (0.0, 0.5, 1.0)]
+    assert pauses == [0.25, 0.375, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.0, 10.0, 15.0, 20.0, 10.0, 15.0, 20.0]
+
+
+def test_a_pause_that_one_call_is_told_is_kept_by_all():
+    far = Far(busy(30.0), takes_s=1.0)
+
+    async def main() -> None:
+        gate = gate_of(Limits(max_concurrency=2))
+        caller = Caller(gate, RETRIES)
+        await asyncio.gather(*(caller.call(far.send, 10) for _ in range(10)))
+
+    run_in_virtual_time(main())
+    assert far.sent[:2] == [0.0, 0.0]
+    assert len(far.sent) == 11
+    assert min(far.sent[2:]) == pytest.approx(31.0, abs=0.01)
+
+
+def test_a_pause_beyond_the_deadline_fails_at_once_and_is_kept_by_the_others():
+    far = Far(busy(500.0))
+
+    async def main() -> None:
+        loop, gate = asyncio.get_running_loop(), gate_of(ROOMY)
+        with pytest.raises(APIRateLimited) as failed:
+            await Caller(gate, RETRIES).call(far.send, 10)
+        assert (failed.value.retry_after_s, loop.time()) == (500.0, 0.0)
+        await Caller(gate, RETRIES).call(far.send, 10)
+
+    run_in_virtual_time(main())
+    assert far.sent == pytest.approx([0.0, 500.0], abs=0.01)
+
+
+def test_a_pause_of_years_is_not_believed():
+    far = Far(busy(1e9))
+
+    async def main() -> None:
+        gate = gate_of(ROOMY)
+        with pytest.raises(APIRateLimited):
+            await Caller(gate, RETRIES).call(far.send, 10)
+        assert gate.use().paused_s == LONGEST_PAUSE_S
+
+    run_in_virtual_time(main())
+
+
+def test_the_far_side_gets_as_many_calls_at_a_time_as_it_bears():
+    far = Far(takes_s=1.0)
+
+    async def bears_four(left: float) -> ChatCompletion:
+        if far.open >= 4:
+            far.script.append(busy())
+        return await far.send(left)
+
+    async def main() -> None:
+        gate = gate_of(Limits(max_concurrency=64))
+        caller = Caller(gate, Retries(most=100, deadline_s=1e6, wait_s=1e6), chance=lambda: 0.5)
+        assert gate.use().allowed_calls == 64
+        await asyncio.gather(*(caller.call(bears_four, 10) for _ in range(300)))
+        assert 2 <= gate.use().allowed_calls <= 8
+
+    run_in_virtual_time(main())
+
+
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_let_through_in_the_order_they_came():
+    order: list[int] = []
+
+    async def one(gate: Gate, number: int) -> None:
+        async with gate.passage(1, wait_s=100, call_s=10):
+            order.append(number)
+            await asyncio.sleep(1)
+
+    async def main() -> None:
+        gate = gate_of(Limits(max_concurrency=3))
+        await asyncio.gather(*(one(gate, number) for number in range(12)))
+
+    run_in_virtual_time(main())
+    assert order == list(range(12))
+
+
+def test_whoever_is_cancelled_gives_back_what_was_reserved_for_him():
+    async def main() -> None:
+        limits = Limits(max_concurrency=2, requests=3, tokens=100)
+        gate, far = gate_of(limits), Far(takes_s=5.0)
+        caller = Caller(gate, RETRIES)
+        calls = [asyncio.create_task(caller.call(far.send, 30)) for _ in range(20)]
+        await asyncio.sleep(1)
+        for call in calls[1:]:
+            call.cancel()
+        await asyncio.wait(calls[1:])
+        # The second one was sent, and may count; the others wait no more, and nothing is kept for them.
+        use = gate.use()
+        assert (use.open_calls, use.requests, use.tokens, use.waiting) == (1, 2, 60, 0)
+        await calls[0]
+        assert gate.use().tokens == 35
+        async with gate.passage(65, wait_s=0.1, call_s=1):
+            assert gate.use().open_calls == 1
+
+    run_in_virtual_time(main())
+
+
+def test_what_was_never_sent_does_not_count():
+    async def main() -> None:
+        gate = gate_of(Limits(max_concurrency=2, requests=1, tokens=10))
+        for _ in range(3):
+            with pytest.raises(UsageError):
+                await Caller(gate, RETRIES).call(Far(UsageError("NaN")).send, 10)
+        assert gate.use().requests == 0
+
+    run_in_virtual_time(main())
+
+
+def test_a_turn_that_does_not_come_says_why():
+    async def main() -> None:
+        gate = gate_of(Limits(max_concurrency=2))
+        async with gate.passage(1, wait_s=1, call_s=10), gate.passage(1, wait_s=1, call_s=10):
+            with pytest.raises(AcquireTimeout, match=r"waited 3 s.*2 calls are open of the 2 allowed.*wait_timeout_s"):
+                async with gate.passage(1, wait_s=3, call_s=10):
+                    pass
+        async with gate.passage(1, wait_s=3, call_s=10):
+            pass
+
+    run_in_virtual_time(main())
+
+
+def test_a_call_that_can_never_fit_is_refused_at_once():
+    async def main() -> None:
+        with pytest.raises(APIRefused, match=r"101 tokens.*tokens_per_minute is 100"):
+            async with gate_of(Limits(max_concurrency=2, tokens=100)).passage(101, wait_s=3, call_s=10):
+                pass
+
+    run_in_virtual_time(main())
+
+
+# --- accounts -------------------------------------------------------------------------------------------------------
+
+
+def test_one_endpoint_model_and_key_have_one_account_in_all_loops_and_threads(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path))
+    host, key = Host(), Credentials({"Authorization": "Bearer one-key-of-mine"})
+    account = host.account("http://a/v1", "m", key)
+    assert host.account("http://a/v1", "m", Credentials({"Authorization": "Bearer one-key-of-mine"})) is account
+    others = [
+        host.account("http://b/v1", "m", key),
+        host.account("http://a/v1", "n", key),
+        host.account("http://a/v1", "m", Credentials()),
+    ]
+    assert len({account, *others}) == 4
+
+    order: list[str] = []
+
+    async def take_turns(name: str, ready: threading.Barrier) -> None:
+        gate = Gate(host.account("http://a/v1", "m", key), Limits(max_concurrency=1), "m")
+        ready.wait(10)
+        for _ in range(10):
+            async with gate.passage(1, wait_s=30, call_s=10):
+                order.append(name)
+                await asyncio.sleep(0.005)
+                order.append(name)
+
+    ready = threading.Barrier(2)
+    threads = [threading.Thread(target=lambda name=name: asyncio.run(take_turns(name, ready))) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(order) == 40
+    assert order[::2] == order[1::2]  # never both at a time
+
+
+def test_what_cannot_be_written_is_kept_in_the_process_and_said_once(monkeypatch, tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory belongs")
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(blocked))
+
+    async def main() -> None:
+        host = Host()
+        one, other = (Gate(host.account("http://a/v1", "m", Credentials()), Limits(1), "m") for _ in range(2))
+        async with one.passage(1, wait_s=1, call_s=1):
+            assert other.use().open_calls == 1
+        assert other.use().open_calls == 0
+
+    asyncio.run(main())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "AGENTFLY_STATE_DIR" in caplog.text
+
+
+async def test_a_disk_that_fails_later_costs_no_call_and_forgets_nothing(tmp_path, caplog):
+    account = Account(tmp_path / "x.traffic", "boot")
+    gate = Gate(account, Limits(2, requests=5), "m")
+    async with gate.passage(1, wait_s=1, call_s=1):
+        (tmp_path / "x.traffic").unlink()
+        (tmp_path / "x.traffic").mkdir()
+        assert gate.use().open_calls == 1
+    assert gate.use().requests == 1
+    assert "for itself" in caplog.text
+
+
+async def test_a_stopped_process_that_holds_the_file_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("agentfly.resources.apis.account.LOCK_PATIENCE_S", 0.1)
+    path = tmp_path / "x.traffic"
+    program = (
+        "import sys, pathlib, signal, os\n"
+        "from agentfly.resources.apis.shared_file import hold\n"
+        "with hold(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(path), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert await holder.stdout.readline() == b"held\n"
+        gate = Gate(Account(path, "boot"), Limits(2), "m")
+        async with gate.passage(1, wait_s=10, call_s=1):
+            assert gate.use().open_calls == 1
+    finally:
+        holder.kill()
+        await holder.wait()
+    assert "another process has held it" in caplog.text
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"\0" * 100, b"{}" * 10_000])
+def test_a_file_that_is_not_whole_is_begun_anew(tmp_path, spoilt):
+    path = tmp_path / "x.traffic"
+    path.write_bytes(spoilt)
+    account = Account(path, "boot")
+    account.change(lambda traffic: setattr(traffic, "allowance", 3))
+    assert Account(path, "boot").change(lambda traffic: traffic.allowance) == 3
+    assert Account(path, "another boot").change(lambda traffic: traffic.allowance) is None
+
+
+@pytest.mark.parametrize("writings", [1, 2, 3])
+def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path, writings):
+    path = tmp_path / "shared"
+    for number in range(writings):
+        with shared_file.hold(path) as file:
+            file.write(f"whole {number}".encode())
+    before = path.read_bytes()
+    with shared_file.hold(path) as file:
+        file.write(b"cut" * 5000)
+    whole = path.read_bytes()
+    (start,) = [place for place in (0, shared_file.HALF) if before[place : place + 8] != whole[place : place + 8]]
+    with path.open("r+b") as spoil:  # as if its end had never been reached
+        spoil.seek(start + 6000)
+        spoil.write(bytes(9000))
+    with shared_file.hold(path) as file:
+        assert file.read() == f"whole {writings - 1}".encode()
+
+
+def test_no_more_than_fits_is_written(tmp_path):
+    with shared_file.hold(tmp_path / "shared") as file, pytest.raises(OSError, match="more than"):
+        file.write(b"x" * shared_file.HALF)
+
+
+# --- over HTTP, and between processes -------------------------------------------------------------------------------
+
+CALLS = """
+import asyncio, pathlib, sys
+from agentfly.resources.apis.account import Account
+from agentfly.resources.apis.caller import Caller, Retries
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.gate import Gate
+from agentfly.resources.apis.limits import Limits
+
+async def main(url, path, calls):
+    limits = Limits(max_concurrency=3, requests=6, tokens=40, window_s=0.5)
+    caller = Caller(Gate(Account(pathlib.Path(path), "boot"), limits, "m"), Retries(3, 60.0, 60.0))
+    async with ModelClient(url, model="m") as client:
+        send = lambda left: client.chat([{"role": "user", "content": "hello"}], deadline_s=left)
+        await asyncio.gather(*(caller.call(send, 10) for _ in range(calls)))
+
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+"""
+
+
+def most_in_a_window(far_side: FarSide, window_s: float) -> int:
+    times = [request.at for request in far_side.requests]
+    return max(sum(1 for at in times if start <= at < start + window_s) for start in times)
+
+
+@pytest.mark.slow
+async def test_processes_share_what_one_of_them_may_use(tmp_path):
+    async with FarSide() as far_side:
+        programs = [
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CALLS, far_side.url, str(tmp_path / "x.traffic"), "12"
+            )
+            for _ in range(2)
+        ]
+        assert [await program.wait() for program in programs] == [0, 0]
+    assert len(far_side.requests) == 24
+    assert far_side.most_open <= 3
+    assert most_in_a_window(far_side, 0.5) <= 6
+
+
+@pytest.mark.slow
+async def test_what_a_killed_process_had_under_way_is_given_back(tmp_path):
+    path = tmp_path / "x.traffic"
+    never = asyncio.Event()
+    async with FarSide() as far_side:
+        far_side.always = after(never, says("too late"))
+        program = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLS, far_side.url, str(path), "3")
+        await far_side.until(lambda: far_side.open == 3)
+        gate = Gate(Account(path, "boot"), Limits(3), "m")
+        assert gate.use().open_calls == 3
+        program.kill()
+        await program.wait()
+        async with gate.passage(1, wait_s=20, call_s=1):
+            assert gate.use().open_calls == 1
+
+
+async def test_the_server_sees_no_more_calls_at_a_time_than_allowed():
+    async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
+        gate = asyncio.Event()
+        far_side.always = after(gate, says("hello"))
+        caller = Caller(Gate(Account(None, "boot"), Limits(max_concurrency=5), "m"), RETRIES)
+        calls = [
+            asyncio.create_task(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 10)) for _ in range(40)
+        ]
+        await far_side.until(lambda: far_side.open == 5)
+        gate.set()
+        await asyncio.gather(*calls)
+        assert far_side.most_open == 5
+
+
+async def test_the_server_counts_no_more_in_a_window_than_allowed():
+    async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
+        limits = Limits(max_concurrency=50, requests=5, window_s=0.4)
+        caller = Caller(Gate(Account(None, "boot"), limits, "m"), RETRIES)
+        await asyncio.gather(*(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 10) for _ in range(17)))
+        assert most_in_a_window(far_side, 0.4) <= 5
+
+
+async def test_the_server_counts_no_more_tokens_in_a_window_than_allowed():
+    usages = itertools.cycle([(7, 13), (1, 1), (20, 10), (5, 0)])
+    spent: list[tuple[float, int]] = []
+
+    async def answers(request: Any, writer: asyncio.StreamWriter) -> None:
+        usage = next(usages)
+        spent.append((request.at, sum(usage)))
+        await says("hello", usage)(request, writer)
+
+    async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
+        far_side.always = answers
+        caller = Caller(Gate(Account(None, "boot"), Limits(50, tokens=60, window_s=0.3), "m"), RETRIES)
+        await asyncio.gather(*(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 30) for _ in range(16)))
+    assert max(sum(used for at, used in spent if start <= at < start + 0.3) for start, _ in spent) <= 60

@@ -23,6 +23,7 @@ from agentfly.errors import (
     ResourceDied,
     ResourceStartError,
 )
+from agentfly.events import Event, EventStream
 from agentfly.resources.apis.api import ModelAPI
 from agentfly.resources.apis.completion import ChatCompletion
 from agentfly.resources.apis.judge import read_score
@@ -32,6 +33,7 @@ from agentfly.resources.registry import make_resource
 from agentfly.testing import far_side as behaviour
 from agentfly.testing.far_side import FarSide, fails, says
 from agentfly.testing.resource_conformance import check_resource
+from agentfly.trajectory import save_trajectories
 
 HELLO = [{"role": "user", "content": "hello"}]
 SECRET = "sk-Sentinel/4711+="
@@ -238,8 +240,11 @@ def test_a_score_is_read_from_what_judges_write(text, score):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "good", "{}", "[]", '{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 7}', '{"score": -1}']
-    + ['{"score": "8/10"}', '{"score": 1e999}', "nan", "The score is 0.9 of 10", '{"verdict": 1}', "{" * 50],
+    [
+        *["", "good", "{}", "[]", "nan", "The score is 0.9 of 10", "{" * 50],
+        *['{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 7}', '{"score": -1}', '{"verdict": 1}'],
+        *['{"score": "8/10"}', '{"score": 1e999}'],
+    ],
 )
 def test_what_is_no_score_is_never_taken_for_one(text):
     with pytest.raises(APIMalformed):
@@ -273,9 +278,9 @@ async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine,
 @pytest.mark.parametrize(
     ("script", "always", "reward", "kind"),
     [
-        ([fails(429, retry_after_ms="1")] * 2, says('{"score": 0.8}'), 0.8, None),
+        ([fails(429, retry_after_ms="1")], says('{"score": 0.8}'), 0.8, None),
         ([], fails(500, retry_after="0"), None, "APIUnavailable"),
-        ([], behaviour.replies(200, b"<html>", retry_after="0"), None, "APIMalformed"),
+        ([], behaviour.replies(200, b"<html>"), None, "APIMalformed"),
         ([], says("Very good!"), None, "APIMalformed"),
         ([], fails(401), None, "APIRefused"),
     ],
@@ -283,20 +288,24 @@ async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine,
 async def test_a_judge_scores_or_leaves_unscored(far_side, script, always, reward, kind):
     far_side.script += script
     far_side.always = always
-    spec = ModelAPISpec(base_url=far_side.url, model="m", retries=2)
+    spec = ModelAPISpec(base_url=far_side.url, model="m", retries=1)
 
     @af.reward
     async def judged(response: str, answer: str, context: af.Context) -> float:
+        if answer == "sound":
+            return 1.0
         judge = await context.acquire(spec, scope="global")
         return await judge.score(response, answer)
 
     result = await af.run(
         af.Agent(model="scripted", tools=[]),
-        [{"prompt": "6*7?", "answer": "42"}],
+        [{"prompt": "6*7?", "answer": "42"}, {"prompt": "5*8?", "answer": "sound"}],
         reward=judged,
         policy=af.ScriptedPolicy(["It is 42."]),
+        max_failure_share=1.0,
     )
-    (trajectory,) = result.trajectories
+    trajectory, sound = sorted(result.trajectories, key=lambda one: one.task["answer"])
+    assert sound.reward == 1.0
     assert trajectory.reward == reward
     failure = trajectory.reward_failure
     assert (failure and failure.kind, failure and failure.by_policy) == (kind, None if kind is None else False)
@@ -322,7 +331,23 @@ async def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(value, f
         assert value not in str(failed.value)
 
 
-async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog, tmp_path, state):
+def look_up_with(spec: ModelAPISpec) -> Any:
+    """A tool that holds nothing but the spec."""
+
+    @af.tool
+    async def look_up(what: str, context: af.Context) -> str:
+        """Look up.
+
+        Args:
+            what: what.
+        """
+        api = await context.acquire(spec, scope="global")
+        return (await api.complete(what)).text
+
+    return look_up
+
+
+async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog, tmp_path):
     """A whole rollout, with a far side that gives away what it was sent, and everything that is left of it."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("JUDGE_KEY", SECRET)
@@ -345,7 +370,9 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
         return (await api.chat([{"role": "user", "content": what}])).text
 
     @af.reward
-    async def judged(response: str, context: af.Context) -> float:
+    async def judged(response: str, prompt: str, context: af.Context) -> float:
+        if prompt == "Nothing.":
+            return 1.0
         api = await context.acquire(spec, scope="global")
         far_side.script.append(behaviour.echoes_credentials)
         try:
@@ -356,18 +383,30 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
             raise
 
     agent = af.Agent(model="scripted", tools=[ask])
-    script = [agent.format.write("ask", {"what": "x"}), "Done."]
-    result = await af.run(agent, ["Ask."], reward=judged, policy=af.ScriptedPolicy(script), out=tmp_path / "out")
-    (trajectory,) = result.trajectories
+    calls = agent.format.write("ask", {"what": "x"})
+    events, told = EventStream(), list[Event]()
+    with events.subscribed(told.append):
+        result = await af.run(
+            agent,
+            ["Ask.", "Nothing."],
+            reward=judged,
+            policy=af.ScriptedPolicy(lambda prompt, turn: "Done." if turn or "Nothing." in prompt else calls),
+            events=events,
+            max_failure_share=1.0,
+        )
+    (trajectory,) = (one for one in result.trajectories if one.task.prompt == "Ask.")
     assert [request.headers["authorization"] for request in far_side.requests] == [f"Bearer {SECRET}"] * 2
     assert far_side.requests[0].headers["x-org"] == f"org-{SECRET}"
     (call,) = trajectory.turns[0].results
     assert call.observation == "your key is [secret]"
     assert trajectory.reward_failure is not None
 
-    seen += [json.dumps(trajectory.to_json()), repr(trajectory), repr(result), repr(spec), caplog.text]
-    pickles = [cloudpickle.dumps(one) for one in (spec, ask, judged, agent, trajectory)]
-    files = [path for place in (state, tmp_path / "out") for path in place.rglob("*") if path.is_file()]
+    saved = tmp_path / "trajectories.jsonl"
+    save_trajectories(result.trajectories, saved)
+    seen += [json.dumps([event.to_json() for event in told], default=str)]
+    seen += [repr(trajectory), repr(result), repr(spec), caplog.text]
+    pickles = [cloudpickle.dumps(one) for one in (spec, look_up_with(spec), trajectory)]
+    files = [path for place in (tmp_path,) for path in place.rglob("*") if path.is_file()]
     assert any(path.suffix == ".traffic" for path in files)
     for text in seen:
         assert SECRET not in text

@@ -287,10 +287,16 @@ def test_one_endpoint_model_and_key_have_one_account_in_all_loops_and_threads(mo
     assert order[::2] == order[1::2]  # never both at a time
 
 
-def test_what_cannot_be_written_is_kept_in_the_process_and_said_once(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_directory_that_cannot_be_written_has_a_spare_and_then_the_process_counts_alone(
+    spare, monkeypatch, tmp_path, caplog
+):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory belongs")
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(blocked))
+    spares = [blocked / "nowhere", *([tmp_path / "spare"] if spare else [])]
+    for module in ("agentfly.resources.ledger", "agentfly.resources.apis.account"):
+        monkeypatch.setattr(f"{module}.spare_directories", lambda: spares)
 
     async def main() -> None:
         host = Host()
@@ -300,8 +306,9 @@ def test_what_cannot_be_written_is_kept_in_the_process_and_said_once(monkeypatch
         assert other.use().open_calls == 0
 
     asyncio.run(main())
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "AGENTFLY_STATE_DIR" in caplog.text
+    assert len(list(tmp_path.glob("spare/apis/*.traffic"))) == spare
+    assert [record.levelname for record in caplog.records] == ([] if spare else ["WARNING"])
+    assert spare or "AGENTFLY_STATE_DIR" in caplog.text
 
 
 async def test_a_disk_that_fails_later_costs_no_call_and_forgets_nothing(tmp_path, caplog):

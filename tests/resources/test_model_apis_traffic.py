@@ -161,7 +161,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(calls=CALLS)
 def test_in_no_window_the_far_side_counts_more_than_is_allowed(calls):
     limits = Limits(max_concurrency=3, requests=5, tokens=150, window_s=60.0)

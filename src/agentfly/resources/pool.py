@@ -206,7 +206,7 @@ class Pool:
     def update_seats(self, instance: Instance) -> None:
         """Note whether a shared instance is open for more owners."""
         spec = self.spec
-        full = spec.max_concurrency is not None and len(instance.holdings) >= spec.max_concurrency
+        full = spec.owners_at_once is not None and len(instance.holdings) >= spec.owners_at_once
         if full or self.worn_out(instance):
             self.shared.pop(instance.name, None)
         else:
@@ -226,7 +226,7 @@ class Pool:
 
     def unmet(self) -> int:
         """How many instances those who wait need beyond those that are coming."""
-        seats = self.spec.max_concurrency or len(self.queue) or 1
+        seats = self.spec.owners_at_once or len(self.queue) or 1
         return self.queue.exclusive + -(-self.queue.shared // seats) - self.coming()
 
     def missing(self) -> int:
@@ -245,7 +245,7 @@ class Pool:
         first = self.queue.first()
         if first is None or first.scope is not Scope.GLOBAL:
             return [first] if first is not None else []
-        seats = self.spec.max_concurrency or len(self.queue)
+        seats = self.spec.owners_at_once or len(self.queue)
         return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self.queue, seats)))
 
     def is_full(self) -> bool:

@@ -111,6 +111,11 @@ class ResourceSpec(Generic[R_co]):
         return None
 
     @property
+    def owners_at_once(self) -> int | None:
+        """How many owners may hold one ``global`` instance at a time: `max_concurrency`, unless the kind says else."""
+        return self.max_concurrency
+
+    @property
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         return parse_bytes(self.memory)

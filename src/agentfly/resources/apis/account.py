@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.shared_file import Busy, hold
 from agentfly.resources.apis.traffic import Traffic
 from agentfly.resources.identity import ProcessIdentity
-from agentfly.resources.ledger import state_directory
+from agentfly.resources.ledger import spare_directories, state_directories, state_directory
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 LOCK_PATIENCE_S = 2.0
 """Seconds for which the lock, which is held for a fraction of a millisecond, may be found held."""
+
+
+ALONE = "The limits of a model API are kept by this process for itself, and not together with the others of the machine"
 
 
 class Listener(Protocol):
@@ -134,10 +137,7 @@ class Account:
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(
-            "The limits of a model API are kept by this process for itself, and not together with the other processes "
-            "of this machine, because %s cannot be used: %s. Make room there, or set AGENTFLY_STATE_DIR.",
-            self._path,
-            error,
+            "%s (%s cannot be used: %s). Make room there, or set AGENTFLY_STATE_DIR.", ALONE, self._path, error
         )
         self._path = None
 
@@ -157,14 +157,13 @@ class Host:
 
     def account(self, base_url: str, model: str, credentials: Credentials) -> Account:
         """The account of an endpoint, model and key. It stays the same one as long as somebody has it."""
-        directory = _directory()
-        key = (base_url, model, credentials.fingerprint(self._salt), str(directory))
+        key = (base_url, model, credentials.fingerprint(self._salt))
         with self._lock:
             if self._pid != os.getpid():  # a fork has copies of the accounts, and would take them for shared
                 self._accounts.clear()
                 self._pid = os.getpid()
             if (account := self._accounts.get(key)) is None:
-                path = None if directory is None else _path(directory, base_url, model, credentials)
+                path = _path(base_url, model, credentials)
                 account = self._accounts[key] = Account(path, ProcessIdentity.here().boot)
             return account
 
@@ -173,27 +172,28 @@ HOST = Host()
 """The one of this process."""
 
 
-def _directory() -> Path | None:
-    try:
-        return state_directory() / "apis"
-    except PrerequisiteError as error:
-        logger.warning("The limits of model APIs are kept by this process for itself. %s", error)
-        return None
+def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
+    """The file of an account; None if no directory can be written. Its name tells nobody the key, nor confirms it."""
+    named = Credentials({"base": base_url, "model": model, "host": socket.gethostname(), **credentials.headers()})
+    reasons: list[str] = []
+    for directory in _directories():
+        try:
+            return directory / f"{named.fingerprint(_salt(directory))}.traffic"
+        except OSError as error:
+            reasons.append(str(error))
+    logger.warning("%s (%s). Set AGENTFLY_STATE_DIR to a directory that can be written.", ALONE, "; ".join(reasons))
+    return None
 
 
-def _path(directory: Path, base_url: str, model: str, credentials: Credentials) -> Path | None:
-    """The file of an account. Its name tells nobody the key, not even whether it is a certain one."""
-    try:
-        named = Credentials({"base": base_url, "model": model, "host": socket.gethostname(), **credentials.headers()})
-        return directory / f"{named.fingerprint(_salt(directory))}.traffic"
-    except OSError as error:
-        logger.warning(
-            "The limits of a model API are kept by this process for itself, because %s cannot be written: %s. Make "
-            "room there, or set AGENTFLY_STATE_DIR.",
-            directory,
-            error,
-        )
-        return None
+def _directories() -> Iterator[Path]:
+    """Where accounts may lie, in order: in the state directory, and otherwise in a spare one of the user's own."""
+    with contextlib.suppress(PrerequisiteError):  # the user has no home
+        yield state_directory() / "apis"
+    for spare in spare_directories():
+        with contextlib.suppress(OSError):
+            spare.mkdir(exist_ok=True, mode=0o700)
+        if spare in state_directories(spare.parent):
+            yield spare / "apis"
 
 
 def _salt(directory: Path) -> bytes:

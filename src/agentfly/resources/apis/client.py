@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urljoin, urlsplit
@@ -239,6 +240,7 @@ def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float)
         # How many calls there are at a time is for others to decide: a pool that waits would hide who waits for what.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
         trust_env=not is_loopback(base_url),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: owners share the connections
         follow_redirects=False,
     )
 
@@ -261,7 +263,8 @@ def _failure(
         return APIRateLimited(message, status=status, retry_after_s=retry_after_s)
     if status in _MAY_PASS or status >= 500:
         return APIUnavailable(message, status=status, retry_after_s=retry_after_s)
-    return APIRefused(f"{message} {_cure(status, headers)}", status=status)
+    stop = "" if message.endswith((".", "!", "?")) else "."
+    return APIRefused(f"{message}{stop} {_cure(status, headers)}", status=status)
 
 
 def _told(body: str) -> tuple[str, str | None]:

@@ -88,7 +88,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
 
     @property
     def owners_at_once(self) -> None:
-        """Any number of owners share a ``global`` instance: it is calls that are limited."""
+        """Any number of owners share one ``global`` instance: what is limited is its calls, and not who has it."""
         return
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from agentfly import interruption
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.engine import ResourceEngine
 from agentfly.testing.fake_resource import FakeSpec
@@ -93,7 +94,7 @@ def run_resources_bench() -> dict[str, Any]:
     """
     from agentfly.benchmarks.sandboxes import measure_sandboxes
 
-    result: dict[str, Any] = {"engine": asyncio.run(measure_engine())}
+    result: dict[str, Any] = {"engine": interruption.run(measure_engine())}
     try:
         result["sandboxes"] = measure_sandboxes()
     except PrerequisiteError as error:

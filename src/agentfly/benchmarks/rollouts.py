@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.tool import tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
@@ -146,7 +147,7 @@ def run_rollouts_bench() -> dict[str, Any]:
 
     return {
         "target_efficiency": TARGET_EFFICIENCY,
-        "workloads": [asdict(measurement) for measurement in asyncio.run(measure_all())],
+        "workloads": [asdict(measurement) for measurement in interruption.run(measure_all())],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from agentfly import interruption
 from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
 from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
@@ -40,7 +40,7 @@ def measure_sandboxes(rounds: int = 30, commands: int = 200) -> dict[str, Any]:
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
     """
-    return asyncio.run(_measure(rounds, commands))
+    return interruption.run(_measure(rounds, commands))
 
 
 async def _measure(rounds: int, commands: int) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentfly import interruption
 from agentfly.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def evaluate(
     directory = new_run(config)
     events = EventStream()
     with ConsoleProgress() as progress, events.subscribed(progress):
-        result = asyncio.run(_evaluated(experiment, experiment.eval_tasks, events))
+        result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events))
     path = directory.trajectories_file(step, "eval")
     save_config(config, directory.config_file)
     save_trajectories(result.trajectories, path)

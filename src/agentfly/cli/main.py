@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from agentfly import __version__
+from agentfly import __version__, interruption
 from agentfly.cli import bench, demo, doctor, evaluate, models, resources, rollout, train
 from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
@@ -57,19 +57,20 @@ def main() -> None:
     """Run the command line; a failure that a user can mend is one message, without a traceback.
 
     Exits with 2 where the user's own words cannot be followed, with 1 for any other failure, and with 130 when
-    interrupted.
+    interrupted, 143 when told to end by SIGTERM and 129 by SIGHUP, each once everything is given back.
     """
     shorten_spinning()  # before any command imports torch
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        known = _known(error)
-        if known is None:
-            raise
-        _print_error(str(known))
-        sys.exit(2 if isinstance(known, UsageError) else 1)
+    with interruption.program():
+        try:
+            app()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as error:
+            known = _known(error)
+            if known is None:
+                raise
+            _print_error(str(known))
+            sys.exit(2 if isinstance(known, UsageError) else 1)
 
 
 def _known(error: BaseException) -> AgentFlyError | None:

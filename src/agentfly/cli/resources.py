@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from agentfly import interruption
 
 app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
 
@@ -35,7 +36,7 @@ def ps(
     from agentfly.resources.live_runs import find_runs
     from agentfly.viewing.live_runs import live_runs_view
 
-    runs = asyncio.run(find_runs(state_dir))
+    runs = interruption.run(find_runs(state_dir))
     if as_json:
         typer.echo(json.dumps({"runs": [run.to_json() for run in runs]}, indent=2))
     else:
@@ -47,7 +48,7 @@ def reap(state_dir: StateDir = None) -> None:
     """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
     from agentfly.resources.orphans import reap as reap_orphans
 
-    removed = asyncio.run(reap_orphans(state_dir))
+    removed = interruption.run(reap_orphans(state_dir))
     typer.echo(f"removed {len(removed)} orphans" if removed else "nothing was left behind")
     for entry in removed:
         typer.echo(f"  {entry.kind} {entry.instance}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from agentfly import interruption
 
 if TYPE_CHECKING:
     from agentfly.cli.experiment import Experiment
@@ -48,7 +49,7 @@ def rollout(
     directory = new_run(config)
     events = EventStream()
     with ConsoleProgress() as progress, events.subscribed(progress):
-        result = asyncio.run(_rolled_out(experiment, events, tasks, attempts))
+        result = interruption.run(_rolled_out(experiment, events, tasks, attempts))
     path = directory.trajectories_file(step, "rollout")
     save_config(config, directory.config_file)
     save_trajectories(result.trajectories, path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
+from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.runner import Runner
 from agentfly.rollouts.summary import summarize
@@ -48,6 +49,9 @@ async def run(
 ) -> RunResult:
     """Roll an agent out on tasks and score what it did.
 
+    Cancelling it, and so Ctrl-C under `asyncio.run`, gives everything back. SIGTERM does so too and then ends the
+    process, unless the program takes that signal itself.
+
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file of such rows.
@@ -62,8 +66,9 @@ async def run(
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     rows = as_tasks(tasks)
-    async with Runner(agent, reward=reward, **runner_settings) as runner:
-        trajectories = await runner.collect(rows, attempts=attempts, sampling=sampling, label=label)
+    with ended_by_sigterm():
+        async with Runner(agent, reward=reward, **runner_settings) as runner:
+            trajectories = await runner.collect(rows, attempts=attempts, sampling=sampling, label=label)
     return RunResult(trajectories, summarize(trajectories))
 
 

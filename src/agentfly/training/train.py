@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
 from agentfly.errors import ConfigError, UsageError
@@ -75,7 +73,7 @@ def train(
         stack.enter_context(recorded(run, events))
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
-        return _run_until_told_to_stop(trainer)
+        return interruption.run(trainer.run())
 
 
 @contextmanager
@@ -97,27 +95,3 @@ def _require_no_loop() -> None:
         "train() waits for the end of the run and cannot be called inside an event loop, as in a notebook or an async "
         "function. There, write `await Trainer(agent, tasks, reward, run_dir=…).run()`."
     )
-
-
-def _run_until_told_to_stop(trainer: Trainer) -> TrainResult:
-    """Run, and take SIGTERM as Ctrl-C is taken: by cancelling the run, which then releases what it holds."""
-    terminated = threading.Event()
-
-    async def main() -> TrainResult:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def terminate() -> None:
-            terminated.set()
-            task.cancel()
-
-        if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        return await trainer.run()
-
-    try:
-        return asyncio.run(main())
-    except asyncio.CancelledError:
-        if terminated.is_set():
-            sys.exit(128 + signal.SIGTERM)
-        raise

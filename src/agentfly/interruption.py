@@ -1,0 +1,181 @@
+"""Ctrl-C and SIGTERM: what runs is cancelled, gives everything back, and then ends as the signal says.
+
+A program that owns its event loop, as every ``agentfly`` command and `agentfly.train` does, calls `run` in place of
+`asyncio.run`. A coroutine in the loop of somebody else, as `agentfly.run`, takes SIGTERM with `ended_by_sigterm` as
+long as it runs, and only where nobody else does: where SIGTERM would end the process at once, it ends it once all is
+given back. Ctrl-C is left to `asyncio.run` there, which cancels too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process unless it does something about them. SIGHUP comes when the terminal is closed."""
+
+PATIENCE_S = 10.0
+"""Seconds after which a further signal ends what still cleans up, and leaves the rest to a later process."""
+
+BLOCKED_S = 1.0
+"""Seconds after which an event loop that has not noticed the first signal counts as blocked."""
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Interruption:
+    """The handler of signals that are to end the program, which they do once.
+
+    The first signal cancels the tasks that asked for it, or raises where there is none. Further ones change nothing,
+    so that no clean-up is cut short, unless something blocks the event loop so that it does not even notice the first
+    one, or `PATIENCE_S` have gone by.
+
+    Args:
+        rooted: whether what installs it sees to it that the program ends as the signal says.
+
+    Attributes:
+        received: the first signal; None before it.
+    """
+
+    def __init__(self, *, rooted: bool) -> None:
+        self.rooted = rooted
+        self.received: int | None = None
+        self._process = os.getpid()
+        self._since = 0.0
+        self._noticed = True
+        self._tasks: Counter[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Counter()
+        self._before: dict[int, _Handler] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if os.getpid() != self._process:  # a fork of the program, which ends as if none of this were
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif self.received is None:
+            self.received, self._since = number, time.monotonic()
+            if self._tasks:
+                self._noticed = False
+                for loop, task in self._tasks:
+                    loop.call_soon_threadsafe(self._cancel, task)
+            else:
+                raise self.exception()
+        elif time.monotonic() > self._since + (PATIENCE_S if self._noticed else BLOCKED_S):
+            raise self.exception()
+
+    def exception(self) -> BaseException:
+        """What ends the program as the first signal says."""
+        if self.received in (None, signal.SIGINT):
+            return KeyboardInterrupt()
+        return SystemExit(128 + self.received)
+
+    def install(self, *numbers: int) -> None:
+        """Take signals that nobody else takes."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only there can a handler be set
+        for number in numbers:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                self._before[number] = signal.signal(number, self)
+
+    def uninstall(self) -> None:
+        """Let the signals do what they did before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, handler)
+        self._before.clear()
+
+    @contextmanager
+    def cancelling(self) -> Iterator[None]:
+        """Within the block the running task is what a signal cancels."""
+        task = asyncio.current_task()
+        assert task is not None  # only called by coroutines
+        key = (asyncio.get_running_loop(), task)
+        self._tasks[key] += 1
+        try:
+            yield
+        finally:
+            self._tasks[key] -= 1
+            if not self._tasks[key]:
+                del self._tasks[key]
+            if not (self._tasks or self.rooted):
+                self.uninstall()
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        self._noticed = True
+        task.cancel()
+
+
+@contextmanager
+def program() -> Iterator[None]:
+    """Within the block, which is a whole program, signals end it in good order, and never twice."""
+    interruption = Interruption(rooted=True)
+    interruption.install(signal.SIGINT, *TERMINATING)
+    try:
+        yield
+    finally:
+        if interruption.received is None:  # else the interpreter is on its way out, and is not to be disturbed
+            interruption.uninstall()
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, as `asyncio.run` does. Ctrl-C, SIGTERM and SIGHUP cancel it.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once it has cleaned up.
+        SystemExit: after SIGTERM or SIGHUP, with 128 + the signal's number, likewise.
+    """
+    current = _installed(signal.SIGINT) or _installed(signal.SIGTERM)
+    interruption = current or Interruption(rooted=True)
+    if current is None:
+        interruption.install(signal.SIGINT, *TERMINATING)
+
+    async def interruptible() -> T:
+        with interruption.cancelling():
+            return await main
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        if interruption.received is None:
+            raise
+        raise interruption.exception() from None
+    finally:
+        if current is None:
+            interruption.uninstall()
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP cancel the running task, and end the process once it has cleaned up.
+
+    Nothing is done where somebody else takes the signal already, or off the main thread.
+
+    Raises:
+        SystemExit: a signal came.
+    """
+    interruption = _installed(signal.SIGTERM)
+    if interruption is None:
+        interruption = Interruption(rooted=False)
+        interruption.install(*TERMINATING)
+    try:
+        with interruption.cancelling():
+            yield
+    except asyncio.CancelledError:
+        if interruption.received is None or interruption.rooted:
+            raise
+        raise interruption.exception() from None
+
+
+def _installed(number: int) -> Interruption | None:
+    """The handler of a signal if it is one of these. Kept nowhere else, because the process has one table of them."""
+    handler = signal.getsignal(number)
+    return handler if isinstance(handler, Interruption) else None

@@ -80,14 +80,16 @@ class Interruption:
 
     def install(self, *numbers: int) -> None:
         """Take signals that nobody else takes."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # only there can a handler be set
+        if not _on_main_thread():
+            return
         for number in numbers:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[number] = signal.signal(number, self)
 
     def uninstall(self) -> None:
-        """Let the signals do what they did before."""
+        """Let the signals do what they did before, unless one came: then the program is on its way out."""
+        if self.received is not None:
+            return
         for number, handler in self._before.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
@@ -122,8 +124,7 @@ def program() -> Iterator[None]:
     try:
         yield
     finally:
-        if interruption.received is None:  # else the interpreter is on its way out, and is not to be disturbed
-            interruption.uninstall()
+        interruption.uninstall()
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -173,6 +174,59 @@ def ended_by_sigterm() -> Iterator[None]:
         if interruption.received is None or interruption.rooted:
             raise
         raise interruption.exception() from None
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within the block, which is a clean-up in bounded time, Ctrl-C waits for the end of the block, for `PATIENCE_S`.
+
+    `asyncio.run` raises wherever the program is when Ctrl-C comes a second time, in the midst of a clean-up too.
+    """
+    hold = _hold()
+    if hold is None:
+        yield
+        return
+    hold.users += 1
+    try:
+        yield
+    finally:
+        hold.users -= 1
+        if not hold.users and signal.getsignal(signal.SIGINT) is hold:
+            signal.signal(signal.SIGINT, hold.handler)
+            if hold.held is not None:
+                hold.handler(*hold.held)
+
+
+def _hold() -> _Hold | None:
+    """What holds Ctrl-C back from now on; None where nothing has to, or can."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Hold):
+        return handler
+    if not callable(handler) or isinstance(handler, Interruption) or not _on_main_thread():
+        return None
+    hold = _Hold(handler)
+    signal.signal(signal.SIGINT, hold)
+    return hold
+
+
+class _Hold:
+    """Keeps a signal for the handler that it stands in for."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+        self.users = 0
+        self.held: tuple[int, FrameType | None] | None = None
+        self._since = time.monotonic()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() > self._since + PATIENCE_S:
+            raise KeyboardInterrupt
+        self.held = (number, frame)
+
+
+def _on_main_thread() -> bool:
+    """Whether this is the thread that handlers of signals can be set from, and run on."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _installed(number: int) -> Interruption | None:

@@ -71,6 +71,7 @@ class Crew:
         self._works: set[asyncio.Task[Any]] = set()  # also those that take no notice of being cancelled
         self._under_way: dict[str, Work] = {}  # a start or reset, by instance
         self._finishing = asyncio.Event()
+        self._given_up: set[str] = set()
 
     def start(self, name: str, spec: Spec) -> None:
         """Start an instance."""
@@ -117,6 +118,10 @@ class Crew:
         """Wait until nothing goes on any more. What is stuck is tried once more."""
         self._finishing.set()
         await see_through(self._tasks)
+        for name, spec in self._lifecycle.specs.items():
+            if name not in self._given_up:  # an interrupt has hit the very task that should have removed it
+                self.stop(name, spec)
+        await see_through(self._tasks)
 
     async def _check(self, name: str, spec: Spec) -> Status:
         if name not in self._lifecycle:
@@ -144,7 +149,10 @@ class Crew:
                 await under_way.cancel()
             while True:
                 last = self._finishing.is_set()
-                if await self._try_to_remove(name, spec) or last:
+                if await self._try_to_remove(name, spec):
+                    return
+                if last:
+                    self._given_up.add(name)
                     return
                 await self._rest(pause)
                 pause = min(2 * pause, longest)

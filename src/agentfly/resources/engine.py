@@ -22,6 +22,7 @@ from agentfly.events import (
     LeaseRequested,
     ResourceEvent,
 )
+from agentfly.interruption import held_back
 from agentfly.resources import orphans
 from agentfly.resources.attendance import Occupancy
 from agentfly.resources.budget import Budget
@@ -222,7 +223,8 @@ class ResourceEngine:
         loop = self._own_loop()
         if self._closing is None:
             self._closing = loop.create_task(self._shut_down(), name="close the resource engine")
-        await see_through({self._closing})
+        with held_back():
+            await see_through({self._closing})
         self._closing.result()
 
     def snapshot(self) -> Snapshot:

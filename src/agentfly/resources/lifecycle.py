@@ -57,6 +57,11 @@ class Lifecycle:
     def __getitem__(self, instance: str) -> Resource:
         return self._resources[instance]
 
+    @property
+    def specs(self) -> dict[str, ResourceSpec[Any]]:
+        """The spec of each instance."""
+        return {name: resource.spec for name, resource in self._resources.items()}
+
     def attendance(self, instance: str) -> Attendance | None:
         """Who has and uses an instance; None if there is no such instance."""
         return self._attendances.get(instance)
@@ -135,7 +140,7 @@ class Lifecycle:
             except asyncio.CancelledError as error:
                 cancelled = error
                 failures.append(error)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:  # the latter has interrupted the loop already
                 logger.warning("%s was not released: %s", instance, say(error))
                 failures.append(error)
             else:

@@ -191,7 +191,7 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         hold.users -= 1
-        if not hold.users and signal.getsignal(signal.SIGINT) is hold:
+        if not hold.users and isinstance(signal.getsignal(signal.SIGINT), _Hold):
             signal.signal(signal.SIGINT, hold.handler)
             if hold.held is not None:
                 hold.handler(*hold.held)

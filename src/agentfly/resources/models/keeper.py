@@ -1,0 +1,144 @@
+"""The keeper: the small process between this one and a server, which drains its output and leaves nothing behind.
+
+Whatever the server starts, also what leaves its group or session, comes to the keeper when its parent ends. When the
+server ends, when the keeper is told to end, or when the process that started the keeper is gone, however it went, the
+keeper kills all of it and ends.
+
+The keeper holds one end of the life line, a socket. Through it come the job, one line of JSON, and later perhaps a
+number of seconds: the server is asked to end (SIGTERM) and has as long for it. End-of-file says that everything must
+end at once. What the keeper writes into it at its own end says how the server ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agentfly.resources.descendants import adopt_descendants, die_with_parent, end_descendants, reap_one
+from agentfly.resources.models.log import Log
+
+
+@dataclass(frozen=True)
+class Job:
+    """A server to start.
+
+    Attributes:
+        command: its command line.
+        env: all of its environment.
+        directory: the directory it runs in, which is its alone and marks whatever it starts.
+        listener: descriptor of the socket that it is to serve; it has the same number in the server.
+        log: file that its output goes to.
+        log_bytes: how much of the end of that is kept.
+        secrets: what must not be in the log.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    directory: str
+    listener: int
+    log: str
+    log_bytes: int
+    secrets: Sequence[str]
+
+    def line(self) -> bytes:
+        """The job as the keeper gets it."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def main(life_fd: int, parent: int) -> None:
+    """Keep one server.
+
+    Args:
+        life_fd: descriptor of the life line.
+        parent: id of the process that the server belongs to.
+    """
+    adopt_descendants()
+    with socket.socket(fileno=life_fd) as life:
+        words: dict[str, object]
+        try:
+            words = {"exit": _keep(life, parent)}
+        except OSError as error:
+            words = {"failed": str(error)}
+        finally:
+            end_descendants()
+        with contextlib.suppress(OSError):
+            life.sendall(json.dumps(words).encode())
+    os._exit(0)  # there is nothing to tidy, and whoever waits for the end waits for this
+
+
+def _keep(life: socket.socket, parent: int) -> int | None:
+    """Start the server and see it to its end. Its exit status; None if it is to end, or before it was started."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (read := life.recv(1 << 16)):
+            return None
+        line += read
+    job = Job(**json.loads(line))
+    log = Log(Path(job.log), job.log_bytes, job.secrets)
+    reading, writing = os.pipe()
+    server = subprocess.Popen(
+        job.command,
+        env=job.env,
+        cwd=job.directory,
+        stdin=subprocess.DEVNULL,
+        stdout=writing,
+        stderr=writing,
+        pass_fds=(job.listener,),
+        preexec_fn=die_with_parent,  # the keeper has one thread, so this is safe
+    )
+    os.close(writing)
+    os.close(job.listener)
+    os.set_blocking(reading, False)
+    try:
+        return _watch(server.pid, life, parent, reading, log)
+    finally:
+        end_descendants()
+        while _drain(reading, log):
+            pass
+        log.close()
+
+
+def _watch(server: int, life: socket.socket, parent: int, output: int, log: Log) -> int | None:
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    told_to_end: list[bool] = []
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
+    signal.set_wakeup_fd(wakes)
+    watched = [life.fileno(), woken, output]
+    deadline = float("inf")
+    while not told_to_end and os.getppid() == parent and time.monotonic() < deadline:
+        while (ended := reap_one()) is not None:
+            pid, status = ended
+            if pid == server:
+                return status
+        # The life line may be held open by a fork of the dead parent, hence the look at the parent every second.
+        readable, _, _ = select.select(watched, [], [], max(0.0, min(1.0, deadline - time.monotonic())))
+        if woken in readable:
+            os.read(woken, 4096)
+        if output in readable and not _drain(output, log):
+            watched.remove(output)
+        if life.fileno() in readable:
+            if not (word := life.recv(64)):
+                return None
+            deadline = time.monotonic() + float(word)
+            os.kill(server, signal.SIGTERM)
+    return None
+
+
+def _drain(output: int, log: Log) -> bool:
+    """Write down some of what the server has written; False at its end, or when there is nothing just now."""
+    try:
+        data = os.read(output, 1 << 16)
+    except BlockingIOError:
+        return False
+    log.write(data)
+    return bool(data)

@@ -1,0 +1,102 @@
+"""KeptServer: this process's side of a server and its keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentfly.resources.identity import start_time
+from agentfly.resources.models.keeper import Job
+
+logger = logging.getLogger(__name__)
+
+FORCE_S = 5.0
+"""Seconds that a keeper may take, beyond the grace, to end everything below it before it is killed itself."""
+
+# The path is set before anything of AgentFly is imported, so that both sides run the same code.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from agentfly.resources.models.keeper import main; main(*map(int, sys.argv[2:]))"
+)
+
+
+class KeptServer:
+    """A server's process, and everything below it, whose end is noticed and told."""
+
+    def __init__(self) -> None:
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._life: asyncio.StreamWriter | None = None
+        self._last_words: asyncio.Task[bytes] | None = None
+        self.traces: dict[str, Any] = {}
+
+    async def start(self, job: Job, listener: socket.socket) -> None:
+        """Start the keeper and, by it, the server."""
+        near, far = socket.socketpair()
+        with far:
+            words, self._life = await asyncio.open_connection(sock=near)
+            with Path(job.log).open("ab") as errors:
+                self._keeper = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(far.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    pass_fds=(far.fileno(), listener.fileno()),
+                    start_new_session=True,  # Ctrl-C at the terminal is for the user's program
+                )
+        self._last_words = asyncio.create_task(words.read())
+        self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
+        self._life.write(job.line())
+        await self._life.drain()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has ended, with everything that it had started."""
+        return self._last_words is None or self._last_words.done()
+
+    async def wait(self) -> str:
+        """Wait for the end of the server and of all that it had started; how it ended, in words."""
+        assert self._last_words is not None
+        try:
+            words = json.loads(await asyncio.shield(self._last_words))
+        except (OSError, ValueError):
+            return "nothing tells how it ended"
+        if "failed" in words:
+            return f"it could not be run: {words['failed']}"
+        return _how(words["exit"])
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the server to end, and kill it with everything below it after the grace; return when all are gone."""
+        if self._life is None or self._last_words is None or self._keeper is None:
+            return
+        if grace_s > 0 and not self._last_words.done():
+            with contextlib.suppress(OSError):
+                self._life.write(f"{grace_s:.3f}".encode())
+        else:
+            with contextlib.suppress(OSError):
+                self._life.write_eof()
+        done, _ = await asyncio.wait({self._last_words}, timeout=grace_s + FORCE_S)
+        if not done:
+            logger.warning("The keeper %d of a model server does not end and is killed.", self._keeper.pid)
+            self._keeper.kill()
+        while self._keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
+            await asyncio.sleep(0.001)
+        self._last_words.cancel()
+        self._life.close()
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "it was told to end"
+    if status >= 0:
+        return f"it exited with status {status}"
+    name = signal.Signals(-status).name
+    return f"it was ended by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")

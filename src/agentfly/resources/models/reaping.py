@@ -1,0 +1,58 @@
+"""Removes what a process that died left of its model servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import ResourceError
+from agentfly.resources.identity import start_time
+
+_PATIENCE_S = 10.0
+
+
+def reap(traces: Mapping[str, Any]) -> None:
+    """End a keeper and all processes of its server, and remove their directory. Fine if they are gone already.
+
+    A keeper ends by itself within a second of its process's death, with all that is below it. Should it have been
+    killed itself, what the server had started is known by the directory it runs in, which is its alone.
+
+    Raises:
+        ResourceError: a process does not end.
+        OSError: the directory cannot be removed.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while left := _left(traces):
+        if time.monotonic() > deadline:
+            raise ResourceError(f"The processes {left} of a model server do not end, not even by SIGKILL.")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(traces["directory"])
+
+
+def _left(traces: Mapping[str, Any]) -> list[int]:
+    left = running_in(Path(traces["directory"]))
+    pid = traces.get("pid")
+    if pid is not None and start_time(pid) == traces["start_time"]:
+        left.append(pid)
+    return left
+
+
+def running_in(directory: Path) -> list[int]:
+    """The processes whose working directory this is; zombies are none."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "cwd").readlink() == directory:
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,419 @@
+"""ModelServer: a live server of a language model, kept alive, and what tools and policies ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentfly.errors import (
+    APIUnavailable,
+    ModelAPIError,
+    ResourceDied,
+    ResourceError,
+    ResourceResetError,
+    ResourceStartError,
+    UsageError,
+)
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
+from agentfly.resources.apis.credentials import Credentials
+from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.ledger import state_directory
+from agentfly.resources.models.engine import command, environment, secrets_in
+from agentfly.resources.models.keeper import Job
+from agentfly.resources.models.kept_server import KeptServer
+from agentfly.resources.models.log import tail
+from agentfly.resources.models.sample import Sample, read_sample
+from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.resource import Resource, Status
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TOLD_LOG = 4096
+_SHARE_OF_START = 0.95  # the rest is for telling why it failed, before the engine's own limit ends the start unheard
+_LONG_POLL_S = 30.0
+_CONTROL_S = 30.0
+_INSTANCE = re.compile(r"[\w.-]{1,100}")
+
+
+class ModelServer(Resource):
+    """A language model behind an OpenAI-compatible server on this machine: ``await server.chat(messages)``.
+
+    A server that dies is started again, as often as the spec allows; its address stays the same. A request that was
+    under way then is sent once more, and whatever is asked meanwhile waits. Adapters are loaded again. So a restart
+    shows as nothing but time; once there were too many, all raises `ResourceDied`, which is never the policy's fault.
+    """
+
+    spec: ModelServerSpec
+
+    def __init__(self, spec: ModelServerSpec, instance: str) -> None:
+        super().__init__(spec, instance)
+        if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
+            raise UsageError(f"{instance!r} cannot be the name of a server: use letters, digits, '.', '_' and '-'.")
+        self._key = secrets.token_urlsafe(32)
+        self._listener: socket.socket | None = None
+        self._process: KeptServer | None = None
+        self._client: ModelClient | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._minder: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()  # it serves, or never will again
+        self._lost: str | None = "it has not been started"
+        self._released = False
+        self._deaths: list[float] = []
+        self._adapters: dict[str, str] = {}
+
+    # --- lifecycle --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the server, and wait until it is ready.
+
+        Raises:
+            PrerequisiteError: the interpreter, the engine or a package is not there; the message says what to do.
+            ResourceStartError: the server ended, or was not ready in time; the message has the end of its log.
+        """
+        if self._released:
+            raise ResourceDied(f"{self.spec.label} {self.instance} has been released.")
+        self._starting = asyncio.create_task(self._start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            asker = asyncio.current_task()
+            if asker is not None and asker.cancelling():
+                raise
+            raise ResourceDied(f"{self.spec.label} {self.instance} was released while it was started.") from None
+
+    async def reset(self) -> None:
+        """End all requests, unload the adapters and forget all prompts.
+
+        Raises:
+            ResourceResetError: the server does not do it.
+            ResourceDied: the server is gone.
+        """
+        try:
+            await self._control("/abort_requests")
+            for name in list(self._adapters):
+                await self.unload_adapter(name)
+            async with asyncio.timeout(self.spec.reset_timeout_s / 2):
+                while not read_json(await self._control("/reset_prefix_cache")).get("success"):
+                    await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
+        except (ModelAPIError, TimeoutError) as error:
+            raise ResourceResetError(f"{self.spec.label} {self.instance} could not be reset: {error}") from error
+
+    async def status(self) -> Status:
+        """Ask the server's health endpoint. One that is being started again counts as healthy."""
+        if self._lost is not None:
+            return Status.BROKEN
+        if not self._settled.is_set() or (process := self._process) is None:
+            return Status.HEALTHY
+        return Status.HEALTHY if await self._is_well() or await self._ends(process) else Status.BROKEN
+
+    async def release(self) -> None:
+        """Ask the server to end, and after half of ``release_timeout_s`` kill it; return when all of it is gone."""
+        self._released = True
+        self._lose("it was released")
+        for task in (self._starting, self._minder):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if self._client is not None:
+            await self._client.close()
+        if self._process is not None:
+            await self._process.stop(self.spec.release_timeout_s / 2)
+        if self._listener is not None:
+            with contextlib.suppress(OSError):  # it is not connected, says Linux, and ends it for all who have it
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._directory)
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """The directory that its processes run in, and the process that keeps them."""
+        return {"directory": str(self._directory), **(self._process.traces if self._process is not None else {})}
+
+    # --- what tools and policies use --------------------------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        """The base of its API, such as ``http://127.0.0.1:40123/v1``, for other clients; they need `api_key`.
+
+        Raises:
+            ResourceDied: it is not running.
+        """
+        if self._listener is None or self._released:
+            raise ResourceDied(f"{self.spec.label} {self.instance} is not running: {self._lost}.")
+        host, port = self._listener.getsockname()
+        return f"http://{host}:{port}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """The key without which the server answers nobody."""
+        return self._key
+
+    @property
+    def model(self) -> str:
+        """The name of the model in requests."""
+        return self.spec.served_name
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
+        """Have the model answer a conversation.
+
+        Args:
+            messages: as in ``[{"role": "user", "content": "…"}]``.
+            parameters: what the API takes, such as ``temperature`` and ``max_tokens``; ``model`` for an adapter.
+
+        Raises:
+            ResourceDied: the server is gone and will not be started again.
+            ModelAPIError: it refuses or fails; see `agentfly.resources.apis.client.ModelClient`.
+        """
+        return await self._ask(lambda client, left: client.chat(messages, deadline_s=left, **parameters))
+
+    async def complete(self, prompt: str | Sequence[int], **parameters: Any) -> Completion:
+        """Have the model go on from a prompt, a text or token ids. The rest is as in `chat`."""
+        return await self._ask(lambda client, left: client.complete(prompt, deadline_s=left, **parameters))
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop_ids: Sequence[int] = (),
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> Sample:
+        """Sample a continuation of token ids, as token ids: nothing is decoded or encoded on the way.
+
+        Args:
+            prompt_ids: ids of the whole prompt.
+            max_tokens: limit on sampled tokens.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_p: share of probability mass to sample from.
+            top_k: number of most likely tokens to sample from; 0 samples from all of them.
+            stop_ids: ids that end the sample, which alone do: the model's own end of text does not.
+            seed: makes the sample repeatable on one server.
+            adapter: the name of a loaded adapter to sample with.
+
+        Raises:
+            APIMalformed: ids, log-probs and counts of the answer do not agree.
+            ResourceDied, ModelAPIError: as in `chat`.
+        """
+        completion = await self.complete(
+            prompt_ids,
+            model=adapter or self.model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop_token_ids=list(stop_ids),
+            ignore_eos=True,
+            logprobs=0,
+            return_token_ids=True,
+        )
+        return read_sample(completion, prompt_ids)
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a directory, or put it in the place of the one with that name.
+
+        Raises:
+            UsageError: the spec has no ``adapters``.
+            ResourceDied, ModelAPIError: as in `chat`.
+        """
+        if not self.spec.adapters:
+            raise UsageError(f"{self.spec.label} takes no adapters. Say how many: ModelServerSpec(adapters=1, …).")
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+        await self._control("/v1/load_lora_adapter", body)
+        self._adapters[name] = str(path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter. Errors are those of `chat`."""
+        await self._control("/v1/unload_lora_adapter", {"lora_name": name})
+        self._adapters.pop(name, None)
+
+    def log(self, size: int = 2**16) -> str:
+        """The end of the server's log, without its secrets, in at most so many bytes."""
+        return tail(self._log_file, size)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Ask for something beside the OpenAI API."""
+
+        async def ask(client: ModelClient, left: float) -> bytes:
+            url = self.base_url.removesuffix("/v1") + path
+            return await client.request("POST", url, dict(body or {}), deadline_s=min(left, _CONTROL_S))
+
+        return await self._ask(ask)
+
+    async def _ask(self, ask: Callable[[ModelClient, float], Awaitable[T]]) -> T:
+        """Ask, and once more if the server dies meanwhile, all within ``request_timeout_s``."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.spec.request_timeout_s
+        process, client = await self._live(deadline - clock())
+        try:
+            return await ask(client, deadline - clock())
+        except APIUnavailable:
+            if deadline <= clock() or await self._is_well() or not await self._ends(process):
+                raise
+        _, client = await self._live(deadline - clock())
+        return await ask(client, max(0.001, deadline - clock()))
+
+    async def _live(self, within_s: float) -> tuple[KeptServer, ModelClient]:
+        """The server, as soon as it serves.
+
+        Raises:
+            ResourceDied: it will not serve again.
+            APIUnavailable: it does not serve in time.
+        """
+        if self._lost is None:
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._settled.wait()
+            except TimeoutError:
+                raise APIUnavailable(
+                    f"{self.spec.label} {self.instance} was being started again for {within_s:.0f} s."
+                ) from None
+        if self._lost is not None or self._process is None or self._client is None:
+            raise ResourceDied(f"{self.spec.label} {self.instance} cannot be used: {self._lost}.")
+        return self._process, self._client
+
+    async def _is_well(self) -> bool:
+        if self._client is None:
+            return False
+        try:
+            await self._client.health(deadline_s=self.spec.health_timeout_s)
+        except ModelAPIError:
+            return False
+        return True
+
+    async def _ends(self, process: KeptServer) -> bool:
+        """Whether a server that is not well ends, as it does a moment after its engine. It is started again then."""
+        try:
+            async with asyncio.timeout(self.spec.health_timeout_s):
+                await process.wait()
+        except TimeoutError:
+            return False
+        await asyncio.sleep(0)  # whoever minds it was told first
+        return self._lost is None
+
+    # --- starting, and starting again -------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        command(self.spec, 0)  # what is missing is told before anything is made
+        self._directory.mkdir(parents=True, mode=0o700)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        await self._bring_up()
+        self._lost = None
+        self._settled.set()
+        self._minder = asyncio.create_task(self._mind(), name=f"mind {self.instance}")
+
+    async def _mind(self) -> None:
+        """Start the server again whenever it dies, until that is too often."""
+        clock = asyncio.get_running_loop().time
+        failed: Exception | None = None
+        while self._process is not None:
+            how = await self._process.wait()
+            self._settled.clear()
+            died = f"it died ({how})" if failed is None else f"it did not start again: {failed}"
+            self._deaths = [then for then in self._deaths if clock() - then < self.spec.restart_window_s] + [clock()]
+            if len(self._deaths) > self.spec.restarts:
+                window = f"{self.spec.restart_window_s:g} s"
+                self._lose(f"{died}, and that {len(self._deaths)} times within {window}.{self._told_log()}")
+                return
+            logger.warning("%s %s: %s. It is started again.", self.spec.label, self.instance, died)
+            try:
+                await self._process.stop(0)
+                await self._bring_up()
+            except (ResourceError, OSError) as error:
+                failed = error
+                await self._process.stop(0)
+            else:
+                failed = None
+                self._settled.set()
+
+    async def _bring_up(self) -> None:
+        """Run the server; return when it is ready and has the adapters.
+
+        Raises:
+            ResourceStartError: it ended, or was not ready in time.
+        """
+        assert self._listener is not None
+        limit = _SHARE_OF_START * self.spec.start_timeout_s
+        self._process = process = KeptServer()
+        await process.start(self._job(self._listener), self._listener)
+        if self._client is not None:
+            await self._client.close()
+        bearer = Credentials({"Authorization": f"Bearer {self._key}"}, [self._key])
+        self._client = client = ModelClient(
+            self.base_url, model=self.model, credentials=bearer, read_timeout_s=self.spec.request_timeout_s
+        )
+        ready = asyncio.create_task(self._until_ready(client))
+        end = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({ready, end}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                raise ResourceStartError(
+                    f"{self.spec.label} {self.instance} ended before it was ready: {end.result()}.{self._told_log()}"
+                )
+            if not ready.done():
+                raise ResourceStartError(
+                    f"{self.spec.label} {self.instance} was not ready within {limit:g} s (start_timeout_s="
+                    f"{self.spec.start_timeout_s:g}).{self._told_log()}"
+                )
+            ready.result()
+        finally:
+            ready.cancel()
+            end.cancel()
+
+    async def _until_ready(self, client: ModelClient) -> None:
+        """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
+        while True:
+            try:
+                await client.health(deadline_s=_LONG_POLL_S)
+                break
+            except APIUnavailable:
+                await asyncio.sleep(0.1)
+        for name, path in self._adapters.items():
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+            await client.request("POST", "/load_lora_adapter", body, deadline_s=_CONTROL_S)
+
+    def _job(self, listener: socket.socket) -> Job:
+        variables = environment(self.spec, self._key)
+        return Job(
+            command=command(self.spec, listener.fileno()),
+            env=variables,
+            directory=str(self._directory),
+            listener=listener.fileno(),
+            log=str(self._log_file),
+            log_bytes=parse_bytes(self.spec.log_bytes),
+            secrets=secrets_in(variables),
+        )
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._settled.set()
+
+    @property
+    def _directory(self) -> Path:
+        return state_directory().absolute() / "model-servers" / self.instance
+
+    @property
+    def _log_file(self) -> Path:
+        return self._directory / "log"
+
+    def _told_log(self) -> str:
+        end = tail(self._log_file, _TOLD_LOG)
+        return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."

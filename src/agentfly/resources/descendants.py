@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKERS_S = 2.0
 
 
 def adopt_descendants() -> None:
@@ -32,15 +34,33 @@ def reap_one() -> tuple[int, int] | None:
 
 
 def end_descendants() -> None:
-    """Kill everything below this process: as each one ends, its children are adopted and are next."""
-    while True:
-        for child in _children():
+    """Kill everything below this process: as each one ends, its children are adopted and are next.
+
+    Python's resource trackers get a moment to end by themselves, which they do when those whose files they track have
+    ended: they remove the shared memory and semaphores that these left behind.
+    """
+    deadline = time.monotonic() + _TRACKERS_S
+    while children := _children():
+        overdue = time.monotonic() > deadline
+        ending = [child for child in children if overdue or not is_resource_tracker(child)]
+        for child in ending:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+        if ending:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        else:
+            time.sleep(0.01)
+        while reap_one() is not None:
+            pass
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Whether a process is what Python's multiprocessing starts beside its processes to tidy up after them."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _children() -> list[int]:

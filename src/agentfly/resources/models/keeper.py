@@ -78,10 +78,13 @@ def main(life_fd: int, parent: int) -> None:
 def _keep(life: socket.socket, parent: int) -> int | None:
     """Start the server and see it to its end. Its exit status; None if it is to end, or before it was started."""
     line = b""
-    while not line.endswith(b"\n"):
+    while b"\n" not in line:
         if not (read := life.recv(1 << 16)):
             return None
         line += read
+    line, _, word = line.partition(b"\n")
+    if word:
+        return None  # it is to end before it has begun
     job = Job(**json.loads(line))
     log = Log(Path(job.log), job.log_bytes, job.secrets)
     reading, writing = os.pipe()
@@ -93,7 +96,7 @@ def _keep(life: socket.socket, parent: int) -> int | None:
         stdout=writing,
         stderr=writing,
         pass_fds=(job.listener,),
-        preexec_fn=die_with_parent,  # the keeper has one thread, so this is safe
+        preexec_fn=die_with_parent,  # noqa: PLW1509  (the keeper has one thread)
     )
     os.close(writing)
     os.close(job.listener)

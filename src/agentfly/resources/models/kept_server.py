@@ -43,15 +43,7 @@ class KeptServer:
         near, far = socket.socketpair()
         with far:
             words, self._life = await asyncio.open_connection(sock=near)
-            with Path(job.log).open("ab") as errors:
-                self._keeper = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(far.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
-                    pass_fds=(far.fileno(), listener.fileno()),
-                    start_new_session=True,  # Ctrl-C at the terminal is for the user's program
-                )
+            self._keeper = _spawn(job, far, listener)
         self._last_words = asyncio.create_task(words.read())
         self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
         self._life.write(job.line())
@@ -91,6 +83,19 @@ class KeptServer:
             await asyncio.sleep(0.001)
         self._last_words.cancel()
         self._life.close()
+
+
+def _spawn(job: Job, life: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
+    with Path(job.log).open("ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(life.fileno()), str(os.getpid())],
+            cwd=job.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            pass_fds=(life.fileno(), listener.fileno()),
+            start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
+        )
 
 
 def _how(status: int | None) -> str:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.errors import ResourceError
+from agentfly.resources.descendants import is_resource_tracker
 from agentfly.resources.identity import start_time
 
 _PATIENCE_S = 10.0
+_TRACKERS_S = 2.0  # which remove shared memory that others left, and end by themselves
 
 
 def reap(traces: Mapping[str, Any]) -> None:
@@ -27,13 +29,15 @@ def reap(traces: Mapping[str, Any]) -> None:
         ResourceError: a process does not end.
         OSError: the directory cannot be removed.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    began = time.monotonic()
     while left := _left(traces):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > _PATIENCE_S:
             raise ResourceError(f"The processes {left} of a model server do not end, not even by SIGKILL.")
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if waited > _TRACKERS_S or not is_resource_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(traces["directory"])

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,21 +18,16 @@ from agentfly.errors import (
     APIUnavailable,
     ModelAPIError,
     ResourceDied,
-    ResourceError,
     ResourceResetError,
-    ResourceStartError,
     UsageError,
 )
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
-from agentfly.resources.apis.credentials import Credentials
-from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.ledger import state_directory
-from agentfly.resources.models.engine import command, environment, secrets_in
-from agentfly.resources.models.keeper import Job
-from agentfly.resources.models.kept_server import KeptServer
+from agentfly.resources.models.engine import command
 from agentfly.resources.models.log import tail
 from agentfly.resources.models.sample import Sample, read_sample
+from agentfly.resources.models.server_run import CONTROL_S, ServerRun, load_adapter, log_file
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.resource import Resource, Status
 
@@ -39,10 +35,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TOLD_LOG = 4096
-_SHARE_OF_START = 0.95  # the rest is for telling why it failed, before the engine's own limit ends the start unheard
-_LONG_POLL_S = 30.0
-_CONTROL_S = 30.0
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 
 
@@ -62,12 +54,11 @@ class ModelServer(Resource):
             raise UsageError(f"{instance!r} cannot be the name of a server: use letters, digits, '.', '_' and '-'.")
         self._key = secrets.token_urlsafe(32)
         self._listener: socket.socket | None = None
-        self._process: KeptServer | None = None
-        self._client: ModelClient | None = None
+        self._run: ServerRun | None = None
         self._starting: asyncio.Task[None] | None = None
         self._minder: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # it serves, or never will again
-        self._lost: str | None = "it has not been started"
+        self._lost: str | None = "it has not been started."
         self._released = False
         self._deaths: list[float] = []
         self._adapters: dict[str, str] = {}
@@ -82,7 +73,7 @@ class ModelServer(Resource):
             ResourceStartError: the server ended, or was not ready in time; the message has the end of its log.
         """
         if self._released:
-            raise ResourceDied(f"{self.spec.label} {self.instance} has been released.")
+            raise ResourceDied(f"{self._name} has been released.")
         self._starting = asyncio.create_task(self._start())
         try:
             await self._starting
@@ -90,7 +81,7 @@ class ModelServer(Resource):
             asker = asyncio.current_task()
             if asker is not None and asker.cancelling():
                 raise
-            raise ResourceDied(f"{self.spec.label} {self.instance} was released while it was started.") from None
+            raise ResourceDied(f"{self._name} was released while it was started.") from None
 
     async def reset(self) -> None:
         """End all requests, unload the adapters and forget all prompts.
@@ -104,42 +95,35 @@ class ModelServer(Resource):
             for name in list(self._adapters):
                 await self.unload_adapter(name)
             async with asyncio.timeout(self.spec.reset_timeout_s / 2):
-                while not read_json(await self._control("/reset_prefix_cache")).get("success"):
-                    await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
+                await self._forget_prompts()
         except (ModelAPIError, TimeoutError) as error:
-            raise ResourceResetError(f"{self.spec.label} {self.instance} could not be reset: {error}") from error
+            raise ResourceResetError(f"{self._name} could not be reset: {error}") from error
 
     async def status(self) -> Status:
         """Ask the server's health endpoint. One that is being started again counts as healthy."""
-        if self._lost is not None:
+        if self._lost is not None or not self._directory.exists():
             return Status.BROKEN
-        if not self._settled.is_set() or (process := self._process) is None:
+        if not self._settled.is_set() or (run := self._run) is None:
             return Status.HEALTHY
-        return Status.HEALTHY if await self._is_well() or await self._ends(process) else Status.BROKEN
+        well = await run.is_well() or (await self._is_over(run) and self._lost is None)
+        return Status.HEALTHY if well else Status.BROKEN
 
     async def release(self) -> None:
         """Ask the server to end, and after half of ``release_timeout_s`` kill it; return when all of it is gone."""
         self._released = True
-        self._lose("it was released")
+        self._lose("it was released.")
         for task in (self._starting, self._minder):
             if task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        if self._client is not None:
-            await self._client.close()
-        if self._process is not None:
-            await self._process.stop(self.spec.release_timeout_s / 2)
-        if self._listener is not None:
-            with contextlib.suppress(OSError):  # it is not connected, says Linux, and ends it for all who have it
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+        await self._end(self.spec.release_timeout_s / 2)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:
         """The directory that its processes run in, and the process that keeps them."""
-        return {"directory": str(self._directory), **(self._process.traces if self._process is not None else {})}
+        return {"directory": str(self._directory), **(self._run.traces if self._run is not None else {})}
 
     # --- what tools and policies use --------------------------------------------------------------------------------
 
@@ -150,8 +134,8 @@ class ModelServer(Resource):
         Raises:
             ResourceDied: it is not running.
         """
-        if self._listener is None or self._released:
-            raise ResourceDied(f"{self.spec.label} {self.instance} is not running: {self._lost}.")
+        if self._listener is None or self._lost is not None:
+            raise ResourceDied(f"{self._name} is not running: {self._lost}")
         host, port = self._listener.getsockname()
         return f"http://{host}:{port}/v1"
 
@@ -234,8 +218,7 @@ class ModelServer(Resource):
         """
         if not self.spec.adapters:
             raise UsageError(f"{self.spec.label} takes no adapters. Say how many: ModelServerSpec(adapters=1, …).")
-        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
-        await self._control("/v1/load_lora_adapter", body)
+        await self._ask(lambda client, left: load_adapter(client, name, str(path)))
         self._adapters[name] = str(path)
 
     async def unload_adapter(self, name: str) -> None:
@@ -245,33 +228,35 @@ class ModelServer(Resource):
 
     def log(self, size: int = 2**16) -> str:
         """The end of the server's log, without its secrets, in at most so many bytes."""
-        return tail(self._log_file, size)
+        return tail(log_file(self._directory), size)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Ask for something beside the OpenAI API."""
+        url = self.base_url.removesuffix("/v1") + path
+        return await self._ask(
+            lambda client, left: client.request("POST", url, dict(body or {}), deadline_s=min(left, CONTROL_S))
+        )
 
-        async def ask(client: ModelClient, left: float) -> bytes:
-            url = self.base_url.removesuffix("/v1") + path
-            return await client.request("POST", url, dict(body or {}), deadline_s=min(left, _CONTROL_S))
-
-        return await self._ask(ask)
+    async def _forget_prompts(self) -> None:
+        while not read_json(await self._control("/reset_prefix_cache")).get("success"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
 
     async def _ask(self, ask: Callable[[ModelClient, float], Awaitable[T]]) -> T:
         """Ask, and once more if the server dies meanwhile, all within ``request_timeout_s``."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.spec.request_timeout_s
-        process, client = await self._live(deadline - clock())
+        run = await self._live(deadline - clock())
         try:
-            return await ask(client, deadline - clock())
+            return await ask(run.client, deadline - clock())
         except APIUnavailable:
-            if deadline <= clock() or await self._is_well() or not await self._ends(process):
+            if self._lost is None and (deadline <= clock() or await run.is_well() or not await self._is_over(run)):
                 raise
-        _, client = await self._live(deadline - clock())
-        return await ask(client, max(0.001, deadline - clock()))
+        run = await self._live(deadline - clock())
+        return await ask(run.client, max(0.001, deadline - clock()))
 
-    async def _live(self, within_s: float) -> tuple[KeptServer, ModelClient]:
+    async def _live(self, within_s: float) -> ServerRun:
         """The server, as soon as it serves.
 
         Raises:
@@ -283,31 +268,19 @@ class ModelServer(Resource):
                 async with asyncio.timeout(within_s):
                     await self._settled.wait()
             except TimeoutError:
-                raise APIUnavailable(
-                    f"{self.spec.label} {self.instance} was being started again for {within_s:.0f} s."
-                ) from None
-        if self._lost is not None or self._process is None or self._client is None:
-            raise ResourceDied(f"{self.spec.label} {self.instance} cannot be used: {self._lost}.")
-        return self._process, self._client
+                raise APIUnavailable(f"{self._name} was being started again for {within_s:.0f} s.") from None
+        if self._lost is not None or self._run is None:
+            raise ResourceDied(f"{self._name} cannot be used: {self._lost}")
+        return self._run
 
-    async def _is_well(self) -> bool:
-        if self._client is None:
-            return False
-        try:
-            await self._client.health(deadline_s=self.spec.health_timeout_s)
-        except ModelAPIError:
-            return False
-        return True
-
-    async def _ends(self, process: KeptServer) -> bool:
-        """Whether a server that is not well ends, as it does a moment after its engine. It is started again then."""
+    async def _is_over(self, run: ServerRun) -> bool:
+        """Whether a server that is not well ends, as it does a moment after its engine has."""
         try:
             async with asyncio.timeout(self.spec.health_timeout_s):
-                await process.wait()
+                await run.succeeded.wait()
         except TimeoutError:
             return False
-        await asyncio.sleep(0)  # whoever minds it was told first
-        return self._lost is None
+        return True
 
     # --- starting, and starting again -------------------------------------------------------------------------------
 
@@ -315,105 +288,58 @@ class ModelServer(Resource):
         command(self.spec, 0)  # what is missing is told before anything is made
         self._directory.mkdir(parents=True, mode=0o700)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        await self._bring_up()
+        await self._bring_up(self._listener)
         self._lost = None
         self._settled.set()
-        self._minder = asyncio.create_task(self._mind(), name=f"mind {self.instance}")
+        self._minder = asyncio.create_task(self._mind(self._listener), name=f"mind {self.instance}")
 
-    async def _mind(self) -> None:
+    async def _bring_up(self, listener: socket.socket) -> None:
+        self._run = run = ServerRun(self.spec, self._name, self._directory, listener, self._key)
+        await run.start(self._adapters)
+
+    async def _end(self, grace_s: float) -> None:
+        if self._run is not None:
+            await self._run.stop(grace_s)
+
+    async def _mind(self, listener: socket.socket) -> None:
         """Start the server again whenever it dies, until that is too often."""
         clock = asyncio.get_running_loop().time
-        failed: Exception | None = None
-        while self._process is not None:
-            how = await self._process.wait()
+        failure: Exception | None = None
+        while (run := self._run) is not None:
+            how = await run.wait()
             self._settled.clear()
-            died = f"it died ({how})" if failed is None else f"it did not start again: {failed}"
+            died = f"it died ({how})" if failure is None else f"it did not start again: {failure}"
             self._deaths = [then for then in self._deaths if clock() - then < self.spec.restart_window_s] + [clock()]
             if len(self._deaths) > self.spec.restarts:
-                window = f"{self.spec.restart_window_s:g} s"
-                self._lose(f"{died}, and that {len(self._deaths)} times within {window}.{self._told_log()}")
+                often = f"{len(self._deaths)} times within {self.spec.restart_window_s:g} s (restarts="
+                log = run.last_words() if failure is None else ""
+                self._lose(f"{died}; it ended {often}{self.spec.restarts}).{log}")
+            run.succeeded.set()
+            if self._lost is not None:
                 return
-            logger.warning("%s %s: %s. It is started again.", self.spec.label, self.instance, died)
+            logger.warning("%s: %s. It is started again.", self._name, died)
+            await self._end(0)
             try:
-                await self._process.stop(0)
-                await self._bring_up()
-            except (ResourceError, OSError) as error:
-                failed = error
-                await self._process.stop(0)
+                await self._bring_up(listener)
+            except Exception as error:  # whatever it is, whoever waits must be told in the end
+                failure = error
+                await self._end(0)
             else:
-                failed = None
+                failure = None
                 self._settled.set()
-
-    async def _bring_up(self) -> None:
-        """Run the server; return when it is ready and has the adapters.
-
-        Raises:
-            ResourceStartError: it ended, or was not ready in time.
-        """
-        assert self._listener is not None
-        limit = _SHARE_OF_START * self.spec.start_timeout_s
-        self._process = process = KeptServer()
-        await process.start(self._job(self._listener), self._listener)
-        if self._client is not None:
-            await self._client.close()
-        bearer = Credentials({"Authorization": f"Bearer {self._key}"}, [self._key])
-        self._client = client = ModelClient(
-            self.base_url, model=self.model, credentials=bearer, read_timeout_s=self.spec.request_timeout_s
-        )
-        ready = asyncio.create_task(self._until_ready(client))
-        end = asyncio.create_task(process.wait())
-        try:
-            await asyncio.wait({ready, end}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if end.done():
-                raise ResourceStartError(
-                    f"{self.spec.label} {self.instance} ended before it was ready: {end.result()}.{self._told_log()}"
-                )
-            if not ready.done():
-                raise ResourceStartError(
-                    f"{self.spec.label} {self.instance} was not ready within {limit:g} s (start_timeout_s="
-                    f"{self.spec.start_timeout_s:g}).{self._told_log()}"
-                )
-            ready.result()
-        finally:
-            ready.cancel()
-            end.cancel()
-
-    async def _until_ready(self, client: ModelClient) -> None:
-        """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
-        while True:
-            try:
-                await client.health(deadline_s=_LONG_POLL_S)
-                break
-            except APIUnavailable:
-                await asyncio.sleep(0.1)
-        for name, path in self._adapters.items():
-            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
-            await client.request("POST", "/load_lora_adapter", body, deadline_s=_CONTROL_S)
-
-    def _job(self, listener: socket.socket) -> Job:
-        variables = environment(self.spec, self._key)
-        return Job(
-            command=command(self.spec, listener.fileno()),
-            env=variables,
-            directory=str(self._directory),
-            listener=listener.fileno(),
-            log=str(self._log_file),
-            log_bytes=parse_bytes(self.spec.log_bytes),
-            secrets=secrets_in(variables),
-        )
 
     def _lose(self, why: str) -> None:
         self._lost = why
         self._settled.set()
+        if self._listener is not None:  # or else those who wait there would wait for ever
+            with contextlib.suppress(OSError):  # Linux says that it is not connected, and ends it for all who have it
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
 
-    @property
+    @cached_property
     def _directory(self) -> Path:
-        return state_directory().absolute() / "model-servers" / self.instance
+        return state_directory().resolve() / "model-servers" / self.instance
 
     @property
-    def _log_file(self) -> Path:
-        return self._directory / "log"
-
-    def _told_log(self) -> str:
-        end = tail(self._log_file, _TOLD_LOG)
-        return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
+    def _name(self) -> str:
+        return f"{self.spec.label} {self.instance}"

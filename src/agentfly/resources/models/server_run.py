@@ -1,0 +1,146 @@
+"""ServerRun: one run of a server, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import APIUnavailable, ModelAPIError, ResourceStartError
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.credentials import Credentials
+from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.models.engine import command, environment, secrets_in
+from agentfly.resources.models.keeper import Job
+from agentfly.resources.models.kept_server import KeptServer
+from agentfly.resources.models.log import tail
+from agentfly.resources.models.spec import ModelServerSpec
+
+CONTROL_S = 30.0
+"""Seconds that a server may take for what is not a request to the model."""
+
+_SHARE_OF_START = 0.95  # the rest is for telling why it failed, before the engine's own limit ends the start unheard
+_LONG_POLL_S = 30.0
+_TOLD_LOG = 4096
+
+
+class ServerRun:
+    """A server's process and a client of it.
+
+    Args:
+        spec: what to serve.
+        name: what messages call it.
+        directory: where it runs and has its log.
+        listener: the socket that it serves. It belongs to whoever starts the server, so that the port is the same
+            in the next run, and no other program can get it in between and be told the key.
+        key: what it answers to.
+
+    Attributes:
+        client: calls it.
+        succeeded: set once it has ended and whoever minds it has decided what comes after it.
+    """
+
+    def __init__(self, spec: ModelServerSpec, name: str, directory: Path, listener: socket.socket, key: str) -> None:
+        self._spec = spec
+        self._name = name
+        self._directory = directory
+        self._listener = listener
+        self._key = key
+        self._process = KeptServer()
+        self.succeeded = asyncio.Event()
+        host, port = listener.getsockname()
+        self.client = ModelClient(
+            f"http://{host}:{port}/v1",
+            model=spec.served_name,
+            credentials=Credentials({"Authorization": f"Bearer {key}"}, [key]),
+            read_timeout_s=spec.request_timeout_s,
+        )
+
+    async def start(self, adapters: Mapping[str, str]) -> None:
+        """Start the server; return when it is ready and has the adapters, given as paths by name.
+
+        Raises:
+            PrerequisiteError: the interpreter or the engine is not there.
+            ResourceStartError: it ended, or was not ready in time.
+        """
+        limit = _SHARE_OF_START * self._spec.start_timeout_s
+        await self._process.start(self._job(), self._listener)
+        ready = asyncio.create_task(self._until_ready(adapters))
+        end = asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait({ready, end}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                raise ResourceStartError(f"{self._name} ended before it was ready: {end.result()}.{self.last_words()}")
+            if not ready.done():
+                raise ResourceStartError(
+                    f"{self._name} was not ready within {limit:g} s (start_timeout_s={self._spec.start_timeout_s:g})."
+                    f"{self.last_words()}"
+                )
+            ready.result()
+        finally:
+            ready.cancel()
+            end.cancel()
+            await asyncio.gather(ready, end, return_exceptions=True)
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended, in words."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """End it, by force after the grace; return when everything that it had started is gone."""
+        await self.client.close()
+        await self._process.stop(grace_s)
+
+    async def is_well(self) -> bool:
+        """Whether it says so, within ``health_timeout_s``."""
+        try:
+            await self.client.health(deadline_s=self._spec.health_timeout_s)
+        except ModelAPIError:
+            return False
+        return True
+
+    def last_words(self) -> str:
+        """The end of its log, for a message."""
+        end = tail(log_file(self._directory), _TOLD_LOG)
+        return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """The process that keeps it."""
+        return self._process.traces
+
+    async def _until_ready(self, adapters: Mapping[str, str]) -> None:
+        """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
+        while True:
+            try:
+                await self.client.health(deadline_s=_LONG_POLL_S)
+                break
+            except APIUnavailable:
+                await asyncio.sleep(0.1)
+        for name, path in adapters.items():
+            await load_adapter(self.client, name, path)
+
+    def _job(self) -> Job:
+        variables = environment(self._spec, self._key)
+        return Job(
+            command=command(self._spec, self._listener.fileno()),
+            env=variables,
+            directory=str(self._directory),
+            listener=self._listener.fileno(),
+            log=str(log_file(self._directory)),
+            log_bytes=parse_bytes(self._spec.log_bytes),
+            secrets=secrets_in(variables),
+        )
+
+
+def log_file(directory: Path) -> Path:
+    """Where a server that runs in a directory has its log."""
+    return directory / "log"
+
+
+async def load_adapter(client: ModelClient, name: str, path: str) -> None:
+    """Have a server load an adapter, or put it in the place of the one with that name."""
+    body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+    await client.request("POST", "/load_lora_adapter", body, deadline_s=CONTROL_S)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
     from agentfly.resources.engine import ResourceEngine as ResourceEngine
     from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
+    from agentfly.resources.models.spec import ModelServerSpec as ModelServerSpec
     from agentfly.rollouts.run import RunResult as RunResult
     from agentfly.rollouts.run import evaluate as evaluate
     from agentfly.rollouts.run import run as run
@@ -42,6 +43,7 @@ _HOMES = {
     "EnvironmentSpec": "agentfly.resources.environments.spec",
     "FromTask": "agentfly.agents.tool",
     "ModelAPISpec": "agentfly.resources.apis.spec",
+    "ModelServerSpec": "agentfly.resources.models.spec",
     "ResourceEngine": "agentfly.resources.engine",
     "RewardResult": "agentfly.agents.reward",
     "RunResult": "agentfly.rollouts.run",

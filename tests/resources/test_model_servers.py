@@ -116,7 +116,7 @@ async def test_nobody_without_the_key_is_answered() -> None:
 
 async def test_the_key_is_neither_in_the_log_nor_on_a_command_line() -> None:
     async with started() as server:
-        assert "the key is [secret]" in server.log()
+        await eventually(lambda: "the key is [secret]" in server.log())
         lines = [" ".join(psutil.Process(pid).cmdline()) for pid in running_in(Path(server.traces["directory"]))]
         assert any(STAND_IN in line for line in lines)
         assert not any(server.api_key in line for line in lines)
@@ -174,6 +174,7 @@ async def test_a_server_that_floods_its_output_neither_blocks_nor_fills_the_disk
 
 async def test_a_server_that_ignores_the_request_to_end_is_killed_with_its_children() -> None:
     async with started("ignores TERM", "has children", release_timeout_s=0.4) as server:
+        await eventually(lambda: "child" in server.log())
         child = int(re.findall(r"child (\d+)", server.log())[0])
         pids = [await pid_of(server), child, server.traces["pid"]]
         assert all(map(psutil.pid_exists, pids))

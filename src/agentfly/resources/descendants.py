@@ -1,4 +1,4 @@
-"""Descendants: how a process comes to have all that is started below it, and ends it (Linux, prctl(2))."""
+"""Descendants: how a small process has all that is started below it, hears of its ends, and leaves nothing of it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ import signal
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_TRACKERS_S = 2.0
+from agentfly.resources.processes import children
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+TRACKERS_S = 2.0
+"""Seconds that Python's resource trackers get to tidy up."""
 
 
 def adopt_descendants() -> None:
     """From now on, whatever is started below this process becomes its child when its own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent's thread that started it ends. Nothing that it starts inherits this."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have this process killed when the thread of its parent that forked it ends. Its children do not inherit this."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wakeups() -> int:
+    """A descriptor that can be read whenever a child ends or a signal with a handler comes."""
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    return woken
 
 
 def reap_one() -> tuple[int, int] | None:
-    """The id and exit status of a child that has ended, or None; a signal's number is negative."""
+    """The id and exit status of a child that has ended; a signal's number is negative."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -34,49 +46,32 @@ def reap_one() -> tuple[int, int] | None:
 
 
 def end_descendants() -> None:
-    """Kill everything below this process: as each one ends, its children are adopted and are next.
+    """Kill everything below this process: as each process ends, its children become this one's and are next.
 
-    Python's resource trackers get a moment to end by themselves, which they do when those whose files they track have
-    ended: they remove the shared memory and semaphores that these left behind.
+    Python's resource trackers come last, if they do not end by themselves, which they do when those whose files they
+    track have ended: they remove the shared memory and semaphores that these leave behind.
     """
-    deadline = time.monotonic() + _TRACKERS_S
-    while children := _children():
-        overdue = time.monotonic() > deadline
-        ending = [child for child in children if overdue or not is_resource_tracker(child)]
-        for child in ending:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        if ending:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
-        else:
-            time.sleep(0.01)
-        while reap_one() is not None:
-            pass
+    overdue = time.monotonic() + TRACKERS_S
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for child in children(os.getpid()):
+                if time.monotonic() > overdue or not is_resource_tracker(child):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.0005)
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is what Python's multiprocessing starts beside its processes to tidy up after them."""
+    """Whether a process is the one that Python's multiprocessing starts beside its processes to tidy up after them."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def _children() -> list[int]:
-    """Ids of this process's children."""
-    me = str(os.getpid())
-    children = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name of the program, in parentheses, may hold anything; what follows it is well formed.
-                if (folder / "stat").read_text().rpartition(")")[2].split()[1] == me:
-                    children.append(int(folder.name))
-    return children
-
-
-def _prctl(option: int, value: int) -> None:
-    """Set a property of this process that Python has no call for."""
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process that Python has no call for (Linux, prctl(2))."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -12,24 +12,25 @@ keeper writes into it (an `Obituary`, in JSON) says why it did.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from agentfly.resources.descendants import (
+    adopt_descendants,
+    die_with_parent,
+    end_descendants,
+    reap_one,
+    wakeups,
+)
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.worker import serve
 from agentfly.resources.identity import start_time
-from agentfly.resources.processes import children
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 OWNER_S = 1.0
 """Seconds between two looks at the process that the simulator belongs to. The life line shows its end at once, unless
@@ -79,7 +80,7 @@ class Obituary:
 
 def main(charge: Charge) -> NoReturn:
     """Keep one simulator's process, from its start to its end."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_descendants()
     for descriptor in (charge.calls, charge.life):
         os.set_inheritable(descriptor, False)  # they are not for what the simulator starts
     keeper = os.getpid()
@@ -105,7 +106,7 @@ def _work(keeper: int, charge: Charge) -> NoReturn:
     """Be the simulator's process, and end with it."""
     code = 1
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != keeper:
             os._exit(code)
         os.close(charge.life)
@@ -143,38 +144,3 @@ def _watch(worker: int, life: socket.socket, charge: Charge) -> Obituary | None:
         if woken in readable:
             os.read(woken, 4096)
     return None
-
-
-def wakeups() -> int:
-    """A descriptor that can be read whenever a child ends or a signal with a handler comes."""
-    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes)
-    return woken
-
-
-def reap_one() -> tuple[int, int] | None:
-    """The id and exit status of a child that has ended; a signal's number is negative."""
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
-
-
-def end_descendants() -> None:
-    """Kill everything below this process: as each process ends, its children become this one's and are next."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for child in children(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.0005)
-
-
-def prctl(option: int, value: int) -> None:
-    """Set a property of this process that Python has no call for (Linux, prctl(2))."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

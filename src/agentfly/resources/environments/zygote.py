@@ -23,6 +23,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+from agentfly.resources import descendants
 from agentfly.resources.environments import keeper, simulator
 from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import unpack
@@ -44,7 +45,7 @@ def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int) -> NoR
         owner: id of the process that asks.
         owner_started: its start time.
     """
-    keeper.prctl(keeper.PR_SET_CHILD_SUBREAPER, 1)
+    descendants.adopt_descendants()
     with open(parcel_fd, "rb") as file:
         parcel = file.read()
     obstacle = _warm_up(parcel)
@@ -54,7 +55,7 @@ def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int) -> NoR
             gc.freeze()  # so that a collection in a fork does not copy what all share
             _fork_on_request(control, owner, owner_started)
     if obstacle is not None:
-        keeper.end_descendants()  # what the import started
+        descendants.end_descendants()  # what the import started
     os._exit(0)  # keepers that there still are end with their owner
 
 
@@ -91,10 +92,10 @@ def _step_aside() -> None:
 def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> None:
     """Answer requests until the owner hangs up or is gone."""
     inherited = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-    woken = keeper.wakeups()
+    woken = descendants.wakeups()
     keepers: set[int] = set()
     while start_time(owner) == owner_started:
-        while (ended := keeper.reap_one()) is not None:
+        while (ended := descendants.reap_one()) is not None:
             keepers.discard(ended[0])
         for orphan in set(children(os.getpid())) - keepers:  # of a keeper that was killed
             with contextlib.suppress(ProcessLookupError):

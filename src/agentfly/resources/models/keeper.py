@@ -23,7 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agentfly.resources.descendants import adopt_descendants, die_with_parent, end_descendants, reap_one
+from agentfly.resources.descendants import (
+    adopt_descendants,
+    die_with_parent,
+    end_descendants,
+    reap_one,
+    wakeups,
+)
 from agentfly.resources.models.log import Log
 
 
@@ -111,11 +117,9 @@ def _keep(life: socket.socket, parent: int) -> int | None:
 
 
 def _watch(server: int, life: socket.socket, parent: int, output: int, log: Log) -> int | None:
-    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    woken = wakeups()
     told_to_end: list[bool] = []
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
-    signal.set_wakeup_fd(wakes)
     watched = [life.fileno(), woken, output]
     deadline = float("inf")
     while not told_to_end and os.getppid() == parent and time.monotonic() < deadline:

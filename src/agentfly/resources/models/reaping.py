@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.errors import ResourceError
-from agentfly.resources.descendants import is_resource_tracker
+from agentfly.resources.descendants import TRACKERS_S, is_resource_tracker
 from agentfly.resources.identity import start_time
 
 _PATIENCE_S = 10.0
-_TRACKERS_S = 2.0  # which remove shared memory that others left, and end by themselves
 
 
 def reap(traces: Mapping[str, Any]) -> None:
@@ -35,7 +34,7 @@ def reap(traces: Mapping[str, Any]) -> None:
         if waited > _PATIENCE_S:
             raise ResourceError(f"The processes {left} of a model server do not end, not even by SIGKILL.")
         for pid in left:
-            if waited > _TRACKERS_S or not is_resource_tracker(pid):
+            if waited > TRACKERS_S or not is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

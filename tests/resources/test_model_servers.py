@@ -150,7 +150,7 @@ async def test_a_server_that_dies_at_once_is_told_at_once_with_the_end_of_its_lo
 async def test_a_server_that_is_never_healthy_fails_in_time_with_the_end_of_its_log(state: Path) -> None:
     async with ResourceEngine(ledger=state) as engine:
         with pytest.raises(ResourceStartError, match=r"not ready within(.|\n)*options: --model"):
-            await engine.acquire(stand_in("never healthy", start_timeout_s=1.5), "owner")
+            await engine.acquire(stand_in("never healthy", start_timeout_s=3), "owner")
 
 
 async def test_servers_that_are_never_healthy_hold_up_nobody_else(state: Path) -> None:

@@ -21,7 +21,7 @@ from agentfly.resources.models.spec import ModelServerSpec
 CONTROL_S = 30.0
 """Seconds that a server may take for what is not a request to the model."""
 
-_SHARE_OF_START = 0.95  # the rest is for telling why it failed, before the engine's own limit ends the start unheard
+_TELLING_S = 5.0  # for telling why a start failed, before the engine's own limit ends it unheard
 _LONG_POLL_S = 30.0
 _TOLD_LOG = 4096
 
@@ -65,12 +65,14 @@ class ServerRun:
             PrerequisiteError: the interpreter or the engine is not there.
             ResourceStartError: it ended, or was not ready in time.
         """
-        limit = _SHARE_OF_START * self._spec.start_timeout_s
+        clock = asyncio.get_running_loop().time
+        limit = max(0.75 * self._spec.start_timeout_s, self._spec.start_timeout_s - _TELLING_S)
+        deadline = clock() + limit
         await self._process.start(self._job(), self._listener)
         ready = asyncio.create_task(self._until_ready(adapters))
         end = asyncio.create_task(self._process.wait())
         try:
-            await asyncio.wait({ready, end}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready, end}, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED)
             if end.done():
                 raise ResourceStartError(f"{self._name} ended before it was ready: {end.result()}.{self.last_words()}")
             if not ready.done():
@@ -99,7 +101,7 @@ class ServerRun:
             await self.client.health(deadline_s=self._spec.health_timeout_s)
         except ModelAPIError:
             return False
-        return True
+        return not self.succeeded.is_set()  # else the answer came from the next run, at the same socket
 
     def last_words(self) -> str:
         """The end of its log, for a message."""

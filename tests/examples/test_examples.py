@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,13 @@ def run(name: str, directory: Path) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"guess_the_number.py", "judge_reward.py", "python_sandbox_agent.py"}
+    tested = {
+        "chess_with_stockfish.py",
+        "science_world.py",
+        "guess_the_number.py",
+        "judge_reward.py",
+        "python_sandbox_agent.py",
+    }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -46,6 +53,34 @@ def test_guess_the_number_is_always_found_by_halving(tmp_path: Path) -> None:
         assert numbers[0] == 50
         assert 1 <= len(numbers) <= 7
         assert game.endswith("-> 1.0")
+    assert mean == "mean reward 1.00"
+
+
+@pytest.mark.skipif(
+    shutil.which("stockfish", path=f"{os.environ.get('PATH', '')}:/usr/games") is None,
+    reason="There is no Stockfish here. On Debian and Ubuntu: apt install stockfish",
+)
+def test_stockfish_is_mated_in_two_by_each_of_eight(tmp_path: Path) -> None:
+    *games, mean = run("chess_with_stockfish.py", tmp_path).splitlines()
+    assert (
+        games
+        == ["7k/8/8/8/8/8/R7/1R4K1: a2a7 h8g8 b1b8 -> 1.0"] * 4 + ["k7/8/8/8/8/8/7R/6RK: h2h7 a8b8 g1g8 -> 1.0"] * 4
+    )
+    assert mean == "mean reward 1.00"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("java") is None, reason="There is no Java here. On Debian and Ubuntu: apt install default-jre-headless"
+)
+def test_three_experiments_are_solved_side_by_side(tmp_path: Path) -> None:
+    *experiments, mean = run("science_world.py", tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in experiments] == [
+        "find-animal",
+        "find-non-living-thing",
+        "lifespan-shortest-lived",
+    ]
+    assert all(line.endswith("-> 1.0") for line in experiments)
     assert mean == "mean reward 1.00"
 
 

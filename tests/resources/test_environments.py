@@ -377,3 +377,21 @@ async def test_a_start_that_takes_long_is_told_while_it_lasts(
 async def load_for(seconds: float) -> Counter:
     await asyncio.sleep(seconds)
     return Counter()
+
+
+class LosesItsEngine(Counter):
+    def step(self, by: int) -> int:
+        raise ResourceDied("The engine that it plays with has ended.")
+
+
+@everywhere
+async def test_a_simulator_can_say_that_it_is_beyond_repair(runs: Runs) -> None:
+    broken = environment(factory=LosesItsEngine, runs=runs)
+    await broken.start()
+    assert await broken.status() is Status.HEALTHY
+    with pytest.raises(ResourceDied, match="The engine that it plays with has ended"):
+        await broken.step(1)
+    assert await broken.status() is Status.BROKEN
+    with pytest.raises(ResourceDied, match=r"cannot be used: step\(\) raised ResourceDied"):
+        await broken.step(1)
+    await broken.release()

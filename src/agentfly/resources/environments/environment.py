@@ -38,6 +38,9 @@ class Environment(Resource):
     cancelled does not cost the simulator. A call that outlives ``call_timeout_s`` does: the instance is lost and is
     replaced.
 
+    A simulator that finds itself beyond repair, for instance because a program that it had started has ended, raises
+    `agentfly.errors.ResourceDied`: its rollout has failed by infrastructure, and the instance is replaced.
+
     A method of the user's object that has the name of one of this class's own is called by `call`.
 
     One in a process of its own can be frozen, with all that it has started.
@@ -219,7 +222,12 @@ class Environment(Resource):
     async def _ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         limit = self.spec.call_timeout_s
         call = self._home.call(method, args, kwargs)
-        return await self._within(limit, call, f"{method}() did not end within call_timeout_s={limit:g}")
+        try:
+            return await self._within(limit, call, f"{method}() did not end within call_timeout_s={limit:g}")
+        except ResourceDied as error:
+            if self._home.death is None:  # the simulator says it of itself
+                self._lost = self._lost or f"{method}() raised ResourceDied: {error}"
+            raise
 
     async def _within(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
         """What comes of a work. If it takes too long, the simulator is lost and ends, as far as it can be ended."""

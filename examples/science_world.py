@@ -32,6 +32,9 @@ class Laboratory:
         # The package starts Java with its defaults, by which each takes a gigabyte; it has no argument for that. What
         # is changed here is changed in this simulator's process alone.
         options = [f"-Xmx{heap}", "-Xss8m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        # The order in which it lists what is in a room depends on hash codes that Java draws anew as it goes. Without
+        # these, attempts at one task would not begin alike.
+        options += ["-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
         simulator.launch_gateway = functools.partial(simulator.launch_gateway, javaopts=options)
         self.world = simulator.ScienceWorldEnv()
 

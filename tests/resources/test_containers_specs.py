@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from agentfly.errors import ConfigError, UsageError
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.registry import make_resource
 
 
@@ -71,3 +77,21 @@ def test_the_values_of_variables_are_not_in_the_repr() -> None:
     assert "secret" not in shown
     assert "TOKEN" in shown
     assert "pids=77" in shown
+
+
+@pytest.mark.parametrize("spec", [ContainerSpec, EnvironmentSpec])
+def test_a_field_that_is_none_is_refused_with_the_nearest_name(spec: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match=r"has no field 'capcity'\. Did you mean 'capacity'"):
+        spec(capcity=2)
+    with pytest.raises(ConfigError, match=r"has no field 'xyzzy'\. It has capacity"):
+        spec(xyzzy=2)
+    with pytest.raises(ConfigError, match="by its name; it has capacity"):
+        spec(2)
+
+
+def test_specs_are_copied_pickled_and_replaced_as_any_value() -> None:
+    spec = ContainerSpec(pids=77, ports=(80,))
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
+    assert replace(spec, pids=78).pids == 78
+    with pytest.raises(ConfigError, match="Did you mean 'pids'"):
+        replace(spec, pid=78)

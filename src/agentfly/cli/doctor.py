@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from agentfly.resources.containers.capabilities import Capabilities
 
 _GIB = 2**30
 _DISK_FOR_MODELS = 2 * _GIB
@@ -59,8 +62,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 def diagnose() -> Iterator[Finding]:
     """Look at everything that AgentFly needs of a machine."""
     looks: tuple[Callable[[], Finding], ...] = (python, processor, threads, memory, training_packages, gpu, sandbox)
-    for look in (*looks, model_cache, free_disk):
+    for look in looks:
         yield look()
+    yield from backends()
+    yield model_cache()
+    yield free_disk()
 
 
 def python() -> Finding:
@@ -141,23 +147,59 @@ def gpu() -> Finding:
 
 
 def sandbox() -> Finding:
-    """Whether tools can have a sandbox, and which limits it can hold."""
-    from agentfly.resources.containers.bubblewrap.capabilities import Tier
-    from agentfly.resources.containers.bubblewrap.tiers import probe
+    """Whether tools can have a sandbox, and which backend starts it."""
+    working = [able.backend for able in _backends() if able.works and not able.not_isolated]
+    if not working:
+        return Finding("sandbox", Verdict.MISSING, "none can be isolated on this machine", "See the backends below.")
+    return Finding("sandbox", Verdict.OK, f"by {working[0]}" + (f", or {', '.join(working[1:])}" * (len(working) > 1)))
 
-    able = probe()
-    cure = " ".join(able.missing)
-    if able.tier is Tier.NONE:
-        return Finding("sandbox", Verdict.MISSING, "cannot be started on this machine", cure)
-    started_by = "root, who becomes an ordinary user first" if able.tier is Tier.ROOT else "an ordinary user"
-    limits = f"memory ({able.memory}), processes ({able.pids})" + (", processor time (cgroup)" if able.cpus else "")
-    system = "writable (privately)" if able.writable_system else "read-only"
-    calls = "filtered" if able.filtered else "not filtered"
-    found = (
-        f"bubblewrap, started by {started_by}\nlimits: {limits}; system calls are {calls}; "
-        f"system directories are {system} inside"
+
+def backends() -> Iterator[Finding]:
+    """What each backend of sandboxes can do here, and how to get what is missing."""
+    for able in _backends():
+        cure = "\n".join(able.missing)
+        if not able.works:
+            yield Finding(f"  {able.backend}", Verdict.NOTE, "does not work here", cure)
+            continue
+        lines = [able.how or "works", f"limits: {_limits(able)}", f"inside: {_inside(able)}"]
+        if able.not_isolated:
+            lines.append(
+                f"not isolated: {'; '.join(able.not_isolated)}. Taken for ContainerSpec(isolation='weak') only"
+            )
+        noted = bool(able.missing or able.not_isolated)
+        yield Finding(f"  {able.backend}", Verdict.NOTE if noted else Verdict.OK, "\n".join(lines), cure)
+
+
+def _backends() -> list[Capabilities]:
+    from agentfly.resources.containers.backend import backend
+    from agentfly.resources.containers.spec import BACKENDS
+
+    return [backend(name).probe() for name in BACKENDS]
+
+
+def _limits(able: Capabilities) -> str:
+    limits = {
+        f"memory ({able.memory})": able.memory != "none",
+        f"processes ({able.pids})": able.pids != "none",
+        "processor time": able.cpus,
+        "private files": able.disk,
+    }
+    return ", ".join(limit for limit, there in limits.items() if there) or "none"
+
+
+def _inside(able: Capabilities) -> str:
+    means = {"cgroup": "frozen while idle", "signal": "stopped by signals while idle", "none": "never frozen"}
+    words = (
+        f"images: {', '.join(able.images)}",
+        "network off unless asked for" if able.network_off else "network always on",
+        f"system calls {'filtered' if able.filtered else 'not filtered'}",
+        f"system directories {'writable (privately)' if able.writable_system else 'read-only'}",
+        "other users" if able.users else "one user",
+        "ports" if able.ports else "no ports",
+        means[able.freezes],
+        "forks" if able.forks else "no forks",
     )
-    return Finding("sandbox", Verdict.NOTE if able.missing else Verdict.OK, found, cure)
+    return "; ".join(words)
 
 
 def model_cache() -> Finding:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 from agentfly.errors import ConfigError
 from agentfly.resources.byte_size import parse_bytes
@@ -62,6 +63,20 @@ class ResourceSpec(Generic[R_co]):
     release_timeout_s: float = 10.0
     idle_timeout_s: float | None = 300.0
     check_interval_s: float | None = 30.0
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Refuse what is not a field before the dataclass does, whose words name neither the fields nor the nearest."""
+        known = [field.name for field in fields(cls)]
+        if values:
+            raise ConfigError(
+                f"{cls.__name__}({values[0]!r}): write each field by its name; it has {', '.join(known)}."
+            )
+        for name in named:
+            if name not in known:
+                nearest = get_close_matches(name, known, 1)
+                cure = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(known)}."
+                raise ConfigError(f"{cls.__name__} has no field {name!r}. {cure}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._require_whole("capacity", least=1)

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -104,9 +103,10 @@ def _unpack(path: Path) -> None:
     content = store / f"sha256-{_digest(path)}"
     with _alone(Path(f"{content}.lock")):  # another archive of the same content
         if not content.is_dir():
-            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=store))
+            draft = store / f".{content.name}"
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed at it
             try:
-                draft.chmod(0o755)
+                draft.mkdir(mode=0o755)
                 unpacker = Unpacker(draft)
                 with _opened(path) as archive:
                     for layer in archive.layers():

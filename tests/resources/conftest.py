@@ -1,0 +1,130 @@
+"""What the tests of containers have in common: backends to run on, boxes that are released, and looks at the host."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from agentfly.resources.containers.backend import Backend, backend
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.capabilities import Tier
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.tiers import make_launcher
+from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.spec import ContainerSpec
+
+_numbers = itertools.count()
+
+
+def _bubblewrap() -> Backend:
+    return backend("bubblewrap")
+
+
+def _bubblewrap_of_a_user() -> Backend:
+    made = make_launcher(Tier.USER, cgroups=False)
+    if not isinstance(made, Launcher):
+        pytest.skip(" ".join(made.missing))
+    return Bubblewrap(made)
+
+
+_BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
+    "bubblewrap": (_bubblewrap, "host"),
+    "bubblewrap of an ordinary user": (_bubblewrap_of_a_user, "host"),
+}
+"""What the contract is checked on, with an image for each. A backend joins by a line here."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A backend that works on this machine, and how to ask it for boxes."""
+
+    backend: Backend
+    image: str
+
+    @property
+    def able(self) -> Capabilities:
+        """What it can do."""
+        return self.backend.probe()
+
+    def spec(self, **fields: Any) -> ContainerSpec:
+        """A spec with its image, small unless told otherwise."""
+        return ContainerSpec(**{"image": self.image, "memory": "256MiB", "pids": 64, **fields})
+
+
+@pytest.fixture(scope="session", params=[*_BACKENDS])
+def ground(request: pytest.FixtureRequest) -> Ground:
+    """Each backend that works here."""
+    make, image = _BACKENDS[request.param]
+    made = make()
+    if not made.probe().works:
+        pytest.skip(" ".join(made.probe().missing))
+    return Ground(made, image)
+
+
+class Start(Protocol):
+    """Starts a box, which is released at the end of the test."""
+
+    def __call__(self, ground: Ground, /, **fields: Any) -> Coroutine[Any, Any, Container]: ...
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts boxes."""
+    boxes: list[Container] = []
+
+    async def start_one(ground: Ground, /, **fields: Any) -> Container:
+        spec = fields.pop("spec", None) or ground.spec(**fields)
+        box = Container(spec, f"test-{os.getpid()}-{next(_numbers)}", backend=ground.backend)
+        boxes.append(box)
+        await box.start()
+        return box
+
+    try:
+        yield start_one
+    finally:
+        await asyncio.gather(*(box.release() for box in boxes))
+
+
+@pytest.fixture
+async def contract_box(ground: Ground, start: Start) -> Container:
+    """A box on each backend."""
+    return await start(ground)
+
+
+def _processes_with(marker: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if marker.encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def processes_with() -> Callable[[str], list[int]]:
+    """The host's processes that have a marker in their command line."""
+    return _processes_with
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Coroutine[Any, Any, None]]:
+    """Waits for a condition on other processes, for ten seconds."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110  (what is waited for happens in other processes)
+                await asyncio.sleep(0.01)
+
+    return wait

@@ -1,6 +1,7 @@
 """The Python in the guides and in the README runs, from top to bottom.
 
 A block that needs what the page only talks of is left out by ``<!-- not run: why -->`` on the line above it.
+A block that is a module of its own is written beside the program by ``<!-- file: name.py -->``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+MODULE = re.compile(r"^<!-- file: (\w+\.py) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LEFT_OUT = re.compile(r"^<!-- not run: .+ -->\n```python\n.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
-    text = LEFT_OUT.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    for name, module in MODULE.findall(text):
+        (tmp_path / name).write_text(module, encoding="utf-8")
+    for not_here in (MODULE, LEFT_OUT):
+        text = not_here.sub(lambda block: "\n" * block[0].count("\n"), text)
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("```python"), "a block that is not closed"
     # Every line keeps its number, so that a traceback points into the page.

@@ -230,6 +230,9 @@ def verdict(text: str, finish_reason: str = "stop") -> ChatCompletion:
         ('{"reason": "it says \\"x\\"", "score": "0.75"}', 0.75),
         ('<think>maybe {"score": 1}? no</think>{"score": 0.1}', 0.1),
         ('The response holds {"score": 1}, which is no score. {"reason": "cheats", "score": 0}', 0.0),
+        ('{"reason": "It says {\\"score\\": 1} itself.", "score": 0}', 0.0),
+        ('{"score": 1} is what it wants. {"score": 0}', 0.0),
+        ('Of {a, b} it takes a. {"reason": "half of it", score: 0.5}', 0.5),
         (" 0.6 ", 0.6),
         ('{"score": 0.3, "detail": {"parts": 2}}', 0.3),
     ],
@@ -243,7 +246,7 @@ def test_a_score_is_read_from_what_judges_write(text, score):
     [
         *["", "good", "{}", "[]", "nan", "The score is 0.9 of 10", "{" * 50],
         *['{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 7}', '{"score": -1}', '{"verdict": 1}'],
-        *['{"score": "8/10"}', '{"score": 1e999}'],
+        *['{"score": "8/10"}', '{"score": 1e999}', "It says {'score': 1}. {'score': 0}", '{"a": ' * 5000],
     ],
 )
 def test_what_is_no_score_is_never_taken_for_one(text):

@@ -9,8 +9,10 @@ and has no fields for token ids. What is left to do over httpx is small. Retries
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
@@ -236,6 +238,7 @@ def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float)
     import httpx
 
     return httpx.AsyncClient(
+        verify=_certificates(),
         timeout=httpx.Timeout(read_timeout_s, connect=connect_timeout_s, pool=None),
         # How many calls there are at a time is for others to decide: a pool that waits would hide who waits for what.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
@@ -243,6 +246,14 @@ def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float)
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: owners share the connections
         follow_redirects=False,
     )
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Whom to trust, read once: that takes a while, in which the event loop stands still."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 def _to_json(body: Json) -> bytes:

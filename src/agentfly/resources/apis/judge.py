@@ -25,6 +25,9 @@ Think briefly. Then end with one JSON object and nothing after it: {{"reason": "
 
 _AGAIN = 'That does not end with a JSON object such as {"reason": "…", "score": 0.5}, its score from 0 to 1. Write it.'
 
+_DECODER = json.JSONDecoder()
+_STRAY_BRACES = 100  # that begin no object: a text with more is not read to its end, which would take too long
+_NAMED_SCORE = re.compile(r"score\W{0,4}:", re.IGNORECASE)
 _THOUGHT = re.compile(r".*</think(ing)?>", re.DOTALL)
 
 
@@ -44,7 +47,10 @@ def ask_again(messages: list[dict[str, Any]], said: str) -> list[dict[str, Any]]
 
 
 def read_score(verdict: ChatCompletion) -> float:
-    """The score in what a judge said: the last JSON object's, which may be written somewhat wrong, or a number alone.
+    """The score in what a judge said: in the last JSON object, or in one that is written somewhat wrong, or a number.
+
+    A judge may quote a score that the response gives itself. So an object within another one's text is none, and what
+    is not JSON is repaired only where one score is in it.
 
     Raises:
         APIMalformed: there is none from 0 to 1. A verdict that was cut is none, because half a number is one too.
@@ -54,21 +60,34 @@ def read_score(verdict: ChatCompletion) -> float:
     text = _THOUGHT.sub("", verdict.text).strip()
     found = _number(text)
     if found is None:
-        found = _number(_last_object(text).get("score"))
+        found = _number((_last_object(text) or _repaired_object(text)).get("score"))
     if found is None or not 0 <= found <= 1:
         raise APIMalformed(f"The judge gave no score from 0 to 1, but said: {verdict.text[-300:]!r}")
     return found
 
 
 def _last_object(text: str) -> dict[str, Any]:
-    """The last JSON object in a text that has a score; an empty one if there is none."""
-    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
-        found = json_repair.loads(text[start:])
-        if isinstance(found, list):  # text after it is taken for another value
-            found = next((one for one in found if isinstance(one, dict)), None)
-        if isinstance(found, dict) and "score" in found:
-            return found
-    return {}
+    """The last JSON object with a score in a text, not counting those inside of another; else an empty one."""
+    last: dict[str, Any] = {}
+    start, stray = text.find("{"), 0
+    while start >= 0 and stray < _STRAY_BRACES:
+        try:
+            found, end = _DECODER.raw_decode(text, start)
+            last = found if "score" in found else last
+        except (ValueError, RecursionError):
+            end, stray = start + 1, stray + 1
+        start = text.find("{", end)
+    return last if start < 0 else {}
+
+
+def _repaired_object(text: str) -> dict[str, Any]:
+    """The object that was meant in a text that holds one score; else an empty one."""
+    start = text.find("{")
+    if start < 0 or len(_NAMED_SCORE.findall(text)) != 1:
+        return {}
+    found = json_repair.loads(text[start:])
+    objects = found if isinstance(found, list) else [found]
+    return next((one for one in objects if isinstance(one, dict) and "score" in one), {})
 
 
 def _number(value: object) -> float | None:

@@ -70,6 +70,20 @@ class ResourceEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResourcePreparing(ResourceEvent):
+    """What instances need, such as an image, is brought to the machine; `ResourcePrepared` tells how that went."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourcePrepared(ResourceEvent):
+    what: str
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStarting(ResourceEvent):
     instance: str
 

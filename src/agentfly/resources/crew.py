@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentfly.errors import ResourceDied, ResourceError
 from agentfly.events import (
     ResourceBroke,
-    ResourceEvent,
     ResourceReset,
     ResourceStarted,
     ResourceStartFailed,
@@ -20,12 +19,14 @@ from agentfly.events import (
     ResourceStuck,
 )
 from agentfly.resources.decisions import Decision
+from agentfly.resources.emit import Emit
 from agentfly.resources.lifecycle import Lifecycle
+from agentfly.resources.preparations import Preparations
 from agentfly.resources.refusals import say
 from agentfly.resources.resource import Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.work import Work, see_through
+from agentfly.resources.work import CANCEL_GRACE_S, Work, see_through
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,13 @@ STUCK_RETRY_S = (5.0, 300.0)
 Spec = ResourceSpec[Any]
 
 
-class Emit(Protocol):
-    """Tells whoever listens that something happened to a pool."""
-
-    def __call__(self, event: type[ResourceEvent], spec: Spec, **fields: Any) -> None: ...
-
-
 class Crew:
     """Starts, resets, checks and stops instances, all at once.
 
     Args:
         scheduler: gets the reports.
         lifecycle: has the resources.
+        preparations: what has to be there before they can start.
         carry_out: gets what the scheduler makes of a report.
         emit: tells what happened.
         is_leased: whether somebody holds an instance.
@@ -58,12 +54,14 @@ class Crew:
         self,
         scheduler: Scheduler,
         lifecycle: Lifecycle,
+        preparations: Preparations,
         carry_out: Callable[[list[Decision]], None],
         emit: Emit,
         is_leased: Callable[[str], bool],
     ) -> None:
         self._scheduler = scheduler
         self._lifecycle = lifecycle
+        self._preparations = preparations
         self._carry_out = carry_out
         self._emit = emit
         self._is_leased = is_leased
@@ -74,21 +72,40 @@ class Crew:
         self._given_up: set[str] = set()
 
     def start(self, name: str, spec: Spec) -> None:
-        """Start an instance."""
+        """Start an instance, once what it needs is prepared, which has a time of its own."""
+        if self._preparations.are_done(spec):
+            self._bring_up(name, spec)
+            return
+
+        def report(error: BaseException | None) -> None:
+            if error is None:
+                self._bring_up(name, spec)
+            else:
+                self._not_started(name, spec, error)
+
+        limit = spec.prepare_timeout_s + 2 * CANCEL_GRACE_S  # the preparation itself ends before
+        self._work(name, Work(partial(self._preparations.ensure, spec), limit, f"prepare() for {name}", report))
+
+    def _bring_up(self, name: str, spec: Spec) -> None:
         began = _now()
 
         def report(error: BaseException | None) -> None:
-            self._under_way.pop(name, None)
             if error is None:
+                self._under_way.pop(name, None)
                 self._emit(ResourceStarted, spec, instance=name, seconds=_now() - began)
                 self._carry_out(self._scheduler.started(name, _now()))
             else:
-                self._emit(ResourceStartFailed, spec, instance=name, error=say(error))
-                self._carry_out(self._scheduler.start_failed(name, error, _now()))
+                self._preparations.forget(spec)
+                self._not_started(name, spec, error)
 
         self._emit(ResourceStarting, spec, instance=name)
         operation = partial(self._lifecycle.start, name, spec, partial(self._lost, name, spec))
         self._work(name, Work(operation, spec.start_timeout_s, f"start() of {name}", report))
+
+    def _not_started(self, name: str, spec: Spec, error: BaseException) -> None:
+        self._under_way.pop(name, None)
+        self._emit(ResourceStartFailed, spec, instance=name, error=say(error))
+        self._carry_out(self._scheduler.start_failed(name, error, _now()))
 
     def reset(self, name: str, spec: Spec) -> None:
         """Clean an instance and see that it is healthy."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,8 @@ from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
 from agentfly.resources.lifecycle import Lifecycle
 from agentfly.resources.pool import Holding, Request
-from agentfly.resources.registry import kind_of, require_freezable
+from agentfly.resources.preparations import Preparations
+from agentfly.resources.registry import require_usable
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.scope import Scope
@@ -83,7 +84,10 @@ class ResourceEngine:
         self._scheduler = Scheduler(
             budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
         )
-        self._crew = Crew(self._scheduler, self._lifecycle, self._carry_out, self._emit, self._is_leased)
+        self._preparations = Preparations(self._emit)
+        self._crew = Crew(
+            self._scheduler, self._lifecycle, self._preparations, self._carry_out, self._emit, self._is_leased
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request_ids = count(1)
         self._answers: dict[int, asyncio.Future[Lease[Any]]] = {}
@@ -145,7 +149,7 @@ class ResourceEngine:
             UsageError: the spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
         loop = self._own_loop()
-        _require_usable(spec)
+        require_usable(spec)
         now = loop.time()
         request = Request(
             id=next(self._request_ids),
@@ -203,6 +207,20 @@ class ResourceEngine:
             if not self._calls[owner]:
                 del self._calls[owner]
                 self._let_rest(owner)
+
+    def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
+        """Prepare in the background for specs that will be needed soon: images are fetched, a few at a time, and where
+        a spec keeps some instances ready (``warm``), these start.
+
+        Returns at once. What cannot be prepared is logged, and tried again by whoever acquires it.
+
+        Raises:
+            UsageError: a spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
+        """
+        loop, wanted = self._own_loop(), list(specs)
+        for spec in wanted:
+            require_usable(spec)
+        self._preparations.prefetch(wanted, lambda spec: self._carry_out(self._scheduler.expected(spec, loop.time())))
 
     async def check(self, lease: Lease[Any]) -> Status:
         """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
@@ -322,9 +340,11 @@ class ResourceEngine:
     # --- time and the end ---------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
+        self._preparations.stop()
         self._carry_out(self._scheduler.closed(self._now()))
         try:
             await self._crew.finish()
+            await self._preparations.ended()
         finally:
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -356,18 +376,3 @@ class ResourceEngine:
                 "asyncio.run_coroutine_threadsafe, or enter an engine of its own in this loop."
             )
         return self._loop
-
-
-def _require_usable(spec: ResourceSpec[Any]) -> None:
-    if not isinstance(spec, ResourceSpec):
-        raise UsageError(f"acquire() takes a ResourceSpec, for instance a ContainerSpec, and got {spec!r}.")
-    kind_of(spec)
-    if spec.idle == "freeze":
-        require_freezable(spec)
-    try:
-        hash(spec)
-    except TypeError as error:
-        raise UsageError(
-            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
-            "tuple for a list and pairs for a dict."
-        ) from error

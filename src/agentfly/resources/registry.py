@@ -108,15 +108,29 @@ def kind_of(spec: ResourceSpec[Any]) -> Kind:
     )
 
 
-def require_freezable(spec: ResourceSpec[Any]) -> None:
-    """See that instances of ``spec`` can be frozen, as far as that can be told before there is one.
+def require_usable(spec: ResourceSpec[Any]) -> None:
+    """See that instances of ``spec`` can be asked for, as far as that can be told before there is one.
 
     Raises:
-        ConfigError: they cannot.
+        UsageError: it is no spec, is of no registered kind, or cannot be hashed.
+        ConfigError: it asks for what its kind does not offer.
     """
-    resource_type = kind_of(spec).resource_type
-    if isinstance(resource_type, str):
-        resource_type = load(resource_type)
+    if not isinstance(spec, ResourceSpec):
+        raise UsageError(f"acquire() takes a ResourceSpec, for instance a ContainerSpec, and got {spec!r}.")
+    kind_of(spec)
+    if spec.idle == "freeze":
+        _require_freezable(spec)
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
+            "tuple for a list and pairs for a dict."
+        ) from error
+
+
+def _require_freezable(spec: ResourceSpec[Any]) -> None:
+    resource_type = _resource_type(spec)
     if isinstance(resource_type, type) and issubclass(resource_type, Resource) and not resource_type.can_freeze:
         raise cannot_freeze(spec)
 
@@ -135,10 +149,32 @@ def make_resource(spec: ResourceSpec[R], instance: str) -> R:
     Raises:
         UsageError: no kind is registered for the spec's class, or its resource cannot be imported.
     """
+    return cast(R, _resource_type(spec)(spec, instance))
+
+
+async def prepare(spec: ResourceSpec[Any]) -> None:
+    """Bring to this machine what instances of ``spec`` need before they can start.
+
+    Raises:
+        UsageError: no kind is registered for the spec's class, or its resource has no ``prepare``.
+        Exception: what the resource's ``prepare`` raises.
+    """
+    resource_type = _resource_type(spec)
+    function = getattr(resource_type, "prepare", None)
+    if function is None:
+        raise UsageError(
+            f"{type(spec).__name__} names a preparation, but {resource_type!r} has no prepare(spec). Register the "
+            "resource's class, or give the function such an attribute."
+        )
+    await function(spec)
+
+
+def _resource_type(spec: ResourceSpec[Any]) -> Callable[[Any, str], Resource]:
+    """What makes instances of a spec."""
     resource_type = kind_of(spec).resource_type
-    if isinstance(resource_type, str):
-        resource_type = load(resource_type)
-    return cast(R, resource_type(spec, instance))
+    return (
+        cast(Callable[[Any, str], Resource], load(resource_type)) if isinstance(resource_type, str) else resource_type
+    )
 
 
 def load(address: str) -> Any:

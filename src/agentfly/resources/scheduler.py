@@ -25,6 +25,7 @@ What is decided, and why:
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from agentfly.resources import refusals
 from agentfly.resources.books import Books
@@ -33,6 +34,7 @@ from agentfly.resources.deadlock import broken, find_knot, youngest
 from agentfly.resources.decisions import Decision
 from agentfly.resources.pool import COMING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
 from agentfly.resources.scope import Scope
+from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.supply import Supply
 
 SWEEP_S = 1.0
@@ -68,6 +70,14 @@ class Scheduler:
             books.ask(pool, now)
             self._answer(request, pool, now)
         books.forget_if_empty(pool)
+        return self._done(now)
+
+    def expected(self, spec: ResourceSpec[Any], now: float) -> list[Decision]:
+        """Somebody is going to ask soon: what the spec keeps ready starts, where there is room."""
+        if not self._supply.closed:
+            pool = self._books.pool(spec)
+            self._books.ask(pool, now)
+            self._serve(pool, now)
         return self._done(now)
 
     def cancelled(self, request: int, now: float) -> list[Decision]:

@@ -17,7 +17,7 @@ from agentfly.errors import ResourceError, ToolError, UsageError
 from agentfly.resources.containers.command import Command, Outcome, shell_word
 from agentfly.resources.containers.packing import Piece, pieces
 from agentfly.resources.containers.spec import INSIDE
-from agentfly.resources.containers.unpacking import TooLarge, Unpacker
+from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
 
 MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
@@ -162,7 +162,7 @@ class _Spool:
 def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
     target.mkdir(parents=True, exist_ok=True)
     unpacker = Unpacker(target, max_bytes=max_bytes, leaving_links=False)
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    with open_archive(file, "r:") as archive:
         unpacker.add(archive)
     unpacker.finish()
     return unpacker.left_out

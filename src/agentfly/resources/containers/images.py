@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentfly.errors import ResourceStartError
-from agentfly.resources.containers.unpacking import Unpacker
+from agentfly.resources.containers.unpacking import Unpacker, open_archive
 
 _MANIFEST, _INDEX = "manifest.json", "index.json"
 _NESTED = 4  # an index may name an index
@@ -110,7 +110,7 @@ def _unpack(path: Path) -> None:
                 unpacker = Unpacker(draft)
                 with _opened(path) as archive:
                     for layer in archive.layers():
-                        with tarfile.open(fileobj=layer, mode="r|*") as members:
+                        with open_archive(layer, "r|*") as members:
                             unpacker.add(members, layer=archive.layered)
                 unpacker.finish()
                 draft.rename(content)

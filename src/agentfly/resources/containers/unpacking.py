@@ -9,6 +9,8 @@ import os
 import shutil
 import tarfile
 from pathlib import Path
+from tarfile import InvalidHeaderError, ReadError, TruncatedHeaderError  # type: ignore[attr-defined]
+from typing import IO, Literal, Self
 
 _HIDES = ".wh."  # before the name of what a layer hides of those below it
 _HIDES_ALL = ".wh..wh..opq"
@@ -17,6 +19,26 @@ _MOST_LINKS = 40  # followed for one path, as the kernel does
 
 class TooLarge(Exception):
     """An archive holds more than it may."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive that ends where it says; `tarfile` takes what is broken off in its middle for whole."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except (TruncatedHeaderError, InvalidHeaderError) as error:
+            raise ReadError(f"it is broken off or garbled at byte {tarfile.offset}: {error}") from None
+
+
+def open_archive(file: IO[bytes], mode: Literal["r:", "r|*"]) -> tarfile.TarFile:
+    """A tar to be unpacked, of which every part is checked.
+
+    Raises:
+        tarfile.TarError: it is none.
+    """
+    return tarfile.open(fileobj=file, mode=mode, tarinfo=_Member)
 
 
 class Unpacker:

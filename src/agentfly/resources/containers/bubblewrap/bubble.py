@@ -15,6 +15,7 @@ from agentfly.resources.cgroups import Cgroup
 from agentfly.resources.containers.bubblewrap.launcher import Launched, Launcher
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch
+from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
 
 
@@ -36,6 +37,7 @@ class Bubble:
         self.launcher = launcher
         self.scratch = scratch
         self.name = f"{scratch.parent.name}-{scratch.name}"
+        self.image: Path | None = None  # the directory with its root file system, if it has one
         self.frozen = False
         home = launcher.cgroups
         self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{self.name}", cpus=spec.cpus) if home else None
@@ -60,7 +62,11 @@ class Bubble:
         """
         launcher = self.launcher
         groups = self.cgroup.paths if self.cgroup is not None else []
-        self._launching = asyncio.ensure_future(launcher.on_thread(launcher.launch, self.spec, self.scratch, groups))
+        if self.spec.image_kind == "path":
+            self.image = await launcher.aside(root_directory, self.spec.image)
+        self._launching = asyncio.ensure_future(
+            launcher.on_thread(launcher.launch, self.spec, self.image, self.scratch, groups)
+        )
         try:
             self.launched = await asyncio.shield(self._launching)
             self._watch_exit(self.launched.process)

@@ -148,7 +148,7 @@ class Launcher:
         with contextlib.suppress(OSError):
             home.rmdir()
 
-    async def snapshot(self, scratch: Path, spec: ContainerSpec) -> SnapshotImage:
+    async def snapshot(self, scratch: Path, spec: ContainerSpec, image: Path | None) -> SnapshotImage:
         """A snapshot of the private files of a sandbox whose processes are stopped.
 
         Raises:
@@ -156,7 +156,7 @@ class Launcher:
         """
         assert isinstance(self._trees, MountedTrees)
         trees, snapshots = self._trees, self._trees.snapshots
-        begun = await self.on_thread(lambda: snapshots.begin(trees.layers(spec), spec.disk_limit))
+        begun = await self.on_thread(lambda: snapshots.begin(trees.layers(spec, image), spec.disk_limit))
         filling = asyncio.ensure_future(self.aside(snapshots.fill, begun, scratch / "tree"))
         try:
             await asyncio.shield(filling)
@@ -166,16 +166,17 @@ class Launcher:
             raise
         return await self.on_thread(snapshots.keep, begun)
 
-    def launch(self, spec: ContainerSpec, scratch: Path, groups: list[Path]) -> Launched:
+    def launch(self, spec: ContainerSpec, image: Path | None, scratch: Path, groups: list[Path]) -> Launched:
         """Start a sandbox, which then waits at its gate. On the launching thread only.
 
         Args:
             spec: what to start.
+            image: the directory with its root file system, if its image has one.
             scratch: a directory for it, which must not be there yet.
             groups: the control groups that it is to be moved into, written down for `reap` before there is anything.
 
         Raises:
-            ResourceStartError: the image or a mount is not there.
+            ResourceStartError: a snapshot or a mount is not there.
             OSError: no memory, no processes, no disk.
         """
         exchange = scratch / EXCHANGE
@@ -187,7 +188,7 @@ class Launcher:
         (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
         program = self._program.copy_to(scratch) if self._out_of_reach else self._program
-        arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
+        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, exchange))
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
         pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
         command = ["/bin/bash", "--norc", "--noprofile", str(INSIDE / _SESSION.name), str(pids), str(memory)]
@@ -267,7 +268,7 @@ class Launcher:
             spec = ContainerSpec()
             filters = self._filter_files()
             try:
-                arguments = self._trees.build(spec, scratch, common_arguments(spec, exchange))
+                arguments = self._trees.build(spec, None, scratch, common_arguments(spec, exchange))
                 command = [str(program.path), *filter_arguments(filters), *arguments, "--", "/bin/true"]
                 exit_code, complaint = _answer(command, filters)
             finally:

@@ -89,7 +89,7 @@ class BubblewrapSandbox(Sandbox):
         frozen = life.bubble.frozen
         await life.freeze()
         try:
-            return await self._launcher.snapshot(life.bubble.scratch, self.spec)
+            return await self._launcher.snapshot(life.bubble.scratch, self.spec, life.bubble.image)
         finally:
             if not frozen:
                 await life.thaw()

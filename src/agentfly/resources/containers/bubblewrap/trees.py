@@ -20,8 +20,7 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     mount,
     unmount,
 )
-from agentfly.resources.containers.images import root_directory
-from agentfly.resources.containers.spec import HOST_IMAGE, ContainerSpec
+from agentfly.resources.containers.spec import ContainerSpec
 
 _PLAIN = MS_NOSUID | MS_NODEV
 # below /usr and its like, directories down to this depth take new files (in the private layer)
@@ -32,16 +31,17 @@ _WRITABLE_WHOLE = "usr/local"
 class Trees(Protocol):
     """Makes the root file systems of sandboxes. Called on the launching thread only."""
 
-    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
+    def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
         """Prepare a root file system and return all of bubblewrap's arguments.
 
         Args:
             spec: what it is to hold.
+            image: the directory with its root file system, if its image has one.
             scratch: the sandbox's own directory on the host.
             common: the arguments that are the same however the root is made; some of them mount in it.
 
         Raises:
-            ResourceStartError: the image or a mount is not there.
+            ResourceStartError: a snapshot or a mount is not there.
         """
         ...
 
@@ -75,13 +75,13 @@ class MountedTrees:
         layout.make_skeleton(self._skeleton)
         self._lowers = {name: self._writable_system(name) for name in layout.system_directories()}
 
-    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
+    def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
         tree = scratch / "tree"
         tree.mkdir()
         options = f"size={spec.disk_limit},mode=0755,uid={self._uid},gid={self._uid}"
         mount("tmpfs", tree, "tmpfs", _PLAIN, options)
-        layers = self.layers(spec)
+        layers = self.layers(spec, image)
         self._make_private(spec, tree, layers)
         for number, (name, lower) in enumerate(layers.items()):
             upper, work = tree / f"upper{number}", tree / f"work{number}"
@@ -98,15 +98,13 @@ class MountedTrees:
         unmount(scratch / "tree")
         self.snapshots.clear()
 
-    def layers(self, spec: ContainerSpec) -> dict[str, str]:
+    def layers(self, spec: ContainerSpec, image: Path | None) -> dict[str, str]:
         """What lies below the private layer, by where in the root; the root itself first, under the empty name."""
-        match spec.image_kind:
-            case "host":
-                return {"": str(self._skeleton), **self._lowers}
-            case "snapshot":
-                return self.snapshots.layers(spec.image)
-            case _:
-                return {"": str(self._image(spec.image))}
+        if image is not None:
+            return {"": str(self._image(image))}
+        if spec.image_kind == "snapshot":
+            return self.snapshots.layers(spec.image)
+        return {"": str(self._skeleton), **self._lowers}
 
     def _make_private(self, spec: ContainerSpec, tree: Path, layers: dict[str, str]) -> None:
         (tree / "root").mkdir()
@@ -121,9 +119,8 @@ class MountedTrees:
             os.makedirs(directory, exist_ok=True)  # noqa: PTH103
             os.chmod(directory, mode)  # noqa: PTH101
 
-    def _image(self, image: str) -> Path:
-        """The unpacked image, shown with root's files owned by the sandbox's user, so that they can be overlaid."""
-        source = root_directory(image)
+    def _image(self, source: Path) -> Path:
+        """The files of an image, with root's shown as those of the sandbox's user, so that they can be overlaid."""
         if source not in self._images:
             target = self._home / f"image{len(self._images)}"
             target.mkdir()
@@ -167,10 +164,9 @@ class BoundTrees:
     is written over an unpacked image elsewhere has no limit but the memory's.
     """
 
-    def build(self, spec: ContainerSpec, scratch: Path, common: list[str]) -> list[str]:
+    def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
-        image: Path | None = None
-        if spec.image == HOST_IMAGE:
+        if image is None:
             files = scratch / "etc"
             files.mkdir()
             for name, text in layout.FILES.items():
@@ -178,7 +174,6 @@ class BoundTrees:
                 (files / name).chmod(0o644)
             arguments = layout.host_arguments(files)
         else:
-            image = root_directory(spec.image)
             arguments = ["--overlay-src", str(image), "--tmp-overlay", "/"]
         arguments += ["--dev", "/dev"]
         for path, mode in dict(layout.private_file_systems(spec)).items():
@@ -190,7 +185,7 @@ class BoundTrees:
             if not Path(source).exists():
                 raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
             arguments += ["--ro-bind", source, target]
-        sealed = ["--remount-ro", "/dev"] + ["--remount-ro", "/"] * (spec.image == HOST_IMAGE)
+        sealed = ["--remount-ro", "/dev"] + ["--remount-ro", "/"] * (image is None)
         return [*arguments, *common, *sealed]
 
     def drop(self, scratch: Path) -> None:

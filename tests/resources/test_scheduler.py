@@ -70,7 +70,7 @@ class Desk:
                     pass
 
     def ask(self, spec, owner="a", **fields):
-        request = Request(id=next(self.ids), spec=spec, owner=owner, **fields)
+        request = Request(id=next(self.ids), specs=(spec,), owner=owner, **fields)
         self.waiting[request.id] = request
         self.take(self.scheduler.requested(request, self.now))
         return request.id
@@ -249,7 +249,7 @@ def test_no_more_start_at_once_than_may():
 
 def test_a_global_instance_is_shared_up_to_its_concurrency_and_another_is_started_beyond_that():
     desk = Desk()
-    spec = ThingSpec(capacity=2, max_concurrency=2)
+    spec = ThingSpec(capacity=3, replicas=2, max_concurrency=2)
     holdings = [desk.has(spec, owner, scope=Scope.GLOBAL) for owner in "abcd"]
     assert [h.instance.name for h in holdings[:2]] == [holdings[0].instance.name] * 2
     assert len({h.instance.name for h in holdings}) == 2
@@ -378,7 +378,7 @@ def test_a_wait_that_takes_too_long_names_the_holders_with_their_ages_and_the_qu
     assert isinstance(desk.failed[request], AcquireTimeout)
     assert "late waited 5.0 s for thing" in message
     assert f"first has {desk.granted[1].instance.name} since 35.0 s" in message
-    assert "Queue: 2 waiting" in message
+    assert "2 waiting: " in message
 
 
 def test_two_owners_who_wait_for_each_other_lose_only_the_wait_of_the_younger():

@@ -22,12 +22,13 @@ class Books:
 
     def __init__(self) -> None:
         self.pools: dict[ResourceSpec[Any], Pool] = {}
-        self.warm_pools: dict[Pool, None] = {}  # those that keep idle instances ready
+        self.attended: dict[Pool, None] = {}  # those that start instances ahead of who asks
         self.instances: dict[str, Instance] = {}
         self.owners: dict[str, Owner] = {}  # those who hold or wait
         self.entangled: dict[str, Owner] = {}  # those who hold and wait: only they can be in a deadlock
         self.holdings: dict[int, Holding] = {}
-        self.waiters: dict[int, Waiter] = {}  # by request
+        self.waiters: dict[int, list[Waiter]] = {}  # by request; partners of each other
+        self.sets: dict[int, list[Waiter]] = {}  # partners that are more than one, by their arrival
         self.timers = Timers()
         self.numbers = count(1)
         self.decisions: list[Decision] = []
@@ -42,21 +43,21 @@ class Books:
     def ask(self, pool: Pool, now: float) -> None:
         """Somebody wants something of a pool, which then keeps as much ready as its spec says."""
         pool.asked = now
-        if pool.spec.warm and not pool.warm:
-            pool.warm = pool.spec.warm
-            self.warm_pools[pool] = None
+        if (pool.spec.warm or pool.spec.replicas > 1) and not pool.attended:
+            pool.attended, pool.warm = True, pool.spec.warm
+            self.attended[pool] = None
             self._await_lapse(pool)
 
     def lapse(self, pool: Pool, now: float) -> None:
         """If nobody has asked for a pool during its idle time, it keeps nothing ready any more."""
         limit = pool.spec.idle_timeout_s
-        if not pool.warm or limit is None or now < pool.lapses:
+        if not pool.attended or limit is None or now < pool.lapses:
             return
         if now < pool.asked + limit:
             self._await_lapse(pool)
         else:
-            pool.warm = 0
-            del self.warm_pools[pool]
+            pool.attended, pool.warm = False, 0
+            del self.attended[pool]
 
     def forget_if_empty(self, pool: Pool) -> None:
         """Drop a pool that nothing is left of."""
@@ -68,63 +69,91 @@ class Books:
         instance = self.instances.get(name)
         return instance if instance is not None and instance.state in states else None
 
-    def queue(self, request: Request, pool: Pool, now: float) -> Waiter:
-        """Put a request at the end of a pool's queue."""
+    def queue(self, request: Request, pools: list[Pool], now: float) -> list[Waiter]:
+        """Put a request at the end of the queue of each pool that it needs something of."""
         owner = self.owners.setdefault(request.owner, Owner(request.owner))
-        waiter = Waiter(
-            number=next(self.numbers),
-            owner=request.owner,
-            scope=request.scope,
-            priority=request.priority,
-            since=now,
-            pool=pool,
-        )
-        self.join(waiter, request)
-        pool.queue.add(waiter)
-        if request.scope is not Scope.CALL:
-            pool.waiting[request.owner, request.scope] = waiter
-        owner.waiters[waiter.number] = waiter
+        arrival, requests, partners = next(self.numbers), {request.id: request}, list[Waiter]()
+        for pool in pools:
+            waiter = Waiter(
+                number=next(self.numbers),
+                owner=request.owner,
+                scope=request.scope,
+                priority=request.priority,
+                arrival=arrival,
+                since=now,
+                pool=pool,
+                requests=requests,
+                partners=partners,
+            )
+            partners.append(waiter)
+            pool.queue.lane(waiter.scope).add(waiter)
+            if request.scope is not Scope.CALL:
+                pool.waiting.setdefault((request.owner, request.scope), []).append(waiter)
+            owner.waiters[waiter.number] = waiter
+        self.waiters[request.id] = partners
+        if len(partners) > 1:
+            self.sets[arrival] = partners
         self._note(owner)
-        return waiter
+        return partners
 
-    def join(self, waiter: Waiter, request: Request) -> None:
+    def alike(self, request: Request, pools: list[Pool]) -> list[Waiter] | None:
+        """The places of an earlier request of the same owner that waits for the same."""
+        for waiter in pools[0].waiting.get((request.owner, request.scope), ()):
+            if {partner.pool for partner in waiter.partners} == set(pools):
+                return waiter.partners
+        return None
+
+    def join(self, partners: list[Waiter], request: Request) -> None:
         """Have a request wait together with others of its owner for the same thing."""
-        self.waiters[request.id] = waiter
-        waiter.requests[request.id] = request
+        self.waiters[request.id] = partners
+        partners[0].requests[request.id] = request
 
     def set_deadline(self, request: Request) -> None:
         """Have a request that waits come due when it may wait no longer."""
-        if request.deadline is not None and (waiter := self.waiters.get(request.id)) is not None:
-            waiter.timers[request.id] = self.timers.set(request.deadline, request)
+        if request.deadline is not None and request.id in self.waiters:
+            request.timer = self.timers.set(request.deadline, request)
 
-    def withdraw(self, request: int) -> None:
-        """A request waits no longer; the last one takes its place in the queue along."""
-        waiter = self.waiters.pop(request)
-        del waiter.requests[request]
-        if (timer := waiter.timers.pop(request, None)) is not None:
-            self.timers.drop(timer)
-        if not waiter.requests:
-            waiter.pool.queue.remove(waiter)
-            waiter.pool.waiting.pop((waiter.owner, waiter.scope), None)
-            owner = self.owners[waiter.owner]
-            del owner.waiters[waiter.number]
-            self._note(owner)
+    def withdraw(self, request: Request) -> None:
+        """A request waits no longer; the last one takes its places in the queues along."""
+        partners = self._forget(request)
+        requests = partners[0].requests
+        del requests[request.id]
+        if not requests:
+            self.sets.pop(partners[0].arrival, None)
+            for waiter in partners:
+                self._leave(waiter)
 
     def refuse(self, request: int, error: AgentFlyError) -> None:
         """Answer a request, which does not wait, with an error."""
         self.decisions.append(Fail(request, error))
 
     def fail(self, waiter: Waiter, error: Callable[[], AgentFlyError]) -> None:
-        """Answer all requests of a waiter with an error each."""
-        for request in list(waiter.requests):
+        """Answer all requests of a waiter, if it still waits, with an error each."""
+        for request in list(waiter.requests.values()) if waiter.waits else ():
             self.withdraw(request)
-            self.refuse(request, error())
+            self.refuse(request.id, error())
 
-    def grant(self, waiter: Waiter, instance: Instance, now: float) -> Holding:
-        """Answer all requests of a waiter with a holding of an instance."""
-        pool, requests = waiter.pool, list(waiter.requests.values())
+    def grant(self, seats: list[tuple[Waiter, Instance]], now: float) -> list[Waiter]:
+        """Answer all requests of a waiter and its partners with a holding of an instance each.
+
+        Returns:
+            the places elsewhere of other sets that the owner waits for, which need an instance less now.
+        """
+        first = seats[0][0]
+        requests = list(first.requests.values())
         for request in requests:
-            self.withdraw(request.id)
+            self.withdraw(request)
+        owner = self.owners.setdefault(first.owner, Owner(first.owner))
+        spared: list[Waiter] = []
+        for waiter, instance in seats:
+            holding = self._hold(waiter, instance, requests, now)
+            owner.holdings[holding.id] = holding
+            for other in list(waiter.pool.waiting.get((waiter.owner, waiter.scope), ())):
+                spared += self._spare(other, holding)
+        self._note(owner)
+        return spared
+
+    def _hold(self, waiter: Waiter, instance: Instance, requests: list[Request], now: float) -> Holding:
         holding = Holding(
             id=next(self.numbers),
             owner=waiter.owner,
@@ -137,12 +166,41 @@ class Books:
         instance.holdings[holding.id] = holding
         self.holdings[holding.id] = holding
         if waiter.scope is not Scope.CALL:
-            pool.held[waiter.owner, waiter.scope] = holding
-        owner = self.owners.setdefault(waiter.owner, Owner(waiter.owner))
-        owner.holdings[holding.id] = holding
-        self._note(owner)
+            waiter.pool.held[waiter.owner, waiter.scope] = holding
         self.decisions += [Grant(request.id, holding) for request in requests]
         return holding
+
+    def _spare(self, waiter: Waiter, holding: Holding) -> list[Waiter]:
+        """The owner of a waiter has got what it waits for by another request. Returns the partners that are left."""
+        for request in waiter.requests.values():
+            self.claim(holding, request.id)
+        self._leave(waiter)
+        waiter.partners.remove(waiter)
+        if len(waiter.partners) < 2:
+            self.sets.pop(waiter.arrival, None)
+        if not waiter.partners:
+            for request in waiter.requests.values():
+                self._forget(request)
+        return waiter.partners
+
+    def _forget(self, request: Request) -> list[Waiter]:
+        if request.timer is not None:
+            self.timers.drop(request.timer)
+        return self.waiters.pop(request.id)
+
+    def _leave(self, waiter: Waiter) -> None:
+        """Take a waiter out of its pool's queue."""
+        pool, key = waiter.pool, (waiter.owner, waiter.scope)
+        pool.queue.lane(waiter.scope).remove(waiter)
+        if pool.kept.pop(waiter.number, None) is not None:
+            waiter.kept = False
+        if (here := pool.waiting.get(key)) is not None:
+            here.remove(waiter)
+            if not here:
+                del pool.waiting[key]
+        owner = self.owners[waiter.owner]
+        del owner.waiters[waiter.number]
+        self._note(owner)
 
     def claim(self, holding: Holding, request: int) -> None:
         """Answer a request with what its owner holds already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,12 @@ _SCALES = (1000, 1, 1000)
 def cost_of(spec: ResourceSpec[Any]) -> Cost:
     """What one instance of a spec takes."""
     return (round(spec.cpus * 1000), spec.memory_bytes, round(spec.gpus * 1000))
+
+
+def total_of(costs: Iterable[Cost]) -> Cost:
+    """What several instances take together."""
+    cpus, memory, gpus = (sum(amounts) for amounts in zip(*costs, strict=True))
+    return (cpus, memory, gpus)
 
 
 class Account:

@@ -1,41 +1,80 @@
 """Deadlock: owners who each wait for what only the others could give back.
 
 A waiter is stuck for good when everybody who could make room for it waits too, and everybody who could make room for
-those, and so on: a knot in the graph of waits (the OR model: any one of several holders is enough to go on).
+those, and so on: a knot in the graph of waits (the OR model: any one of several holders is enough to go on). Room could
+be made too by one for whom an idle instance is kept until what it wants besides comes free; and who waits for several
+things at once is stuck as soon as one of these waits is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agentfly.errors import DeadlockBroken
 from agentfly.resources.pool import Holding, Owner, Waiter
 from agentfly.resources.scope import Scope
 
-InTheWay = Callable[[Waiter], Iterable[Holding]]
-"""The holdings any one of which must end before a waiter can go on; none if it will go on without."""
+Obstacle = Holding | Waiter
+"""What is in somebody's way: a holding that must end, or another who waits and must be served."""
+
+InTheWay = Callable[[Waiter], Iterable[Obstacle]]
+"""The obstacles any one of which must go before a waiter can go on; none if it will go on without."""
+
+Knot = dict[Waiter, list[Obstacle]]
+"""Who waits in vain because of whom."""
 
 
-def find_knot(waiter: Waiter, owners: Mapping[str, Owner], in_the_way: InTheWay) -> dict[Waiter, list[Holding]]:
-    """Who waits in vain because of whom, if ``waiter`` waits in vain; otherwise nothing.
+def find_knot(waiter: Waiter, owners: Mapping[str, Owner], in_the_way: InTheWay) -> Knot:
+    """Who waits in vain because of whom, if ``waiter`` or a partner of it waits in vain; otherwise nothing.
 
-    It stops at the first holder who can still go on, so that it costs next to nothing where there is no deadlock.
+    It looks no further than a holder who can go on, so that it costs next to nothing where there is no deadlock.
     """
-    knot: dict[Waiter, list[Holding]] = {}
-    unseen = [waiter]
+    stuck: Knot = {}
+    unseen = _lacking(waiter)
     while unseen:
         current = unseen.pop()
-        if current in knot:
-            continue
-        knot[current] = list(in_the_way(current))
-        if not knot[current]:
-            return {}
-        for holding in knot[current]:
-            waits = waits_of(holding, owners)
-            if not waits:
-                return {}
-            unseen += waits
+        if current not in stuck:
+            obstacles = list(in_the_way(current))
+            waits = [_waits_before(obstacle, owners) for obstacle in obstacles]
+            stuck[current] = obstacles if all(waits) else []
+            if stuck[current]:
+                unseen += [partner for several in waits for wait in several for partner in _lacking(wait)]
+    while free := [one for one, obstacles in stuck.items() if any(_goes_on(o, owners, stuck) for o in obstacles)]:
+        stuck.update({one: [] for one in free})
+    return _reachable(waiter, owners, stuck)
+
+
+def _goes_on(obstacle: Obstacle, owners: Mapping[str, Owner], stuck: Knot) -> bool:
+    return any(not any(stuck[one] for one in _lacking(wait)) for wait in _waits_before(obstacle, owners))
+
+
+def _reachable(waiter: Waiter, owners: Mapping[str, Owner], stuck: Knot) -> Knot:
+    """The part of those who are stuck that has to do with one of them."""
+    knot: Knot = {}
+    unseen = _lacking(waiter)
+    while unseen:
+        current = unseen.pop()
+        if stuck[current] and current not in knot:
+            knot[current] = stuck[current]
+            waits = (wait for obstacle in knot[current] for wait in _waits_before(obstacle, owners))
+            unseen += [partner for wait in waits for partner in _lacking(wait)]
     return knot
+
+
+def _lacking(waiter: Waiter) -> list[Waiter]:
+    """What a waiter and its partners, all of which must be served, have nothing ready for."""
+    return [partner for partner in waiter.partners if not partner.kept]
+
+
+def _waits_before(obstacle: Obstacle, owners: Mapping[str, Owner]) -> list[Waiter]:
+    """The waits any one of which must end before an obstacle can go; none if it goes anyway."""
+    return [obstacle] if isinstance(obstacle, Waiter) else waits_of(obstacle, owners)
+
+
+def keepers(knot: Knot) -> Iterator[Waiter]:
+    """Those for whom something is kept that others in a knot could use."""
+    for obstacles in knot.values():
+        yield from (obstacle for obstacle in obstacles if isinstance(obstacle, Waiter) and obstacle.kept)
 
 
 def waits_of(holding: Holding, owners: Mapping[str, Owner]) -> list[Waiter]:
@@ -47,26 +86,23 @@ def waits_of(holding: Holding, owners: Mapping[str, Owner]) -> list[Waiter]:
     return list(waits)
 
 
-def youngest(knot: Mapping[Waiter, list[Holding]], owners: Mapping[str, Owner]) -> Owner:
-    """Of the owners in a knot, the one whose first holding is the latest: the one with the least to do again."""
+def youngest(knot: Knot, owners: Mapping[str, Owner]) -> str | None:
+    """Of those in a knot who hold something, the one whose first holding is the latest: with the least to do again."""
 
     def age(owner: Owner) -> tuple[float, int]:
         first = next(iter(owner.holdings.values()))
         return (first.since, first.id)
 
     inside = {waiter.owner: owners[waiter.owner] for waiter in knot if owners[waiter.owner].holdings}
-    return max(inside.values(), key=age)
+    return max(inside.values(), key=age).name if inside else None
 
 
-def broken(victim: str, knot: Mapping[Waiter, list[Holding]], now: float) -> DeadlockBroken:
+def broken(victim: str, knot: Knot, now: float) -> DeadlockBroken:
     """The error for the owner whose wait is failed, naming the cycle."""
     shown = 8
     lines = []
-    for waiter, holdings in list(knot.items())[:shown]:
-        holders = ", ".join(
-            f"{holding.owner} (has {holding.instance.name} since {now - holding.since:.1f} s)"
-            for holding in holdings[:shown]
-        )
+    for waiter, obstacles in list(knot.items())[:shown]:
+        holders = ", ".join(_words(obstacle, now) for obstacle in obstacles[:shown])
         lines.append(f"{waiter.owner} waits for {waiter.pool.spec.label}, which is held by {holders}")
     if len(knot) > shown:
         lines.append(f"and {len(knot) - shown} waits more")
@@ -79,3 +115,10 @@ def broken(victim: str, knot: Mapping[Waiter, list[Holding]], now: float) -> Dea
             "it, take the resources in the same order everywhere, or raise a capacity."
         )
     return DeadlockBroken(f"Deadlock: {cycle}. {cure}")
+
+
+def _words(obstacle: Obstacle, now: float) -> str:
+    if isinstance(obstacle, Waiter):
+        wants = "what it wants besides comes free" if obstacle.kept else f"{obstacle.pool.spec.label} comes free"
+        return f"nobody, but kept for {obstacle.owner} until {wants}"
+    return f"{obstacle.owner} (has {obstacle.instance.name} since {now - obstacle.since:.1f} s)"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,7 @@ from agentfly.events import (
 )
 from agentfly.interruption import held_back
 from agentfly.resources import orphans
+from agentfly.resources.answer import Answer
 from agentfly.resources.attendance import Occupancy
 from agentfly.resources.budget import Budget
 from agentfly.resources.crew import Crew
@@ -90,7 +91,7 @@ class ResourceEngine:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request_ids = count(1)
-        self._answers: dict[int, asyncio.Future[Lease[Any]]] = {}
+        self._answers: dict[int, Answer] = {}
         self._leases: dict[int, Lease[Any]] = {}
         self._decided: deque[Decision] = deque()
         self._carrying_out = False
@@ -148,42 +149,32 @@ class ResourceEngine:
             ConfigError: the spec takes more than the whole budget.
             UsageError: the spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
-        loop = self._own_loop()
-        require_usable(spec)
-        now = loop.time()
-        request = Request(
-            id=next(self._request_ids),
-            spec=spec,
-            owner=owner,
-            scope=Scope(scope),
-            priority=priority,
-            callers=callers or (asyncio.current_task(),),
-            deadline=None if timeout is None else now + timeout,
-        )
-        answer: asyncio.Future[Lease[R]] = loop.create_future()
-        self._answers[request.id] = answer
-        self._emit(LeaseRequested, spec, owner=owner, scope=request.scope.value)
-        try:
-            self._carry_out(self._scheduler.requested(request, now))
-            lease = answer.result() if answer.done() else await answer
-        except asyncio.CancelledError:
-            self._take_back(request, answer)
-            self._tell_refused(request, "cancelled", now)
-            raise
-        except Exception as error:
-            self._tell_refused(request, str(error), now)
-            raise
-        finally:
-            del self._answers[request.id]
-        if lease.id not in self._leases:
-            gone = ResourceError(f"{owner} was given {lease.instance}, but it ended before {owner} could take it.")
-            self._tell_refused(request, str(gone), now)
-            raise gone
-        waited = loop.time() - now
-        self._emit(
-            LeaseGranted, spec, owner=owner, scope=lease.scope.value, instance=lease.instance, waited_seconds=waited
-        )
+        (lease,) = await self._ask((spec,), owner, Scope(scope), timeout, priority, callers)
         return lease
+
+    async def acquire_all(
+        self,
+        specs: Sequence[ResourceSpec[Any]],
+        owner: str,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        callers: tuple[Hashable, ...] = (),
+    ) -> tuple[Lease[Any], ...]:
+        """Leases of one instance of each of ``specs``, with scope ``rollout``: all at once, when all can be had.
+
+        Until then the owner holds none of them, so that owners who each need several cannot block one another. Its
+        turn comes as anybody's does: what comes free for it is given to nobody who came later. What it has already
+        counts as had.
+
+        Args: as of `acquire`.
+
+        Raises: as `acquire`; the owner then has none of what it did not have before.
+        """
+        wanted = tuple(dict.fromkeys(specs))
+        leases = await self._ask(wanted, owner, Scope.ROLLOUT, timeout, priority, callers)
+        found = dict(zip(wanted, leases, strict=True))
+        return tuple(found[spec] for spec in specs)
 
     async def release(self, lease: Lease[Any]) -> None:
         """End a lease, at once; the instance is reset or stopped in the background. Ending it again does nothing."""
@@ -245,6 +236,55 @@ class ResourceEngine:
             await see_through({self._closing})
         self._closing.result()
 
+    async def _ask(
+        self,
+        specs: tuple[ResourceSpec[Any], ...],
+        owner: str,
+        scope: Scope,
+        timeout: float | None,
+        priority: int,
+        callers: tuple[Hashable, ...],
+    ) -> tuple[Lease[Any], ...]:
+        loop = self._own_loop()
+        for spec in specs:
+            require_usable(spec)
+        now = loop.time()
+        request = Request(
+            id=next(self._request_ids),
+            specs=specs,
+            owner=owner,
+            scope=scope,
+            priority=priority,
+            callers=callers or (asyncio.current_task(),),
+            deadline=None if timeout is None else now + timeout,
+        )
+        answer = self._answers[request.id] = Answer(specs, loop)
+        for spec in specs:
+            self._emit(LeaseRequested, spec, owner=owner, scope=scope.value)
+        try:
+            self._carry_out(self._scheduler.requested(request, now))
+            leases = await answer.leases()
+            if gone := next((lease for lease in leases if lease.id not in self._leases), None):
+                raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
+        except BaseException as error:
+            self._take_back(request, answer)
+            self._tell_refused(request, "cancelled" if isinstance(error, asyncio.CancelledError) else str(error), now)
+            raise
+        finally:
+            del self._answers[request.id]
+        waited = loop.time() - now
+        for lease in leases:
+            self._emit(
+                LeaseGranted, lease.spec, owner=owner, scope=scope.value, instance=lease.instance, waited_seconds=waited
+            )
+        return leases
+
+    def _take_back(self, request: Request, answer: Answer) -> None:
+        """A request has come to nothing, perhaps after it was answered: nobody is there to take what it was given."""
+        self._carry_out(self._scheduler.cancelled(request.id, self._now()))
+        for lease in answer.taken:
+            self._carry_out(self._scheduler.declined(lease.id, self._now()))
+
     def snapshot(self) -> Snapshot:
         """All pools, with instances, their states, owners and ages, and who waits."""
         return take_snapshot(self._scheduler, self._lifecycle, 0.0 if self._loop is None else self._loop.time())
@@ -272,9 +312,8 @@ class ResourceEngine:
             case Grant(request=request, holding=holding):
                 self._grant(request, holding)
             case Fail(request=request, error=error):
-                answer = self._answers.get(request)
-                if answer is not None and not answer.done():
-                    answer.set_exception(error)
+                if (answer := self._answers.get(request)) is not None:
+                    answer.refuse(error)
             case End(holding=holding):
                 self._end(holding)
             case Reset(instance=name, spec=spec):
@@ -294,17 +333,8 @@ class ResourceEngine:
             lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
             self._leases[holding.id] = lease
         answer = self._answers.get(request)
-        if answer is None or answer.done():  # cancelled a moment ago
+        if answer is None or not answer.take(lease):  # cancelled a moment ago
             self._carry_out(self._scheduler.declined(holding.id, self._now()))
-        else:
-            answer.set_result(lease)
-
-    def _take_back(self, request: Request, answer: asyncio.Future[Lease[R]]) -> None:
-        """A request was cancelled, perhaps after it was answered."""
-        if answer.done() and not answer.cancelled() and answer.exception() is None:
-            self._carry_out(self._scheduler.declined(answer.result().id, self._now()))
-        else:
-            self._carry_out(self._scheduler.cancelled(request.id, self._now()))
 
     def _end(self, holding: Holding) -> None:
         if (lease := self._leases.pop(holding.id, None)) is not None:
@@ -321,7 +351,8 @@ class ResourceEngine:
 
     def _tell_refused(self, request: Request, error: str, since: float) -> None:
         waited, scope = self._now() - since, request.scope.value
-        self._emit(LeaseRefused, request.spec, owner=request.owner, scope=scope, error=error, waited_seconds=waited)
+        for spec in request.specs:
+            self._emit(LeaseRefused, spec, owner=request.owner, scope=scope, error=error, waited_seconds=waited)
 
     def _let_rest(self, owner: str) -> None:
         """An owner's last call is over."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from agentfly.errors import (
     AcquireTimeout,
@@ -15,13 +16,14 @@ from agentfly.errors import (
 from agentfly.resources.pool import Holding, Instance, InstanceState, Pool, Request, Waiter
 
 SHOWN = 8
-"""Holders that a message names."""
+"""Holders, and those who wait, that a message names."""
 
 
 def too_large(request: Request, excess: str) -> ConfigError:
     """The spec can never be met."""
+    each = " each" if len(request.specs) > 1 else ""
     return ConfigError(
-        f"{request.owner} asked for {request.spec.label}, of which one instance takes more than the engine's whole "
+        f"{request.owner} asked for {request.label}, of which one instance{each} takes more than the engine's whole "
         f"budget: {excess}. Lower it in the spec, or give the engine a larger Budget."
     )
 
@@ -61,26 +63,41 @@ def not_started(instance: Instance, cause: BaseException) -> ResourceStartError:
     return error
 
 
-def timed_out(waiter: Waiter, now: float, holdings: Iterable[Holding]) -> AcquireTimeout:
-    """Nothing came free in time."""
+def timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Holding]], now: float) -> AcquireTimeout:
+    """Nothing came free in time, for those who waited together and still lack something."""
+    first = partners[0]
+    wanted = " and ".join(waiter.pool.spec.label for waiter in partners)
+    found = " ".join(_shortage(waiter, held, now) for waiter, held in zip(partners, holdings, strict=True))
+    return AcquireTimeout(
+        f"{first.owner} waited {now - first.since:.1f} s for {wanted} (scope {first.scope.value}) and got none. "
+        f"{found} Raise the capacity or the budget, or wait longer."
+    )
+
+
+def _shortage(waiter: Waiter, holdings: Iterable[Holding], now: float) -> str:
+    """Why there was nothing for a waiter: who has it, for how long, and who else waits."""
     pool = waiter.pool
     oldest = sorted(holdings, key=lambda holding: holding.since)
     holders = [
         f"{holding.owner} has {holding.instance.name} since {now - holding.since:.1f} s" for holding in oldest[:SHOWN]
     ]
-    if len(oldest) > SHOWN:
-        holders.append(f"and {len(oldest) - SHOWN} more")
-    return AcquireTimeout(
-        f"{waiter.owner} waited {now - waiter.since:.1f} s for {pool.spec.label} (scope {waiter.scope.value}) and got "
-        f"none. {_occupancy(pool)} Holders: {', '.join(holders) or 'none'}. Queue: {len(pool.queue)} waiting. "
-        "Raise the capacity or the budget, or wait longer."
+    queue = [f"{one.owner} since {now - one.since:.1f} s" for one in islice(pool.queue, SHOWN)]
+    return (
+        f"{pool.spec.label}: of a capacity of {_occupancy(pool)}. "
+        f"Holders: {_listed(holders, len(oldest))}. "
+        f"Queue, first to last, {len(pool.queue)} waiting: {_listed(queue, len(pool.queue))}."
     )
+
+
+def _listed(shown: list[str], number: int) -> str:
+    more = [f"and {number - len(shown)} more"] if number > len(shown) else []
+    return ", ".join(shown + more) or "none"
 
 
 def _occupancy(pool: Pool) -> str:
     states = ", ".join(f"{pool.counts[state]} {state.value}" for state in InstanceState if pool.counts[state])
     room = "" if len(pool.instances) >= pool.spec.capacity else "; no more can start within the budget just now"
-    return f"Of a capacity of {pool.spec.capacity}: {states or 'none alive'}{room}."
+    return f"{pool.spec.capacity}, {states or 'none alive'}{room}"
 
 
 def say(error: BaseException) -> str:

@@ -13,6 +13,8 @@ How an instance lives::
 What is decided, and why:
 
 * Inside a pool the first of the highest priority is served first. A newcomer never overtakes.
+* Who asks for several is given all at once, when there is one of each, and holds nothing of them before. What comes
+  free in its turn is kept for it meanwhile. Sets stand in one order in all queues, so none waits for a later one.
 * Instances start for those who wait, as many as have nothing coming, within the pool's capacity, the budget and the
   limit on concurrent starts. Across pools, owners who already hold something start first wherever it fits, because
   only they can be in each other's way. After them comes the pool whose first waiter came first, and none passes it.
@@ -24,13 +26,15 @@ What is decided, and why:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from agentfly.errors import AgentFlyError
 from agentfly.resources import refusals
 from agentfly.resources.books import Books
 from agentfly.resources.budget import Account, Budget
-from agentfly.resources.deadlock import broken, find_knot, youngest
+from agentfly.resources.deadlock import Knot, Obstacle, broken, find_knot, keepers, youngest
 from agentfly.resources.decisions import Decision
 from agentfly.resources.pool import COMING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
 from agentfly.resources.scope import Scope
@@ -60,16 +64,18 @@ class Scheduler:
     # --- what requests do ---------------------------------------------------------------------------------------------
 
     def requested(self, request: Request, now: float) -> list[Decision]:
-        """Somebody asks for an instance."""
-        books, pool = self._books, self._books.pool(request.spec)
+        """Somebody asks for an instance, or for one each of several specs."""
+        books, pools = self._books, [self._books.pool(spec) for spec in request.specs]
         if self._supply.closed:
-            books.refuse(request.id, refusals.closed(request.owner, request.spec.label))
-        elif pool.costly and (excess := self._supply.account.excess(pool.cost)) is not None:
+            books.refuse(request.id, refusals.closed(request.owner, request.label))
+        elif (excess := self._supply.excess(pools)) is not None:
             books.refuse(request.id, refusals.too_large(request, excess))
         else:
-            books.ask(pool, now)
-            self._answer(request, pool, now)
-        books.forget_if_empty(pool)
+            for pool in pools:
+                books.ask(pool, now)
+            self._answer(request, pools, now)
+        for pool in pools:
+            books.forget_if_empty(pool)
         return self._done(now)
 
     def expected(self, spec: ResourceSpec[Any], now: float) -> list[Decision]:
@@ -82,9 +88,9 @@ class Scheduler:
 
     def cancelled(self, request: int, now: float) -> list[Decision]:
         """Whoever made a request no longer waits for the answer. Nothing happens if it has been answered."""
-        if (waiter := self._books.waiters.get(request)) is not None:
-            self._books.withdraw(request)
-            self._serve(waiter.pool, now)
+        if (partners := self._books.waiters.get(request)) is not None:
+            self._books.withdraw(partners[0].requests[request])
+            self._serve_all(partners, now)
         return self._done(now)
 
     def declined(self, holding: int, now: float) -> list[Decision]:
@@ -106,11 +112,10 @@ class Scheduler:
         if (owner := self._books.owners.get(name)) is not None:
             waiters = list(owner.waiters.values())
             for waiter in waiters:
-                self._books.fail(waiter, partial(refusals.owner_ended, name, waiter.pool.spec.label))
+                self._books.fail(waiter, partial(refusals.owner_ended, name, _label(waiter.partners)))
             for held in list(owner.holdings.values()):
                 self._release(held, now)
-            for waiter in waiters:
-                self._serve(waiter.pool, now)
+            self._serve_all(waiters, now)
         return self._done(now)
 
     # --- what instances do --------------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ class Scheduler:
             self._supply.failed(instance, now)
             if pool.unmet() > 0:
                 for waiter in pool.next_served():
-                    self._books.fail(waiter, partial(refusals.not_started, instance, error))
+                    self._fail(waiter, partial(refusals.not_started, instance, error), now)
             self._serve(pool, now)
             self._supply.start_what_fits(now)
         return self._done(now)
@@ -201,8 +206,8 @@ class Scheduler:
     def closed(self, now: float) -> list[Decision]:
         """The engine closes: nobody gets anything any more, and everything is to be removed."""
         self._supply.closed = True
-        for waiter in list(self._books.waiters.values()):
-            self._books.fail(waiter, partial(refusals.closed, waiter.owner, waiter.pool.spec.label))
+        for partners in list(self._books.waiters.values()):
+            self._books.fail(partners[0], partial(refusals.closed, partners[0].owner, _label(partners)))
         for held in list(self._books.holdings.values()):
             self._books.end(held)
         for instance in self._books.instances.values():
@@ -234,43 +239,65 @@ class Scheduler:
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
 
-    def _answer(self, request: Request, pool: Pool, now: float) -> None:
-        """Give a request what its owner has or is about to get, or else a place in the queue."""
+    def _answer(self, request: Request, pools: list[Pool], now: float) -> None:
+        """Give a request what its owner has or is about to get, or else a place in the queues of the rest."""
         books, key = self._books, (request.owner, request.scope)
-        if (holding := pool.held.get(key)) is not None:
-            if holding.death is not None:
-                books.refuse(request.id, refusals.died(holding))
-            else:
-                books.claim(holding, request.id)
-        elif (waiter := pool.waiting.get(key)) is not None:
-            books.join(waiter, request)
+        holdings = [holding for pool in pools if (holding := pool.held.get(key)) is not None]
+        if (dead := next((holding for holding in holdings if holding.death is not None), None)) is not None:
+            books.refuse(request.id, refusals.died(dead))
+            return
+        for holding in holdings:
+            books.claim(holding, request.id)
+        rest = [pool for pool in pools if key not in pool.held] if holdings else pools
+        if rest and (partners := books.alike(request, rest)) is not None:
+            books.join(partners, request)
             books.set_deadline(request)
-        else:
-            self._queue(request, pool, now)
+        elif rest:
+            self._queue(request, rest, now)
 
-    def _queue(self, request: Request, pool: Pool, now: float) -> None:
+    def _queue(self, request: Request, pools: list[Pool], now: float) -> None:
         """Have a request wait for its turn, which may be now."""
-        waiter = self._books.queue(request, pool, now)
-        self._serve(pool, now)
+        partners = self._books.queue(request, pools, now)
+        for pool in pools:
+            self._serve(pool, now)
         self._books.set_deadline(request)
-        if waiter.owner in self._books.entangled:
-            self._supply.start_missing(pool, now)
-            self._break_deadlock(waiter, now)
+        if request.owner in self._books.entangled:
+            for waiter in list(partners):
+                self._supply.start_missing(waiter.pool, now)
+            self._supply.advance(now)
+            for waiter in list(partners):
+                self._break_deadlock(waiter, now)
 
     def _serve(self, pool: Pool, now: float) -> None:
         """Give out what there is, and see that what is missing starts."""
-        while (waiter := pool.queue.first()) is not None and (instance := pool.seat(waiter.scope)) is not None:
-            self._books.grant(waiter, instance, now)
-            self._supply.take(instance, now)
-            if waiter.scope is Scope.GLOBAL:
-                instance.shared = True
-                pool.update_seats(instance)
-            for other in self.owners[waiter.owner].waiters.values():  # it is a holder now, and those start first
-                self._supply.start_missing(other.pool, now)
+        while (turn := pool.turn()) is not None:
+            self._give(*turn, now)
         while pool.queue.exclusive and pool.unmet() > 0 and (spare := pool.unused_shared()) is not None:
             self._supply.reset(spare, now)
         self._supply.demand(pool, now)
         self._books.forget_if_empty(pool)
+
+    def _serve_all(self, waiters: Iterable[Waiter], now: float) -> None:
+        """Something has changed for those who wait where some waiters wait or have waited."""
+        for pool in {waiter.pool: None for waiter in waiters}:
+            self._serve(pool, now)
+
+    def _give(self, waiter: Waiter, instance: Instance, now: float) -> None:
+        """It is somebody's turn: give it an instance, and its partners what is kept for them."""
+        seats = [(one, instance if one is waiter else one.pool.last_idle()) for one in waiter.partners]
+        spared = self._books.grant(seats, now)
+        for one, taken in seats:
+            self._supply.take(taken, now)
+            if one.scope is Scope.GLOBAL:
+                one.pool.share(taken)
+        for other in self.owners[waiter.owner].waiters.values():  # it is a holder now, and those start first
+            self._supply.start_missing(other.pool, now)
+        self._serve_all(spared, now)
+
+    def _fail(self, waiter: Waiter, error: Callable[[], AgentFlyError], now: float) -> None:
+        """Fail a waiter, and with it its partners, whose places in their queues go to the next."""
+        self._books.fail(waiter, error)
+        self._serve_all((one for one in waiter.partners if one is not waiter), now)
 
     def _release(self, holding: Holding, now: float) -> None:
         """A holding is over, and its place on the instance is free, unless the instance is gone already."""
@@ -299,55 +326,103 @@ class Scheduler:
 
     def _expire(self, request: Request, now: float) -> None:
         """A request has waited as long as it may."""
-        if (waiter := self._books.waiters.get(request.id)) is None:
+        if (partners := self._books.waiters.get(request.id)) is None:
             return
-        error = refusals.timed_out(waiter, now, _holdings_of(self._instances_before(waiter)))
-        self._books.withdraw(request.id)
+        lacking = [waiter for waiter in partners if not waiter.kept]
+        before = [_holdings_of(self._instances_before(waiter)) for waiter in lacking]
+        error = refusals.timed_out(lacking, before, now)
+        self._books.withdraw(request)
         self._books.refuse(request.id, error)
-        self._serve(waiter.pool, now)
+        self._serve_all(partners, now)
 
     def _sweep(self, now: float) -> None:
         """Look for deadlocks among all who could be in one."""
         self._sweeping = False
-        for owner in list(self._books.entangled.values()):
-            for waiter in list(owner.waiters.values()):
-                self._break_deadlock(waiter, now)
+        waiting = [waiter for owner in self._books.entangled.values() for waiter in owner.waiters.values()]
+        keeping = [waiter for partners in self._books.sets.values() for waiter in partners if waiter.kept]
+        for waiter in waiting + keeping:
+            self._break_deadlock(waiter, now)
 
     def _break_deadlock(self, waiter: Waiter, now: float) -> None:
-        """If a waiter waits in vain, fail the wait of the youngest holder among those who block each other."""
-        if not waiter.requests or not (knot := find_knot(waiter, self.owners, self._in_the_way)):
+        """If a waiter waits in vain, make room for those who block each other.
+
+        What is kept for somebody among them goes to the others; if that is no help, the wait of the youngest holder is
+        failed.
+        """
+        knot = self._knot(waiter)
+        if knot and self._step_aside(knot, now):
+            knot = self._knot(waiter)
+        if (victim := youngest(knot, self.owners)) is None:
             return
-        victim = youngest(knot, self.owners).name
         for loser in [candidate for candidate in knot if candidate.owner == victim]:
             self._books.fail(loser, partial(broken, victim, knot, now))
-            self._serve(loser.pool, now)
+            self._serve_all(loser.partners, now)
 
-    def _in_the_way(self, waiter: Waiter) -> list[Holding]:
-        """The holdings any one of which must end before a waiter can go on; none if it will go on without.
+    def _knot(self, waiter: Waiter) -> Knot:
+        return find_knot(waiter, self.owners, self._in_the_way) if waiter.waits else {}
+
+    def _step_aside(self, knot: Knot, now: float) -> bool:
+        """Have those in a knot for whom something is kept let go of it, for the first of all in it.
+
+        The first is who holds something, or else who came first. Where somebody holds something, whose wait could be
+        failed instead, nobody lets go twice. False if nobody does.
+        """
+        first = min(knot, key=lambda waiter: (waiter.owner not in self._books.entangled, waiter.order))
+        held = youngest(knot, self.owners) is not None
+        letting_go = [one for one in keepers(knot) if one not in first.partners and not (held and one.let_go)]
+        if not letting_go:
+            return False
+        others = [one for partners in self._books.sets.values() for one in partners if one not in first.partners]
+        for waiter in others:
+            waiter.aside = True
+        for waiter in letting_go:
+            waiter.let_go = True
+        self._serve_all(letting_go, now)
+        for waiter in first.partners:
+            self._supply.start_missing(waiter.pool, now)
+        for waiter in others:
+            waiter.aside = False
+        self._serve_all(others, now)
+        return True
+
+    def _in_the_way(self, waiter: Waiter) -> list[Obstacle]:
+        """What must go before a waiter can go on; none if it will go on without.
 
         Something else will help it if an instance is coming or, in a full pool, going. What is merely stuck will not,
-        nor what moves elsewhere. A pool that may start another one waits for the budget, unless what is on its way out
-        leaves enough of it; then a place to start is all that it needs, and every start ends.
+        nor what moves elsewhere. A pool that may start another one waits for the budget. If what is on its way out
+        leaves enough of that, it waits for those before it in the line of starts, whom only holders pass by; and if
+        there are none, for a place to start, and every start ends.
         """
         pool, before = waiter.pool, self._instances_before(waiter)
         if pool.coming() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
             return []
         if any(instance.state in COMING for instance in before):
             return []
-        return _holdings_of(before)
+        if not before and waiter.owner not in self._books.entangled:
+            first = self._supply.before_in_line(pool)
+            return [] if first is None else [first]
+        keeping = {instance.pool: None for instance in before if instance.name in instance.pool.idle}
+        kept = [one for pool in keeping for one in pool.kept.values() if one.partners is not waiter.partners]
+        return [*_holdings_of(before), *kept]
 
     def _instances_before(self, waiter: Waiter) -> list[Instance]:
-        """What is alive of the pool if it is full, and otherwise what takes the budget that is short."""
+        """What is alive of the pool, or shared, if that is full, and otherwise what takes the budget that is short."""
         pool = waiter.pool
+        if waiter.scope is Scope.GLOBAL and pool.seats_are_taken():
+            return list(pool.replicas.values())
         return list(pool.instances.values()) if pool.is_full() else self._supply.in_place_of(pool)
 
     def _done(self, now: float) -> list[Decision]:
         """What an event has come to."""
-        if self._books.entangled and not self._sweeping:
+        if (self._books.entangled or self._books.sets) and not self._sweeping:
             self._sweeping = True
             self._books.timers.set(now + SWEEP_S, _SWEEP)
         decisions, self._books.decisions = self._books.decisions, []
         return decisions
+
+
+def _label(waiters: list[Waiter]) -> str:
+    return " and ".join(waiter.pool.spec.label for waiter in waiters)
 
 
 def _holdings_of(instances: list[Instance]) -> list[Holding]:

@@ -29,6 +29,9 @@ class ResourceSpec(Generic[R_co]):
         cpus: processor cores that an instance takes of the host's budget.
         memory: bytes, or a text such as ``"512MiB"``, that an instance takes of the host's budget and may use.
         gpus: graphics processors that an instance takes of the host's budget.
+        replicas: the most instances that serve ``global`` owners at a time. Whoever comes gets the one with the fewest
+            owners. Another is started when those there are have no place left (``max_concurrency``); where the places
+            have no limit, as soon as each has an owner, and nobody waits for it.
         max_concurrency: how many owners may hold one ``global`` instance at a time; None means any number.
         reuse: ``reset`` gives an instance to the next owner after a reset; ``recreate`` replaces it after each owner.
         max_uses: an instance is replaced after this many owners; None means never.
@@ -53,6 +56,7 @@ class ResourceSpec(Generic[R_co]):
     cpus: float = 0.0
     memory: int | str = 0
     gpus: float = 0.0
+    replicas: int = 1
     max_concurrency: int | None = None
     reuse: Literal["reset", "recreate"] = "reset"
     max_uses: int | None = None
@@ -83,6 +87,9 @@ class ResourceSpec(Generic[R_co]):
         self._require_whole("warm", least=0)
         if self.warm > self.capacity:
             raise self._wrong("warm", f"no more can be kept ready than the capacity of {self.capacity}")
+        self._require_whole("replicas", least=1)
+        if self.replicas > self.capacity:
+            raise self._wrong("replicas", f"no more can be alive than the capacity of {self.capacity}")
         for name in ("max_concurrency", "max_uses"):
             if getattr(self, name) is not None:
                 self._require_whole(name, least=1, otherwise=", or None for no limit")

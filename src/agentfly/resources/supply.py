@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from agentfly.resources.books import Books
-from agentfly.resources.budget import Account, Budget, Cost
+from agentfly.resources.budget import Account, Budget, Cost, total_of
 from agentfly.resources.decisions import Check, Reset, Start, Stop
 from agentfly.resources.line import StartLine
-from agentfly.resources.pool import BUSY, Instance, InstanceState, Pool
+from agentfly.resources.pool import BUSY, Instance, InstanceState, Pool, Waiter
 
 PATIENCE_S = 5.0
 """Seconds that a request waits for the budget before a busy pool gives up an instance for it."""
@@ -35,8 +35,8 @@ class Supply:
         if pool.queue and pool.missing() > 0:
             self._lines[pool.costly].join(pool)
         self.advance(now)
-        if pool.warm:
-            self._warm_up(now)
+        if pool.attended:
+            self._start_ahead(now)
 
     def start_what_fits(self, now: float) -> None:
         """A place to start or a part of the budget has come free: start what was waiting for it."""
@@ -44,18 +44,12 @@ class Supply:
         for pool in {waiter.pool: None for owner in entangled for waiter in owner.waiters.values()}:
             self.start_missing(pool, now)
         self.advance(now)
-        self._warm_up(now)
+        self._start_ahead(now)
 
-    def start_missing(self, pool: Pool, now: float) -> bool:
-        """Start what those who wait in a pool are missing; False if that cannot all start now."""
-        while pool.missing() > 0:
-            if self.starts_are_full():
-                return False
-            if not self.account.fits(pool.cost):
-                self._make_room(pool.cost, now)
-                return False
-            self._start(pool, now)
-        return True
+    def start_missing(self, pool: Pool, now: float) -> None:
+        """Start what those who wait in a pool are missing, as far as it goes."""
+        while pool.missing() > 0 and self._start_next(pool, now):
+            pass
 
     def starts_are_full(self) -> bool:
         """Whether as many instances are starting as may."""
@@ -64,21 +58,38 @@ class Supply:
     def advance(self, now: float) -> None:
         """Serve the pools in line in their order, as far as it goes."""
         for line in self._lines.values():
-            while (pool := line.first()) is not None and self.start_missing(pool, now):
-                line.leave(pool)
+            while (pool := line.first()) is not None and self._start_next(pool, now):
+                pass
 
-    def _warm_up(self, now: float) -> None:
-        """Start instances for the warm counts if nobody who waits could use what they would take."""
+    def _start_next(self, pool: Pool, now: float) -> bool:
+        """Start one instance; False if that has to wait."""
+        if self.starts_are_full():
+            return False
+        if not self.account.fits(pool.cost):
+            self._make_room(pool.cost, now)
+            return False
+        self._start(pool, now)
+        return True
+
+    def excess(self, pools: list[Pool]) -> str | None:
+        """Why one instance of each of some pools can never be alive at once, in words; None if they can."""
+        costly = [pool.cost for pool in pools if pool.costly]
+        if not costly:
+            return None
+        return self.account.excess(costly[0] if len(costly) == 1 else total_of(costly))
+
+    def _start_ahead(self, now: float) -> None:
+        """Start warm instances and replicas if nobody who waits could use what they would take."""
         if self.closed or any(line.first() for line in self._lines.values()):
             return
-        for pool in self._books.warm_pools:
-            while pool.missing_warm(now) > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
+        for pool in self._books.attended:
+            while pool.missing_ahead(now) > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
                 self._start(pool, now)
 
     def _make_room(self, cost: Cost, now: float) -> None:
-        """Evict idle instances until there will be enough, as far as they help."""
+        """Evict idle instances that are kept for nobody until there will be enough, as far as they help."""
         while any(short := self.account.short(cost)):
-            helpful = (idle for idle in self._evictable.values() if _eases(short, idle.pool.cost))
+            helpful = (idle for idle in self._evictable.values() if idle.spare and _eases(short, idle.pool.cost))
             if (instance := next(helpful, None)) is None:
                 return
             self.stop(instance, now)
@@ -108,7 +119,7 @@ class Supply:
         self.stop(instance, now)
         pool.failures += 1
         pool.warm_from = now + min(2.0 ** (pool.failures - 1), WARM_RETRY_S)
-        if pool.warm:
+        if pool.attended:
             self._books.timers.set(pool.warm_from, pool)
 
     def take(self, instance: Instance, now: float) -> None:
@@ -162,8 +173,8 @@ class Supply:
         hungry = self._lines[True].first()
         if hungry is None or hungry is pool or not _eases(self.account.short(hungry.cost), pool.cost):
             return False
-        own, other = pool.queue.first(), hungry.queue.first()
-        assert other is not None  # a pool in the line has a waiter
+        own, other = pool.lacking(), hungry.lacking()
+        assert other is not None  # a pool in the line lacks something
         return own is None or (other.order < own.order and now - other.since >= PATIENCE_S)
 
     def in_place_of(self, pool: Pool) -> list[Instance]:
@@ -174,6 +185,11 @@ class Supply:
         if not any(short := self.account.short(pool.cost)):
             return []
         return [instance for instance in self._books.instances.values() if _eases(short, instance.pool.cost)]
+
+    def before_in_line(self, pool: Pool) -> Waiter | None:
+        """Who has to get an instance started before a pool does, if the line is all that the pool waits for."""
+        first = self._lines[pool.costly].first()
+        return None if first is None or first is pool else first.lacking()
 
     # --- what time does to it -----------------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class Supply:
             instance.state is InstanceState.IDLE
             and spec.idle_timeout_s is not None
             and now >= instance.since + spec.idle_timeout_s
-            and (instance.shared or len(pool.idle) > pool.warm)
+            and (instance.shared or len(pool.idle) > pool.warm + len(pool.kept))
         ):
             self.stop(instance, now)
             return

@@ -34,9 +34,10 @@ from agentfly.errors import AgentFlyError
 from agentfly.resources import refusals
 from agentfly.resources.books import Books
 from agentfly.resources.budget import Account, Budget
-from agentfly.resources.deadlock import Knot, Obstacle, broken, find_knot, keepers, youngest
+from agentfly.resources.deadlock import Knot, broken, find_knot, keepers, youngest
 from agentfly.resources.decisions import Decision
-from agentfly.resources.pool import COMING, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.obstacles import Obstacles
+from agentfly.resources.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.supply import Supply
@@ -59,6 +60,7 @@ class Scheduler:
     def __init__(self, *, budget: Budget | None = None, max_concurrent_starts: int = 8, name: str = "engine") -> None:
         self._books = Books()
         self._supply = Supply(self._books, budget or Budget(), max_concurrent_starts, name)
+        self._obstacles = Obstacles(self._books, self._supply)
         self._sweeping = False
 
     # --- what requests do ---------------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ class Scheduler:
         if (partners := self._books.waiters.get(request.id)) is None:
             return
         lacking = [waiter for waiter in partners if not waiter.kept]
-        before = [_holdings_of(self._instances_before(waiter)) for waiter in lacking]
+        before = [self._obstacles.holdings_before(waiter) for waiter in lacking]
         error = refusals.timed_out(lacking, before, now)
         self._books.withdraw(request)
         self._books.refuse(request.id, error)
@@ -359,7 +361,7 @@ class Scheduler:
             self._serve_all(loser.partners, now)
 
     def _knot(self, waiter: Waiter) -> Knot:
-        return find_knot(waiter, self.owners, self._in_the_way) if waiter.waits else {}
+        return find_knot(waiter, self.owners, self._obstacles.in_the_way) if waiter.waits else {}
 
     def _step_aside(self, knot: Knot, now: float) -> bool:
         """Have those in a knot for whom something is kept let go of it, for the first of all in it.
@@ -385,33 +387,6 @@ class Scheduler:
         self._serve_all(others, now)
         return True
 
-    def _in_the_way(self, waiter: Waiter) -> list[Obstacle]:
-        """What must go before a waiter can go on; none if it will go on without.
-
-        Something else will help it if an instance is coming or, in a full pool, going. What is merely stuck will not,
-        nor what moves elsewhere. A pool that may start another one waits for the budget. If what is on its way out
-        leaves enough of that, it waits for those before it in the line of starts, whom only holders pass by; and if
-        there are none, for a place to start, and every start ends.
-        """
-        pool, before = waiter.pool, self._instances_before(waiter)
-        if pool.coming() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
-            return []
-        if any(instance.state in COMING for instance in before):
-            return []
-        if not before and waiter.owner not in self._books.entangled:
-            first = self._supply.before_in_line(pool)
-            return [] if first is None else [first]
-        keeping = {instance.pool: None for instance in before if instance.name in instance.pool.idle}
-        kept = [one for pool in keeping for one in pool.kept.values() if one.partners is not waiter.partners]
-        return [*_holdings_of(before), *kept]
-
-    def _instances_before(self, waiter: Waiter) -> list[Instance]:
-        """What is alive of the pool, or shared, if that is full, and otherwise what takes the budget that is short."""
-        pool = waiter.pool
-        if waiter.scope is Scope.GLOBAL and pool.seats_are_taken():
-            return list(pool.replicas.values())
-        return list(pool.instances.values()) if pool.is_full() else self._supply.in_place_of(pool)
-
     def _done(self, now: float) -> list[Decision]:
         """What an event has come to."""
         if (self._books.entangled or self._books.sets) and not self._sweeping:
@@ -423,7 +398,3 @@ class Scheduler:
 
 def _label(waiters: list[Waiter]) -> str:
     return " and ".join(waiter.pool.spec.label for waiter in waiters)
-
-
-def _holdings_of(instances: list[Instance]) -> list[Holding]:
-    return [holding for instance in instances for holding in instance.holdings.values()]

@@ -189,7 +189,7 @@ async def test_failures_that_pass_cost_a_call_nothing_but_time(engine, far_side)
 async def test_what_never_passes_fails_within_the_tries_with_the_last_reason(engine, far_side):
     far_side.always = fails(429, "slower!", retry_after_ms="1")
     api = await api_of(engine, far_side, retries=2)
-    with pytest.raises(APIRateLimited, match=r"slower!.*tried 3 times"):
+    with pytest.raises(APIRateLimited, match=r"slower!.*Tries: 3"):
         await api.chat(HELLO)
     assert len(far_side.requests) == 3
 
@@ -357,6 +357,7 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
     monkeypatch.setenv("ORG", f"org-{SECRET}")
     spec = ModelAPISpec(base_url=far_side.url, model="m", api_key_env="JUDGE_KEY", headers_env={"X-Org": "ORG"})
     seen: list[str] = []
+    ledgers: list[str] = []
 
     @af.tool
     async def ask(what: str, context: af.Context) -> str:
@@ -366,6 +367,7 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
             what: what.
         """
         api = await context.acquire(spec, scope="global")
+        ledgers.extend(path.read_text() for path in tmp_path.rglob("*.ledger"))
         seen.append(repr(api) + repr(vars(make_resource(spec, "i"))) + repr(api.use()))
         with pytest.raises(TypeError):
             cloudpickle.dumps(api)
@@ -411,7 +413,8 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
     pickles = [cloudpickle.dumps(one) for one in (spec, look_up_with(spec), trajectory)]
     files = [path for place in (tmp_path,) for path in place.rglob("*") if path.is_file()]
     assert any(path.suffix == ".traffic" for path in files)
-    for text in seen:
+    assert any('"kind": "api"' in text for text in ledgers)
+    for text in [*seen, *ledgers]:
         assert SECRET not in text
         assert "Sentinel" not in text
     for data in [*pickles, *(path.read_bytes() for path in files), *(str(path).encode() for path in files)]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
 import traceback
 from collections.abc import AsyncIterator
 from email.utils import formatdate
@@ -199,6 +201,20 @@ async def test_nobody_there_is_unavailable():
     async with ModelClient(url, model="m") as client:
         with pytest.raises(APIUnavailable, match="ConnectError"):
             await client.chat(HELLO)
+
+
+async def test_a_connection_that_nobody_accepts_is_given_up():
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # more than it queues: what comes then gets no answer at all
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
+        async with ModelClient(url, model="m", connect_timeout_s=0.2) as client:
+            with pytest.raises(APIUnavailable, match="connect_timeout_s"):
+                await client.chat(HELLO)
 
 
 @pytest.mark.parametrize("status", [200, 500])

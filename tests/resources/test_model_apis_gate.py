@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import threading
@@ -81,7 +82,7 @@ def test_tries_end_with_their_number_and_the_error_says_how_many_there_were():
     far = Far(*[APIUnavailable("down", status=500)] * 9)
 
     async def main() -> None:
-        with pytest.raises(APIUnavailable, match=r"down.*tried 4 times") as failed:
+        with pytest.raises(APIUnavailable, match=r"down.*Tries: 4") as failed:
             await Caller(gate_of(ROOMY), RETRIES).call(far.send, 10)
         assert failed.value.status == 500
 
@@ -373,6 +374,45 @@ def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path, writings)
         spoil.write(bytes(9000))
     with shared_file.hold(path) as file:
         assert file.read() == f"whole {writings - 1}".encode()
+
+
+COUNT = """
+import pathlib, sys, time
+from agentfly.resources.apis.shared_file import Busy, hold
+
+left = int(sys.argv[2])
+while left:
+    try:
+        with hold(pathlib.Path(sys.argv[1])) as file:
+            file.write(b"%d" % (int(file.read() or 0) + 1) + b" " * 20000)
+        left -= 1
+    except Busy:
+        time.sleep(0.0001)
+"""
+
+
+@pytest.mark.slow
+async def test_nothing_is_lost_between_processes_nor_spoilt_by_one_that_is_killed(tmp_path):
+    path = tmp_path / "shared"
+    run = (sys.executable, "-c", COUNT, str(path))
+    counting = [await asyncio.create_subprocess_exec(*run, "400") for _ in range(2)]
+    for _ in range(8):
+        killed = await asyncio.create_subprocess_exec(*run, "1000000")
+        await asyncio.sleep(0.15)
+        killed.kill()
+        await killed.wait()
+        while True:
+            with contextlib.suppress(shared_file.Busy), shared_file.hold(path) as file:
+                assert file.read().rstrip().isdigit() or not file.read()
+                break
+    assert [await one.wait() for one in counting] == [0, 0]
+    with shared_file.hold(path) as file:
+        before = int(file.read())
+    assert before >= 800
+    for one in [await asyncio.create_subprocess_exec(*run, "300") for _ in range(3)]:
+        assert await one.wait() == 0
+    with shared_file.hold(path) as file:
+        assert int(file.read()) == before + 900
 
 
 def test_no_more_than_fits_is_written(tmp_path):

@@ -104,7 +104,7 @@ class Caller:
                 failure = error
             if not await self._pause(failure, tries, deadline - loop.time()):
                 break
-        told = f"{failure} It was tried {tries} times within the deadline_s of {self._retries.deadline_s:g} s."
+        told = f"{failure} (Tries: {tries}, within a deadline_s of {self._retries.deadline_s:g} s.)"
         raise type(failure)(told, status=failure.status, retry_after_s=failure.retry_after_s)
 
     async def _pause(self, failure: ModelAPIError, tries: int, left: float) -> bool:

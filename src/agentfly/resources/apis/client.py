@@ -201,7 +201,7 @@ class ModelClient:
             return APIUnavailable(f"{said} was not answered within the deadline of {deadline_s:g} s.")
         except httpx.TimeoutException as error:
             return APIUnavailable(f"{said} was given up after {self._limit_in(error)}.")
-        except (httpx.HTTPError, httpx.StreamError, RuntimeError) as error:  # RuntimeError: the client was closed
+        except (httpx.HTTPError, httpx.StreamError, OSError, RuntimeError) as error:  # the last: it was closed
             return APIUnavailable(f"{said} failed: {self._credentials.redact(repr(error))}.")
         except httpx.InvalidURL as error:
             return APIRefused(f"{said} cannot be called: {self._credentials.redact(str(error))}.")

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-HALF = 4 * 2**20
+HALF = 2**20
 """Bytes that may be kept. The file is sparse: what is not used takes no room."""
 
 _HEADER = struct.Struct("<QII")  # number of the writing, length, checksum

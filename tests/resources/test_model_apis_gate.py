@@ -461,6 +461,23 @@ async def test_processes_share_what_one_of_them_may_use(tmp_path):
     assert most_in_a_window(far_side, 0.5) <= 6
 
 
+async def test_whose_turn_it_is_in_another_process_is_woken_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentfly.resources.apis.gate.LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr("agentfly.resources.apis.gate.LOOK_AGAIN_AT_LAST_S", 60.0)
+    one, other = (Gate(Account(tmp_path / "x.traffic", "boot"), Limits(1), "m") for _ in range(2))
+    order: list[str] = []
+
+    async def take_turns(gate: Gate) -> None:
+        for _ in range(5):
+            async with gate.passage(1, wait_s=30, call_s=1):
+                order.append(gate.gate)
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(take_turns(gate) for gate in (one, other) for _ in range(2)))
+    assert order[2:-2].count(one.gate) == order[2:-2].count(other.gate)  # turn by turn
+
+
 @pytest.mark.slow
 async def test_what_a_killed_process_had_under_way_is_given_back(tmp_path):
     path = tmp_path / "x.traffic"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.apis.bell import ring
 from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.shared_file import Busy, hold
 from agentfly.resources.apis.traffic import Traffic
@@ -40,6 +41,10 @@ ALONE = "The limits of a model API are kept by this process for itself, and not 
 
 class Listener(Protocol):
     """Who wants to know when somebody of this process has changed the traffic, in whatever thread."""
+
+    @property
+    def gate(self) -> str:
+        """The name by which the traffic knows it."""
 
     def changed(self) -> None:
         """The traffic was changed."""
@@ -109,11 +114,14 @@ class Account:
             self._listeners.add(listener)
 
     def tell(self) -> None:
-        """Tell the listeners."""
+        """Tell the listeners, and whose turn it is in another process."""
         with self._lock:
             listeners = list(self._listeners)
+            first = next(iter(self._traffic.line), None)
         for listener in listeners:
             listener.changed()
+        if first is not None and not any(listener.gate == first for listener in listeners):
+            ring(first)
 
     def _apply(self, function: Callable[[Traffic], T]) -> T:
         while self._left:

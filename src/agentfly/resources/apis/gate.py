@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 
 from agentfly.errors import AcquireTimeout, APIRefused
 from agentfly.resources.apis.account import Account
+from agentfly.resources.apis.bell import listening
 from agentfly.resources.apis.limits import Limits
 from agentfly.resources.apis.shared_file import Busy
 from agentfly.resources.apis.traffic import Outcome, Traffic, Wait
 from agentfly.resources.identity import ProcessIdentity
 
 LOOK_AGAIN_S = 0.05
-"""Seconds after which is looked what other processes did; those of this one say so."""
+"""Seconds after which is looked what other processes did, should their bell not have been heard."""
 
 LOOK_AGAIN_AT_LAST_S = 1.0
 """Seconds after which is looked again in any case, which also keeps the place in the line."""
@@ -78,7 +79,7 @@ class Gate:
         self._limits = limits
         self._name = name
         self._clock = clock
-        self._id = uuid.uuid4().hex[:16]
+        self.gate = uuid.uuid4().hex[:16]
         self._process = asdict(ProcessIdentity.here())
         self._loop = asyncio.get_running_loop()
         self._head = asyncio.Lock()  # whose turn it is; asyncio's locks are taken in order
@@ -142,36 +143,43 @@ class Gate:
     async def _ask_until_admitted(self, call: str, tokens: int, call_s: float) -> None:
         self._last_wait = None
         try:
-            while True:
-                self._changed.clear()
-                try:
-                    wait, shared = self._account.change(lambda traffic: self._ask(traffic, call, tokens, call_s))
-                except Busy:
-                    await asyncio.sleep(BUSY_S)
-                    continue
-                if wait is None:
-                    break
-                self._last_wait = wait
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_patience(wait, shared)):
-                        await self._changed.wait()
+            wait, shared = await self._ask_once(call, tokens, call_s)
+            if wait is not None:
+                with listening(self.gate, self._changed.set):
+                    while wait is not None:
+                        self._changed.clear()
+                        wait, shared = await self._ask_once(call, tokens, call_s)
+                        if wait is not None:
+                            self._last_wait = wait
+                            await self._look_again(_patience(wait, shared))
         except BaseException:
-            self._leave(lambda traffic: traffic.leave(self._id))
+            self._leave(lambda traffic: traffic.leave(self.gate))
             raise
         if shared:
             self._account.tell()
+
+    async def _ask_once(self, call: str, tokens: int, call_s: float) -> tuple[Wait | None, bool]:
+        while True:
+            with contextlib.suppress(Busy):
+                return self._account.change(lambda traffic: self._ask(traffic, call, tokens, call_s))
+            await asyncio.sleep(BUSY_S)
+
+    async def _look_again(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     def _ask(self, traffic: Traffic, call: str, tokens: int, call_s: float) -> tuple[Wait | None, bool]:
         """Whether to wait, and whether somebody else uses the endpoint too."""
         now = self._clock()
         ends = now + call_s + SURE_END_S
-        wait = traffic.admit(self._limits, self._id, call, tokens, now, ends)
-        traffic.processes[self._id] = self._process
+        wait = traffic.admit(self._limits, self.gate, call, tokens, now, ends)
+        traffic.processes[self.gate] = self._process
         if wait is not None and now - self._buried > LOOK_AGAIN_AT_LAST_S:
             self._buried = now
             if dead := [gate for gate, process in traffic.processes.items() if _is_dead(process)]:
                 traffic.bury(self._limits, dead, now)
-                wait = traffic.admit(self._limits, self._id, call, tokens, now, ends)
+                wait = traffic.admit(self._limits, self.gate, call, tokens, now, ends)
         return wait, len(traffic.processes) > 1
 
     def _leave(self, function: Callable[[Traffic], object]) -> None:

@@ -103,6 +103,14 @@ async def released(environments: list[Environment]) -> None:
     await asyncio.gather(*(environment.release() for environment in environments))
 
 
+async def appears(path: Path) -> bool:
+    for _ in range(2000):
+        if path.exists():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
 async def ends(pid: int) -> bool:
     for _ in range(1000):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -247,6 +255,24 @@ async def test_an_import_that_fails_is_told_as_in_a_fresh_process(
         with pytest.raises(error, match=said):
             await simulator.start()
         await simulator.release()
+
+
+async def test_an_import_that_hangs_is_begun_anew_by_the_next_start(make: Make, notes: Path) -> None:
+    hangs_once = """
+        if not os.path.exists(os.environ["NOTES"] + ".hung"):
+            open(os.environ["NOTES"] + ".hung", "w").close()
+            time.sleep(300)
+    """
+    first, second = make(hangs_once), make(hangs_once)
+    starting = asyncio.create_task(first.start())
+    assert await appears(Path(f"{notes}.hung"))
+    starting.cancel()
+    await asyncio.wait({starting})
+    await first.release()
+    await second.start()
+    assert len({await second.pid(), *importers(notes)}) == 3
+    assert await ends(importers(notes)[0])
+    await second.release()
 
 
 async def test_what_a_simulator_started_ends_also_if_its_keeper_is_killed(make: Make) -> None:

@@ -66,7 +66,9 @@ class Nursery:
     def drop(self) -> None:
         """Say that it is not needed any more."""
         self._claims -= 1
-        if self._claims == 0:
+        if self._claims == 0 and self._warming is not None and not self._warming.done():
+            self.close()  # whoever waited for it has waited long enough: it may hang
+        elif self._claims == 0:
             self._lingering = asyncio.get_running_loop().create_task(self._linger(), name=f"zygote of {self._label}")
 
     async def warm(self) -> bool:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,11 @@ async def released(environments: list[Environment]) -> None:
     await asyncio.gather(*(environment.release() for environment in environments))
 
 
-async def appears(path: Path) -> bool:
-    for _ in range(2000):
-        if path.exists():
-            return True
-        await asyncio.sleep(0.01)
-    return False
+def appears(path: Path) -> bool:
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.exists()
 
 
 async def ends(pid: int) -> bool:
@@ -265,7 +265,7 @@ async def test_an_import_that_hangs_is_begun_anew_by_the_next_start(make: Make, 
     """
     first, second = make(hangs_once), make(hangs_once)
     starting = asyncio.create_task(first.start())
-    assert await appears(Path(f"{notes}.hung"))
+    assert await asyncio.to_thread(appears, Path(f"{notes}.hung"))
     starting.cancel()
     await asyncio.wait({starting})
     await first.release()

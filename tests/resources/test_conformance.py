@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 import types
@@ -35,8 +37,14 @@ class SleepSpec(ResourceSpec):
 
     fault: str = ""
 
+    @property
+    def preparation_key(self):
+        return "sleep"
+
 
 class Sleep(Resource):
+    can_freeze = True
+    prepared = False
     shelf: list[str] = []
     processes: list[subprocess.Popen] = []
 
@@ -45,6 +53,28 @@ class Sleep(Resource):
         self.contents = self.shelf if spec.fault == "shares" else []
         self.process = None
         self.released = False
+        self.frozen = False
+        self.ended = asyncio.Event()
+
+    @classmethod
+    async def prepare(cls, spec):
+        if spec.fault == "prepares only once":
+            if cls.prepared:
+                raise OSError("it is there already")
+            cls.prepared = True
+
+    async def freeze(self):
+        self.process.send_signal(signal.SIGSTOP)
+        self.frozen = True
+
+    async def thaw(self):
+        if self.spec.fault == "thaws only what is frozen" and not self.frozen:
+            raise OSError("it is not frozen")
+        self.process.send_signal(signal.SIGCONT)
+        self.frozen = False
+
+    async def use(self):
+        await self.ended.wait()
 
     async def start(self):
         if self.spec.fault == "never starts":
@@ -66,6 +96,8 @@ class Sleep(Resource):
     async def status(self):
         if self.spec.fault == "status raises" and self.released:
             raise OSError("gone")
+        if self.spec.fault == "frozen counts as broken" and self.frozen:
+            return Status.BROKEN
         if self.spec.fault == "always healthy":
             return Status.HEALTHY
         if self.process is None or self.process.poll() is not None:
@@ -77,7 +109,16 @@ class Sleep(Resource):
             raise OSError("already released")
         if self.process is None and self.spec.fault == "release needs a start":
             raise OSError("not started")
+        if self.spec.fault == "a release cut off is forgotten":
+            if self.released:
+                return
+            self.released = True
+            await asyncio.sleep(0.005)
+        if self.spec.fault == "waits for the frozen" and self.frozen:
+            await asyncio.sleep(600)
         self.released = True
+        if self.spec.fault != "uses outlive it":
+            self.ended.set()
         if self.process is not None and self.spec.fault != "release leaves it":
             self.process.kill()
             self.process.wait()
@@ -113,10 +154,11 @@ def importable(monkeypatch):
         process.wait()
     Sleep.processes.clear()
     Sleep.shelf.clear()
+    Sleep.prepared = False
 
 
 async def test_a_process_that_is_started_and_ended_properly_keeps_the_contract():
-    await check_resource(SleepSpec(), dirty=leave_something, is_clean=is_empty)
+    await check_resource(SleepSpec(), dirty=leave_something, is_clean=is_empty, use=Sleep.use)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +176,18 @@ async def test_a_process_that_is_started_and_ended_properly_keeps_the_contract()
         ("release needs a start", "release\\(\\) copes with a start\\(\\) never called"),
         ("release leaves it", "status\\(\\) is broken after release"),
         ("traces are no JSON", "traces are JSON-able before start"),
+        ("prepares only once", "prepare\\(\\) succeeds"),
+        ("thaws only what is frozen", "thaw\\(\\) is fine where nothing is frozen"),
+        ("frozen counts as broken", "status\\(\\) is healthy while it is frozen"),
+        ("waits for the frozen", "release\\(\\) succeeds, within 1 s: TimeoutError"),
+        ("a release cut off is forgotten", "status\\(\\) is broken after a release\\(\\) that was cancelled"),
+        ("uses outlive it", "What an owner had called ends when the instance is released"),
     ],
 )
 async def test_what_breaks_a_clause_is_told_which(fault, clause):
+    spec = SleepSpec(fault=fault, release_timeout_s=0.5)
     with pytest.raises(AssertionError, match=clause):
-        await check_resource(SleepSpec(fault=fault), dirty=leave_something, is_clean=is_empty)
+        await check_resource(spec, dirty=leave_something, is_clean=is_empty, use=Sleep.use)
 
 
 @dataclass(kw_only=True, unsafe_hash=True)

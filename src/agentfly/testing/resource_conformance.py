@@ -9,26 +9,29 @@
             is_clean=lambda resource: resource.read() == "",
         )
 
-It starts and removes real instances of the spec, some twenty times.
+It starts and removes real instances of the spec, some thirty times. What a kind offers beyond the least, freezing,
+preparation, removal by traces, is found out and checked too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import json
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.resources import orphans
 from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.registry import kind_of, load, make_resource
+from agentfly.resources.registry import kind_of, load, make_resource, prepare
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
@@ -42,32 +45,51 @@ CUTS = (0.0, 0.001, 0.01, 0.1, 0.5)
 """Seconds after which a start is cancelled, from before its first step on."""
 
 
-async def check_resource(spec: ResourceSpec[R], *, dirty: Act[R] | None = None, is_clean: Ask[R] | None = None) -> None:
+async def check_resource(
+    spec: ResourceSpec[R],
+    *,
+    dirty: Act[R] | None = None,
+    is_clean: Ask[R] | None = None,
+    use: Callable[[R], Awaitable[object]] | None = None,
+) -> None:
     """Check every clause of the contract in `agentfly.resources.resource.Resource` for a kind of resource.
 
     Args:
         spec: what to start; its kind is registered.
         dirty: leaves something in an instance, as an owner would; sync or async.
         is_clean: whether nothing of that is to be seen in an instance; sync or async.
+        use: something that an owner calls and that would take a minute or more, such as a command that sleeps.
 
     Raises:
         AssertionError: a clause is broken; the message is the clause and what was found.
     """
-    suite = _Suite(spec, dirty, is_clean)
+    suite = _Suite(spec, dirty, is_clean, use)
     suite.spec_is_a_key_and_travels()
+    await suite.is_prepared_for()
     await suite.lives_and_goes()
     await suite.is_clean_after_a_reset()
     await suite.shares_nothing()
     await suite.is_released_whatever_came_of_the_start()
+    await suite.is_released_while_it_is_used()
+    await suite.is_released_though_the_release_was_cut_off()
+    await suite.stands_still_while_it_is_frozen()
     await suite.is_removed_by_its_traces()
     await suite.is_replaced_by_the_engine_once_it_is_gone()
 
 
 class _Suite(Generic[R]):
-    def __init__(self, spec: ResourceSpec[R], dirty: Act[R] | None, is_clean: Ask[R] | None) -> None:
+    def __init__(
+        self,
+        spec: ResourceSpec[R],
+        dirty: Act[R] | None,
+        is_clean: Ask[R] | None,
+        use: Callable[[R], Awaitable[object]] | None,
+    ) -> None:
         self.spec = spec
         self.dirty = dirty
         self.is_clean = is_clean
+        self.use = use
+        self.freezes = False
 
     def spec_is_a_key_and_travels(self) -> None:
         again = type(self.spec)(**{name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__})
@@ -81,6 +103,18 @@ class _Suite(Generic[R]):
         travelled = cloudpickle.loads(cloudpickle.dumps(self.spec))
         _hold(type(travelled).__name__ == type(self.spec).__name__, "A spec can be pickled by cloudpickle")
 
+    async def is_prepared_for(self) -> None:
+        key = self.spec.preparation_key
+        if key is None:
+            return
+        hash(key)
+        preparing = asyncio.ensure_future(prepare(self.spec))
+        await asyncio.sleep(0.01)
+        preparing.cancel()
+        await asyncio.wait({preparing}, timeout=self.spec.prepare_timeout_s)
+        for clause in ("prepare() succeeds after one that was cancelled", "prepare() succeeds where all is there"):
+            await self._within(prepare(self.spec), self.spec.prepare_timeout_s, clause)
+
     async def lives_and_goes(self) -> None:
         resource = self._make()
         self._check_traces(resource, "before start()")
@@ -90,7 +124,8 @@ class _Suite(Generic[R]):
             statuses = await asyncio.gather(*(resource.status() for _ in range(3)))
             _hold(set(statuses) == {Status.HEALTHY}, "status() may be called by several at once", statuses)
         await self._expect(resource, Status.BROKEN, "after release()")
-        await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() may be called again")
+        again = asyncio.gather(*(resource.release() for _ in range(3)))
+        await self._within(again, self.spec.release_timeout_s * 2, "release() may be called again, by several at once")
 
     async def is_clean_after_a_reset(self) -> None:
         resource = self._make()
@@ -122,6 +157,8 @@ class _Suite(Generic[R]):
             starting = asyncio.create_task(resource.start())
             await asyncio.sleep(cut)
             starting.cancel()
+            await asyncio.sleep(0)
+            starting.cancel()  # who gives up may be given up
             await asyncio.wait({starting}, timeout=self.spec.start_timeout_s)
             _hold(starting.done(), f"start() ends when it is cancelled ({cut} s after it began)")
             await self._within(
@@ -130,6 +167,69 @@ class _Suite(Generic[R]):
                 f"release() copes with a start() that was cancelled after {cut} s",
             )
             await self._expect(resource, Status.BROKEN, f"when start() was cancelled after {cut} s and it was released")
+
+    async def is_released_while_it_is_used(self) -> None:
+        if self.use is None:
+            return
+        resource = self._make()
+        async with self._started(resource):
+            using = asyncio.ensure_future(self.use(resource))
+            await asyncio.wait({using}, timeout=0.2)
+            _hold(not using.done(), "use() takes a while", using)
+            await self._expect(resource, Status.HEALTHY, "while it is used")
+            await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() while it is used")
+            await asyncio.wait({using}, timeout=self.spec.release_timeout_s)
+            _hold(using.done(), "What an owner had called ends when the instance is released")
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                using.result()
+        await self._expect(resource, Status.BROKEN, "after a release() while it was used")
+
+    async def is_released_though_the_release_was_cut_off(self) -> None:
+        for cut in CUTS[:3]:
+            resource = self._make()
+            async with self._started(resource):
+                releasing = asyncio.create_task(resource.release())
+                await asyncio.sleep(cut)
+                releasing.cancel()
+                await asyncio.wait({releasing}, timeout=self.spec.release_timeout_s * 2)
+                _hold(releasing.done(), f"release() ends when it is cancelled ({cut} s after it began)")
+            await self._expect(resource, Status.BROKEN, "after a release() that was cancelled and called again")
+
+    async def stands_still_while_it_is_frozen(self) -> None:
+        try:
+            spec = dataclasses.replace(self.spec, idle="freeze")
+        except ConfigError:
+            return  # such a spec is refused at once
+        resource = make_resource(spec, f"conformance-{uuid.uuid4().hex[:12]}")
+        if not resource.can_freeze:
+            return
+        try:
+            await resource.start()
+        except PrerequisiteError:
+            await resource.release()
+            return  # not on this machine
+        self.freezes = True
+        async with self._released(resource):
+            await self._within(resource.thaw(), spec.reset_timeout_s, "thaw() is fine where nothing is frozen")
+            for _ in range(2):
+                for _ in range(2):
+                    await self._within(resource.freeze(), spec.reset_timeout_s, "freeze() succeeds, and again")
+                await self._expect(resource, Status.HEALTHY, "while it is frozen")
+                for _ in range(2):
+                    await self._within(resource.thaw(), spec.reset_timeout_s, "thaw() succeeds, and again")
+                await self._expect_clean(resource, "after it was frozen and thawed")
+            for cut in CUTS[:3]:
+                freezing = asyncio.create_task(resource.freeze())
+                await asyncio.sleep(cut)
+                freezing.cancel()
+                await asyncio.wait({freezing}, timeout=spec.reset_timeout_s)
+                _hold(freezing.done(), f"freeze() ends when it is cancelled ({cut} s after it began)")
+                await self._within(resource.thaw(), spec.reset_timeout_s, "thaw() succeeds after a freeze() cut off")
+            await self._dirty(resource)
+            await self._within(resource.reset(), spec.reset_timeout_s, "reset() succeeds after a thaw()")
+            await self._expect_clean(resource, "after it was frozen, thawed and reset")
+            await self._within(resource.freeze(), spec.reset_timeout_s, "freeze() succeeds after a reset")
+        await self._expect(resource, Status.BROKEN, "when it was released while it was frozen")
 
     async def is_removed_by_its_traces(self) -> None:
         address = kind_of(self.spec).reap_address
@@ -142,6 +242,8 @@ class _Suite(Generic[R]):
             traces = _through_json(resource.traces)
             if not traces:
                 return  # it lives within this process and ends with it
+            if self.freezes:
+                await self._within(resource.freeze(), self.spec.reset_timeout_s, "freeze() succeeds")
             await orphans.remove(reap, traces)
             await self._expect(resource, Status.BROKEN, "when reap() had removed it by its traces")
         for told, left in (("after it is gone", traces), ("with the traces from before a start()", before)):
@@ -154,6 +256,8 @@ class _Suite(Generic[R]):
         with tempfile.TemporaryDirectory() as directory:
             async with ResourceEngine(ledger=Path(directory)) as engine:
                 first = await engine.acquire(self.spec, "first owner")
+                if self.spec.preparation_key is not None:
+                    engine.prefetch([self.spec])
                 await self._dirty(first.resource)
                 await first.resource.release()
                 _hold(await engine.check(first) is Status.BROKEN, "status() tells the engine that an instance is gone")
@@ -166,16 +270,18 @@ class _Suite(Generic[R]):
     def _make(self) -> R:
         return make_resource(self.spec, f"conformance-{uuid.uuid4().hex[:12]}")
 
-    def _started(self, resource: R) -> contextlib.AbstractAsyncContextManager[None]:
-        @contextlib.asynccontextmanager
-        async def started() -> Any:
-            try:
-                await self._within(resource.start(), self.spec.start_timeout_s, "start() succeeds")
-                yield
-            finally:
-                await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() succeeds")
+    @contextlib.asynccontextmanager
+    async def _started(self, resource: R) -> AsyncIterator[None]:
+        async with self._released(resource):
+            await self._within(resource.start(), self.spec.start_timeout_s, "start() succeeds")
+            yield
 
-        return started()
+    @contextlib.asynccontextmanager
+    async def _released(self, resource: R) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() succeeds")
 
     async def _within(self, work: Awaitable[object], limit_s: float, clause: str) -> None:
         try:

@@ -196,6 +196,15 @@ async def test_a_request_that_kills_the_server_twice_fails_as_infrastructure() -
         assert (await server.complete("who?")).text
 
 
+async def test_a_server_that_hangs_is_killed_and_started_again() -> None:
+    async with started(health_timeout_s=0.3) as server:
+        before = await pid_of(server)
+        os.kill(before, signal.SIGSTOP)
+        assert await server.status() is Status.HEALTHY, "because it is being started again"
+        assert await pid_of(server) != before
+        assert not psutil.pid_exists(before)
+
+
 async def test_adapters_are_there_again_after_a_restart() -> None:
     async with started(adapters=2) as server:
         await server.load_adapter("mine", "/adapters/mine")

@@ -96,7 +96,7 @@ def test_fields_become_options_of_the_server_and_arguments_come_last() -> None:
         max_num_seqs=16,
         kv_cache="2GiB",
         adapters=3,
-        adapter_rank=8,
+        adapter_rank=5,
         arguments=("--dtype", "float16"),
     )
     told = options(spec)

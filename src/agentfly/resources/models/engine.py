@@ -41,6 +41,7 @@ _DEFAULTS = {
     "VLLM_SERVER_DEV_MODE": "1",  # what a reset and a change of weights need; all paths are behind the key
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room made for
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -130,7 +131,8 @@ def _options(spec: ModelServerSpec) -> list[str]:
         "logprobs-mode": "processed_logprobs",
     }
     if spec.adapters:
-        options |= {"max-loras": spec.adapters, "max-lora-rank": spec.adapter_rank}
+        rank = next((rank for rank in _RANKS if rank >= spec.adapter_rank), spec.adapter_rank)
+        options |= {"max-loras": spec.adapters, "max-lora-rank": rank}
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     # the sampling defaults of a model's generation_config.json would change what is sampled unasked
     words += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]

@@ -65,6 +65,12 @@ class KeptServer:
             return f"it could not be run: {words['failed']}"
         return _how(words["exit"])
 
+    def kill(self) -> None:
+        """Have the server killed with everything below it; `wait` tells when that is done."""
+        if self._life is not None:
+            with contextlib.suppress(OSError):
+                self._life.write_eof()
+
     async def stop(self, grace_s: float) -> None:
         """Ask the server to end, and kill it with everything below it after the grace; return when all are gone."""
         if self._life is None or self._last_words is None or self._keeper is None:
@@ -73,8 +79,7 @@ class KeptServer:
             with contextlib.suppress(OSError):
                 self._life.write(f"{grace_s:.3f}".encode())
         else:
-            with contextlib.suppress(OSError):
-                self._life.write_eof()
+            self.kill()
         done, _ = await asyncio.wait({self._last_words}, timeout=grace_s + FORCE_S)
         if not done:
             logger.warning("The keeper %d of a model server does not end and is killed.", self._keeper.pid)

@@ -100,7 +100,7 @@ class ModelServer(Resource):
             raise ResourceResetError(f"{self._name} could not be reset: {error}") from error
 
     async def status(self) -> Status:
-        """Ask the server's health endpoint. One that is being started again counts as healthy."""
+        """Ask the server's health endpoint. One that hangs is killed; one that is started again counts as healthy."""
         if self._lost is not None or not self._directory.exists():
             return Status.BROKEN
         if not self._settled.is_set() or (run := self._run) is None:
@@ -274,7 +274,19 @@ class ModelServer(Resource):
         return self._run
 
     async def _is_over(self, run: ServerRun) -> bool:
-        """Whether a server that is not well ends, as it does a moment after its engine has."""
+        """Whether a server that is not well has come to its end.
+
+        It ends by itself a moment after its engine has. If it does not, and still is not well, it hangs, and is killed.
+        """
+        if not await self._succeeded(run):
+            if await run.is_well():
+                return False
+            logger.warning("%s hangs: it is not well, and does not end. It is killed.", self._name)
+            run.kill()
+            await self._succeeded(run)
+        return True
+
+    async def _succeeded(self, run: ServerRun) -> bool:
         try:
             async with asyncio.timeout(self.spec.health_timeout_s):
                 await run.succeeded.wait()

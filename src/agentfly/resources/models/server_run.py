@@ -95,6 +95,10 @@ class ServerRun:
         await self.client.close()
         await self._process.stop(grace_s)
 
+    def kill(self) -> None:
+        """Have it killed with everything that it had started; `wait` tells when that is done."""
+        self._process.kill()
+
     async def is_well(self) -> bool:
         """Whether it says so, within ``health_timeout_s``."""
         try:

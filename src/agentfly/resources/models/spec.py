@@ -56,7 +56,8 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         restarts: how often a server that dies is started again within ``restart_window_s``, before the instance
             counts as broken.
         restart_window_s: see there, in seconds.
-        health_timeout_s: seconds that a server may take to say that it is well.
+        health_timeout_s: seconds that a server may take to say that it is well. One that does not, and has not ended so
+            many seconds later, is killed and started again.
         request_timeout_s: seconds that one request may take, waiting for a restart included.
         log_bytes: how much of the end of the server's log is kept.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 KEY_VARIABLE = "AGENTFLY_SERVER_KEY"
 OLDEST = "0.32"
+_USAGE = "serve_vllm.py LISTENER OPTION..."  # the full one is so long that the error after it is all one wants to see
 
 
 class Guard:
@@ -50,7 +51,7 @@ def main(listener: socket.socket, words: list[str]) -> None:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         sys.exit(f"{sys.executable} has no vLLM of version {OLDEST} or newer: {error}")
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    args = make_arg_parser(FlexibleArgumentParser(usage=_USAGE)).parse_args(words)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     args.middleware = [*args.middleware, f"{__name__}.Guard"]

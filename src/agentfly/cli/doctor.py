@@ -65,6 +65,7 @@ def diagnose() -> Iterator[Finding]:
     for look in looks:
         yield look()
     yield from backends()
+    yield model_servers()
     yield model_cache()
     yield free_disk()
 
@@ -200,6 +201,20 @@ def _inside(able: Capabilities) -> str:
         "forks" if able.forks else "no forks",
     )
     return "; ".join(words)
+
+
+def model_servers() -> Finding:
+    """The vLLM that model servers of this machine are run with."""
+    from agentfly.errors import PrerequisiteError
+    from agentfly.resources.models.engine import probe_vllm
+    from agentfly.resources.models.spec import ModelServerSpec
+
+    try:
+        version = probe_vllm()
+    except PrerequisiteError as error:
+        found, _, cure = str(error).partition(". ")
+        return Finding("model servers", Verdict.NOTE, found, cure)
+    return Finding("model servers", Verdict.OK, f"vLLM {version}, run by {ModelServerSpec(model='any').interpreter()}")
 
 
 def model_cache() -> Finding:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import APIMalformed, ResourceDied
+from agentfly.errors import ResourceDied
 from agentfly.resources.apis.account import HOST
 from agentfly.resources.apis.caller import Caller, Retries
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Completion
 from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.gate import Gate, Use
-from agentfly.resources.apis.judge import ask_again, judge_messages, read_score
+from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
 from agentfly.resources.apis.spec import ModelAPISpec
 from agentfly.resources.resource import Resource, Status
 
-VERDICTS = 3
-"""How often a judge is asked for a score before its words are given up."""
 
-
-class ModelAPI(Resource):
+class ModelAPI(Resource, Judge):
     """A model behind an API, called within its limits. Acquire it with ``scope="global"``: all rollouts share it.
 
     A call waits for its turn, is tried again when it fails in a way that may pass, and raises otherwise. All that it
@@ -65,40 +62,6 @@ class ModelAPI(Resource):
         asked = {**self.spec.parameters, **parameters}
         tokens = estimate_tokens({"prompt": prompt, **asked})
         return await caller.call(lambda left: client.complete(prompt, deadline_s=left, **asked), tokens)
-
-    async def score(
-        self,
-        response: str,
-        answer: object = None,
-        *,
-        question: str | None = None,
-        rubric: str | None = None,
-        **parameters: Any,
-    ) -> float:
-        """Have the model judge a response.
-
-        Args:
-            response: what to judge.
-            answer: the right answer, if there is one to compare with.
-            question: what the response was given to.
-            rubric: how to score, in words; by default whether the response is right.
-            parameters: as in `chat`.
-
-        Returns:
-            A score from 0 to 1.
-
-        Raises:
-            APIMalformed: the judge was asked `VERDICTS` times and gave no score. It is never taken for a zero.
-            ModelAPIError, AcquireTimeout, UsageError, ResourceDied: as in `chat`.
-        """
-        messages = judge_messages(response, answer, question=question, rubric=rubric)
-        verdict = await self.chat(messages, **parameters)
-        for _ in range(VERDICTS - 1):
-            try:
-                return read_score(verdict)
-            except APIMalformed:
-                verdict = await self.chat(ask_again(messages, verdict.text), **parameters)
-        return read_score(verdict)
 
     async def models(self) -> tuple[str, ...]:
         """The names of the models that the endpoint serves, asked once and outside the limits. Errors as in `chat`."""

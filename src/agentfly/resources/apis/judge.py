@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import json_repair
 
 from agentfly.errors import APIMalformed
 from agentfly.resources.apis.completion import ChatCompletion
+
+VERDICTS = 3
+"""How often a judge is asked for a score before its words are given up."""
 
 RUBRIC = "1 if the response is right and complete, 0 if it is wrong or missing, and in between as far as it is right."
 
@@ -29,6 +34,48 @@ _DECODER = json.JSONDecoder()
 _STRAY_BRACES = 100  # that begin no object: a text with more is not read to its end, which would take too long
 _NAMED_SCORE = re.compile(r"score\W{0,4}:", re.IGNORECASE)
 _THOUGHT = re.compile(r".*</think(ing)?>", re.DOTALL)
+
+
+class Judge(ABC):
+    """Whatever can chat and so can judge."""
+
+    @abstractmethod
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
+        """Have the model answer a conversation."""
+
+    async def score(
+        self,
+        response: str,
+        answer: object = None,
+        *,
+        question: str | None = None,
+        rubric: str | None = None,
+        **parameters: Any,
+    ) -> float:
+        """Have the model judge a response.
+
+        Args:
+            response: what to judge.
+            answer: the right answer, if there is one to compare with.
+            question: what the response was given to.
+            rubric: how to score, in words; by default whether the response is right.
+            parameters: as in `chat`.
+
+        Returns:
+            A score from 0 to 1.
+
+        Raises:
+            APIMalformed: the judge was asked `VERDICTS` times and gave no score. It is never taken for a zero.
+            ModelAPIError, AcquireTimeout, UsageError, ResourceDied: as in `chat`.
+        """
+        messages = judge_messages(response, answer, question=question, rubric=rubric)
+        verdict = await self.chat(messages, **parameters)
+        for _ in range(VERDICTS - 1):
+            try:
+                return read_score(verdict)
+            except APIMalformed:
+                verdict = await self.chat(ask_again(messages, verdict.text), **parameters)
+        return read_score(verdict)
 
 
 def judge_messages(response: str, answer: object, *, question: str | None, rubric: str | None) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from agentfly.errors import (
 )
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
+from agentfly.resources.apis.judge import Judge
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.models.engine import command
 from agentfly.resources.models.log import tail
@@ -38,7 +39,7 @@ T = TypeVar("T")
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 
 
-class ModelServer(Resource):
+class ModelServer(Resource, Judge):
     """A language model behind an OpenAI-compatible server on this machine: ``await server.chat(messages)``.
 
     A server that dies is started again, as often as the spec allows; its address stays the same. A request that was

@@ -10,6 +10,8 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentfly.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
 from agentfly.resources.apis import shared_file
@@ -179,6 +181,18 @@ def test_the_far_side_gets_as_many_calls_at_a_time_as_it_bears():
     run_in_virtual_time(main())
 
 
+def test_a_call_that_is_made_again_goes_before_those_that_are_new():
+    far = Far(APIUnavailable("down"), APIUnavailable("down"), takes_s=1.0)
+
+    async def main() -> None:
+        retries = Retries(most=3, deadline_s=15.0, wait_s=1000.0)
+        caller = Caller(gate_of(Limits(max_concurrency=1)), retries)
+        await asyncio.gather(*(caller.call(far.send, 10) for _ in range(100)))
+
+    run_in_virtual_time(main())
+    assert len(far.sent) == 102
+
+
 # --- turns ----------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +228,49 @@ def test_whoever_is_cancelled_gives_back_what_was_reserved_for_him():
         await calls[0]
         assert gate.use().tokens == 35
         async with gate.passage(65, wait_s=0.1, call_s=1):
+            assert gate.use().open_calls == 1
+
+    run_in_virtual_time(main())
+
+
+FATES = st.tuples(
+    st.floats(0, 30),  # when it is made
+    st.one_of(st.none(), st.floats(0, 60)),  # how long after that it is cancelled
+    st.sampled_from([None, busy(), busy(3.0), APIUnavailable("down"), APIRefused("no"), APIMalformed("?")]),
+    st.integers(1, 60),  # what it reserves
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(fates=st.lists(FATES, min_size=1, max_size=25))
+def test_whatever_becomes_of_calls_no_place_is_lost_and_none_is_taken_twice(fates):
+    limits = Limits(max_concurrency=3, requests=8, tokens=200, window_s=10.0)
+
+    async def main() -> None:
+        loop, gate = asyncio.get_running_loop(), gate_of(limits)
+        caller = Caller(gate, Retries(most=2, deadline_s=20.0, wait_s=500.0))
+        far = Far(takes_s=1.0)
+
+        async def one(made_at: float, failure: Exception | None, tokens: int) -> None:
+            await asyncio.sleep(made_at)
+            failures = [] if failure is None else [failure]
+
+            async def send(left: float) -> ChatCompletion:
+                assert far.open < limits.max_concurrency
+                far.script += [failures.pop()] if failures else []
+                return await far.send(left)
+
+            await caller.call(send, tokens)
+
+        calls = [asyncio.create_task(one(made_at, failure, tokens)) for made_at, _, failure, tokens in fates]
+        for call, (made_at, cancelled_after, _, _) in zip(calls, fates, strict=True):
+            if cancelled_after is not None:
+                loop.call_later(made_at + cancelled_after, call.cancel)
+        await asyncio.wait(calls)
+        assert not [call for call in calls if not call.cancelled() and isinstance(call.exception(), AssertionError)]
+        use = gate.use()
+        assert (use.open_calls, use.waiting, far.open) == (0, 0, 0)
+        async with gate.passage(200, wait_s=100, call_s=1):  # all of it can be had again
             assert gate.use().open_calls == 1
 
     run_in_virtual_time(main())

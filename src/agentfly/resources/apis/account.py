@@ -94,6 +94,11 @@ class Account:
                     self._give_up(error)
                 return result
 
+    @property
+    def last_read(self) -> Traffic:
+        """The traffic as it was when it was read last."""
+        return self._traffic
+
     def leave(self, function: Callable[[Traffic], object]) -> None:
         """Have the traffic changed at the next `change`, which anybody may make, or at the next `catch_up`."""
         with self._lock:

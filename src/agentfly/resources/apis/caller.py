@@ -90,7 +90,7 @@ class Caller:
             left = deadline - loop.time()
             wait_s = self._retries.wait_s if failure is None else left
             try:
-                async with self._gate.passage(tokens, wait_s=wait_s, call_s=left) as passage:
+                async with self._gate.passage(tokens, wait_s=wait_s, call_s=left, again=failure is not None) as passage:
                     if failure is None:
                         deadline = loop.time() + self._retries.deadline_s  # waiting for the first turn is free
                     tries += 1

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
 from agentfly.errors import AcquireTimeout, APIRefused
@@ -82,7 +82,9 @@ class Gate:
         self.gate = uuid.uuid4().hex[:16]
         self._process = asdict(ProcessIdentity.here())
         self._loop = asyncio.get_running_loop()
-        self._head = asyncio.Lock()  # whose turn it is; asyncio's locks are taken in order
+        # Whose turn it is; asyncio's locks are taken in order. A new call takes the first one too, so that one that is
+        # made again waits for no more than one of them.
+        self._new, self._head = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
         self._buried = 0.0
@@ -90,13 +92,16 @@ class Gate:
         account.listen(self)
 
     @asynccontextmanager
-    async def passage(self, tokens: int, *, wait_s: float, call_s: float) -> AsyncIterator[Passage]:
+    async def passage(
+        self, tokens: int, *, wait_s: float, call_s: float, again: bool = False
+    ) -> AsyncIterator[Passage]:
         """Wait for the turn of a call, and hold its place until the block ends, however it ends.
 
         Args:
             tokens: what the call may take.
             wait_s: seconds to wait at most.
             call_s: seconds that the call may take.
+            again: whether it was made before and failed: its deadline runs, so it goes before the new ones.
 
         Raises:
             AcquireTimeout: its turn did not come in time.
@@ -108,7 +113,14 @@ class Gate:
                 f"is {self._limits.tokens}. Shorten the prompt or lower max_tokens, or raise the limit."
             )
         passage = Passage()
-        await self._wait_for_turn(passage.id, tokens, wait_s, call_s)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(wait_s), nullcontext() if again else self._new, self._head:
+                await self._ask_until_admitted(passage.id, tokens, call_s)
+        except TimeoutError:
+            raise self._overdue(wait_s) from None
+        finally:
+            self._waiting -= 1
         try:
             yield passage
         finally:
@@ -118,27 +130,20 @@ class Gate:
         """How much the endpoint is used now."""
         with contextlib.suppress(Busy):
             return self._account.change(self._read)
-        return self._read(Traffic())
+        return self._read(self._account.last_read)
 
     def changed(self) -> None:
         """Somebody of this process changed the traffic, maybe in another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so that nobody waits
             self._loop.call_soon_threadsafe(self._changed.set)
 
-    async def _wait_for_turn(self, call: str, tokens: int, wait_s: float, call_s: float) -> None:
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(wait_s), self._head:
-                await self._ask_until_admitted(call, tokens, call_s)
-        except TimeoutError:
-            why = "" if self._last_wait is None else f": {self._last_wait.why}"
-            raise AcquireTimeout(
-                f"A call of {self._name} waited {wait_s:g} s for its turn{why}. {self._waiting - 1} other calls wait "
-                "with it. Raise the limits of its spec if the endpoint allows more, wait longer (wait_timeout_s), or "
-                "run fewer rollouts at a time."
-            ) from None
-        finally:
-            self._waiting -= 1
+    def _overdue(self, wait_s: float) -> AcquireTimeout:
+        why = "" if self._last_wait is None else f": {self._last_wait.why}"
+        return AcquireTimeout(
+            f"A call of {self._name} waited {wait_s:g} s for its turn{why}. {self._waiting - 1} other calls wait "
+            "with it. Raise the limits of its spec if the endpoint allows more, wait longer (wait_timeout_s), or run "
+            "fewer rollouts at a time."
+        )
 
     async def _ask_until_admitted(self, call: str, tokens: int, call_s: float) -> None:
         self._last_wait = None

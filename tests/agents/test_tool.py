@@ -288,6 +288,28 @@ async def test_whatever_a_tool_returns_becomes_a_text(returned: Any, observation
     assert result.observation == observation or observation == "[<"
 
 
+async def low(item: str) -> str:
+    await asyncio.sleep(0)
+    return f"{item}: low"
+
+
+@tool
+async def forgets_to_await(item: str) -> str:
+    """Look how much of an item is left."""
+    return low(item)  # type: ignore[return-value]
+
+
+@tool
+def has_it_awaited(item: str) -> str:
+    """Look how much of an item is left."""
+    return low(item)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("look", [forgets_to_await, has_it_awaited])
+async def test_an_awaitable_that_a_tool_returns_is_awaited(look: Tool, context: Context) -> None:
+    assert (await look.call({"item": "sugar"}, context)).observation == "sugar: low"
+
+
 async def test_a_tool_result_says_more_than_a_text(context: Context) -> None:
     @tool
     async def step() -> ToolResult:

@@ -395,3 +395,15 @@ async def test_a_simulator_can_say_that_it_is_beyond_repair(runs: Runs) -> None:
     with pytest.raises(ResourceDied, match=r"cannot be used: step\(\) raised ResourceDied"):
         await broken.step(1)
     await broken.release()
+
+
+async def forgets_to_return() -> None:
+    Counter()
+
+
+@everywhere
+async def test_a_factory_that_gives_nothing_is_a_configuration_error(runs: Runs) -> None:
+    nothing = environment(factory=forgets_to_return, runs=runs)
+    with pytest.raises(ConfigError, match="The factory forgets_to_return gave None"):
+        await nothing.start()
+    await nothing.release()

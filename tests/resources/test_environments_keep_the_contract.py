@@ -43,3 +43,10 @@ async def is_empty(shelf: Environment) -> bool:
 @pytest.mark.parametrize("factory", [Shelf, ClearedShelf])
 async def test_environments_keep_the_contract(factory: Any, runs: Literal["loop", "thread", "process"]) -> None:
     await check_resource(EnvironmentSpec(factory=factory, runs=runs), dirty=leave_something, is_clean=is_empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"starts": "spawn"}, {"memory": "256MiB", "idle": "freeze"}])
+async def test_environments_in_processes_keep_the_contract_however_they_are_kept(fields: dict[str, Any]) -> None:
+    spec = EnvironmentSpec(factory=ClearedShelf, runs="process", **fields)
+    await check_resource(spec, dirty=leave_something, is_clean=is_empty)

@@ -111,9 +111,10 @@ class _ThreadRefused(Exception):
 
 async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(**arguments)
-    result = await run_in_thread(function, **arguments)
-    return await result if inspect.isawaitable(result) else result
+        result = await function(**arguments)
+    else:
+        result = await run_in_thread(function, **arguments)
+    return await result if inspect.isawaitable(result) else result  # as of `return box.run(command)`
 
 
 class _Clock:

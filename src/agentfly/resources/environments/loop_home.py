@@ -25,6 +25,7 @@ class LoopHome:
     async def start(self) -> bool:
         spec = self._spec
         self._simulator = await _do(lambda: simulator.make(spec.factory, spec.args, spec.keywords))
+        simulator.require_made(self._simulator, spec.factory)
         simulator.require_thread_safe(self._simulator, spec.label)
         return simulator.resets_freely(self._simulator)
 

@@ -58,6 +58,17 @@ def as_exception(error: BaseException) -> Exception:
     return raised.with_traceback(error.__traceback__)
 
 
+def require_made(made: Any, factory: Callable[..., Any] | str) -> None:
+    """Refuse what is no simulator.
+
+    Raises:
+        ConfigError: the factory gave None.
+    """
+    if made is None:
+        name = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
+        raise ConfigError(f"The factory {name} gave None. Let it return the environment that it makes.")
+
+
 def require_thread_safe(made: Any, label: str) -> None:
     """Refuse what says that two of it in one process disturb each other.
 

@@ -82,6 +82,7 @@ class ThreadHome:
         return self._keep(await made)
 
     def _keep(self, made: Any) -> bool:
+        simulator.require_made(made, self._spec.factory)
         simulator.require_thread_safe(made, self._spec.label)
         self._simulator = made
         return simulator.resets_freely(made)

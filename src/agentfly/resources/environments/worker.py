@@ -81,7 +81,9 @@ class _Subject:
         if what == "make":
             surroundings, parcel = details
             surroundings.enter()
-            self._simulator = self._resolve(simulator.make(*unpack(parcel)))
+            factory, args, kwargs = unpack(parcel)
+            self._simulator = self._resolve(simulator.make(factory, args, kwargs))
+            simulator.require_made(self._simulator, factory)
             return simulator.resets_freely(self._simulator)
         if what == "close":
             return self._resolve(self._simulator.close()) if hasattr(self._simulator, "close") else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 from agentfly.errors import (
     APIMalformed,
@@ -180,7 +180,7 @@ class ModelClient:
         raise APIMalformed(f"What {self.base_url}{path} answered {found}", status=200)
 
     async def _exchange(self, method: str, url: str, content: bytes | None, deadline_s: float) -> bytes | ModelAPIError:
-        """The body of an answer of status 200, or what went wrong.
+        """The body of an answer that is a success, or what went wrong.
 
         Failures are returned and not raised from where they are found: the exceptions of the libraries below, and the
         frames that they came through, hold the headers of the request.
@@ -194,7 +194,7 @@ class ModelClient:
                 self._http.stream(method, url, content=content, auth=self._sign, headers=_HEADERS) as response,
             ):
                 body = self._credentials.redact_bytes(await self._read_body(response))
-                if response.status_code == 200 and len(body) <= self._max_answer_bytes:
+                if response.is_success and len(body) <= self._max_answer_bytes:
                     return body
                 status, headers = response.status_code, response.headers
         except TimeoutError:
@@ -207,9 +207,9 @@ class ModelClient:
             return APIRefused(f"{said} cannot be called: {self._credentials.redact(str(error))}.")
         except asyncio.CancelledError as error:
             raise error.with_traceback(None) from None
-        if status == 200:
+        if status < 300:
             return APIMalformed(f"{said} answered with more than {self._max_answer_bytes} bytes.", status=status)
-        return _failure(said, status, body.decode("utf-8", errors="replace"), read_retry_after(headers), headers)
+        return _failure(said, status, body.decode("utf-8", errors="replace"), read_retry_after(headers))
 
     async def _read_body(self, response: httpx.Response) -> bytes:
         """The body, or so much of it that it is seen to be too long."""
@@ -264,9 +264,7 @@ def _to_json(body: Json) -> bytes:
         raise UsageError(f"A request with {names} cannot be sent as JSON: {error}. Give plain values.") from error
 
 
-def _failure(
-    said: str, status: int, body: str, retry_after_s: float | None, headers: Mapping[str, str]
-) -> ModelAPIError:
+def _failure(said: str, status: int, body: str, retry_after_s: float | None) -> ModelAPIError:
     """What an answer of another status than 200 means for the call."""
     told, code = _told(body)
     message = f"{said} answered {status}: {told}"
@@ -275,7 +273,7 @@ def _failure(
     if status in _MAY_PASS or status >= 500:
         return APIUnavailable(message, status=status, retry_after_s=retry_after_s)
     stop = "" if message.endswith((".", "!", "?")) else "."
-    return APIRefused(f"{message}{stop} {_cure(status, headers)}", status=status)
+    return APIRefused(f"{message}{stop} {_cure(status)}", status=status)
 
 
 def _told(body: str) -> tuple[str, str | None]:
@@ -287,14 +285,13 @@ def _told(body: str) -> tuple[str, str | None]:
         return (" ".join(body[:_EXCERPT].split()) or "(nothing)"), None
 
 
-def _cure(status: int, headers: Mapping[str, str]) -> str:
+def _cure(status: int) -> str:
     if status in (401, 403):
         return "Check the key in the environment variable that api_key_env names, and what it may be used for."
     if status == 404:
-        return "Check the base_url and the model's name: agentfly asks for base_url + '/chat/completions'."
+        return "Check the base_url, to which the rest of that address was added, and the model's name."
     if 300 <= status < 400:
-        host = urlsplit(headers.get("location", "")).netloc or "elsewhere on the same host"
-        return f"Credentials do not follow a redirect (to {host}). Write the address it leads to as base_url."
+        return "Credentials do not follow a redirect. Write the address that it leads to as base_url."
     if status in (402, 429):
         return "The account has nothing left to spend."
     if status == 413:

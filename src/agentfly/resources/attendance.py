@@ -38,6 +38,14 @@ class Occupancy:
             self.busy_seconds + other.busy_seconds,
         )
 
+    def __sub__(self, other: Occupancy) -> Occupancy:
+        return Occupancy(
+            self.leases - other.leases,
+            self.alive_seconds - other.alive_seconds,
+            self.held_seconds - other.held_seconds,
+            self.busy_seconds - other.busy_seconds,
+        )
+
 
 class Attendance:
     """Who has one instance, and who uses it.

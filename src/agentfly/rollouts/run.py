@@ -12,7 +12,7 @@ from agentfly.agents.reward import Reward
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.runner import Runner
-from agentfly.rollouts.summary import summarize
+from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Trajectory
 
@@ -25,7 +25,7 @@ class RunResult:
 
     Attributes:
         trajectories: in the order of the tasks and attempts.
-        metrics: numbers over all of them, by the names of `agentfly.rollouts.summary.summarize`.
+        metrics: numbers over all of them, by the names of `agentfly.rollouts.summary`.
     """
 
     trajectories: list[Trajectory]
@@ -68,8 +68,10 @@ async def run(
     rows = as_tasks(tasks)
     with ended_by_sigterm():
         async with Runner(agent, reward=reward, **runner_settings) as runner:
+            before = runner.occupancy()
             trajectories = await runner.collect(rows, attempts=attempts, sampling=sampling, label=label)
-    return RunResult(trajectories, summarize(trajectories))
+            resources = occupancy_metrics(before, runner.occupancy())
+    return RunResult(trajectories, summarize(trajectories) | resources)
 
 
 async def evaluate(

@@ -19,6 +19,7 @@ from agentfly.events import EventStream
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.resources.attendance import Occupancy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
@@ -113,6 +114,10 @@ class Runner:
     ) -> None:
         self._around = None
         await self._owned.aclose()
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """How much the engine's instances were leased and used so far, by the labels of their specs."""
+        return self._require_entered().engine.occupancy()
 
     async def collect(self, tasks: Sequence[Task], **settings: Any) -> list[Trajectory]:
         """All trajectories, in the order of the tasks and attempts. Settings: as of `stream`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from agentfly.resources.attendance import Occupancy
 from agentfly.trajectory import FinishReason, Trajectory
 
 
@@ -48,6 +49,23 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"failures/{cause}"] = float(count)
     for part in ("generation", "tools", "waiting", "reward", "total"):
         metrics[f"rollout_seconds/{part}"] = _mean(t.seconds.get(part, 0.0) for t in trajectories)
+    return metrics
+
+
+def occupancy_metrics(before: Mapping[str, Occupancy], after: Mapping[str, Occupancy]) -> dict[str, float]:
+    """What a batch made of its resources between two looks at `ResourceEngine.occupancy`, in seconds of all instances.
+
+    By the specs' labels: ``alive``, of that ``held`` by rollouts, and of that ``busy``, with something running in it.
+    Pools that are held much and busy little are where ``idle="freeze"`` saves processor time, and more capacity,
+    rather than faster tools, makes a run faster.
+    """
+    metrics = {}
+    for label, total in sorted(after.items()):
+        used = total - before.get(label, Occupancy())
+        if used.held_seconds > 0:
+            metrics[f"resource_seconds/{label}/alive"] = used.alive_seconds
+            metrics[f"resource_seconds/{label}/held"] = used.held_seconds
+            metrics[f"resource_seconds/{label}/busy"] = used.busy_seconds
     return metrics
 
 

@@ -30,7 +30,7 @@ from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
-from agentfly.rollouts.summary import summarize
+from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.batch_metrics import batch_metrics
@@ -234,7 +234,9 @@ class Trainer:
     ) -> tuple[Place, dict[str, float]]:
         started = time.perf_counter()
         place = replace(place, step=place.step + 1, cursor=place.cursor + self._config.tasks_per_step)
+        before = runner.occupancy()
         trajectories = await self._collect(runner, place)
+        resources = occupancy_metrics(before, runner.occupancy())
         collected = time.perf_counter()
         learned = await self._update(policy, learner, trajectories)
         ended = time.perf_counter()
@@ -243,7 +245,7 @@ class Trainer:
             "time/update_s": ended - collected,
             "time/step_s": ended - started,
         }
-        metrics = summarize(trajectories) | learned | seconds
+        metrics = summarize(trajectories) | resources | learned | seconds
         self._events.emit(StepFinished(step=place.step, metrics=metrics))
         return place, metrics
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from agentfly.errors import ResourceDied
+from agentfly.resources.environments import nursery
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 
@@ -163,6 +164,18 @@ async def test_a_zygote_that_is_killed_while_it_is_asked_costs_no_start(make: Ma
     await starting
     assert len({await each.pid() for each in (first, *others)}) == 7
     await released([first, *others])
+
+
+async def test_a_zygote_that_does_not_answer_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "ANSWER_S", 0.3)
+    first, second = make(), make()
+    await first.start()
+    (_, zygote) = await first.parents()
+    os.kill(zygote, signal.SIGSTOP)
+    await second.start()
+    assert await ends(zygote)
+    assert await first.pid() != await second.pid()
+    await released([first, second])
 
 
 async def test_a_simulator_has_no_open_file_of_another(make: Make) -> None:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 LINGER_S = 2.0
 """Seconds that a zygote outlives the last simulator, so that one that is replaced need not import anew."""
 
+ANSWER_S = 10.0
+"""Seconds after which a zygote that has not forked is taken for stuck and is replaced."""
+
 END_S = 5.0
 """Seconds that a killed zygote may take to be gone."""
 
@@ -67,7 +70,8 @@ class Nursery:
         """Say that it is not needed any more."""
         self._claims -= 1
         if self._claims == 0 and self._warming is not None and not self._warming.done():
-            self.close()  # whoever waited for it has waited long enough: it may hang
+            self._warming.cancel()
+            self.close()  # nobody waits for it any more, perhaps because it hangs
         elif self._claims == 0:
             self._lingering = asyncio.get_running_loop().create_task(self._linger(), name=f"zygote of {self._label}")
 
@@ -101,7 +105,12 @@ class Nursery:
             reply.set_exception(ConnectionError(f"The zygote of {self._label} cannot be reached: {error}"))
         else:
             self._awaited.append(reply)
+            asyncio.get_running_loop().call_later(ANSWER_S, self._expect, reply)
         return reply
+
+    def _expect(self, reply: Reply) -> None:
+        if reply in self._awaited:
+            self.close()
 
     async def _warm_up(self) -> None:
         ready: Reply = asyncio.get_running_loop().create_future()

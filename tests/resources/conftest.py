@@ -37,6 +37,7 @@ def _bubblewrap_of_a_user() -> Backend:
 
 _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
     "bubblewrap": (_bubblewrap, "host"),
+    "landlock": (lambda: backend("landlock"), "host"),
     "bubblewrap of an ordinary user": (_bubblewrap_of_a_user, "host"),
 }
 """What the contract is checked on, with an image for each. A backend joins by a line here."""
@@ -56,7 +57,8 @@ class Ground:
 
     def spec(self, **fields: Any) -> ContainerSpec:
         """A spec with its image, small unless told otherwise."""
-        return ContainerSpec(**{"image": self.image, "memory": "256MiB", "pids": 64, **fields})
+        weak = {"isolation": "weak"} if self.able.not_isolated else {}
+        return ContainerSpec(**{**weak, "image": self.image, "memory": "256MiB", "pids": 64, **fields})
 
 
 @pytest.fixture(scope="session", params=[*_BACKENDS])

@@ -21,7 +21,7 @@ from agentfly.resources.resource import Resource, Status
 MAX_OUTPUT = 64 * 1024
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OUR_SCRIPTS = re.compile(rf"^{INSIDE}/\d+\.(?:sh|cmd): ", re.MULTILINE)
+_OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): ", re.MULTILINE)
 
 
 class Container(Resource):
@@ -178,6 +178,11 @@ class Container(Resource):
         backends = candidates(self.spec) if self._backend is None else [self._backend]
         return {backend.name: backend.traces(self.spec, self.instance) for backend in backends}
 
+    @property
+    def workdir(self) -> str:
+        """The directory in which the shell starts, and below which paths are that are not absolute."""
+        return self.spec.workdir if self._sandbox is None else self._sandbox.workdir
+
     # --- what tools use ---------------------------------------------------------------------------------------------
 
     async def run(
@@ -320,7 +325,8 @@ class Container(Resource):
         return replace(self.spec, image=image, backend=cast(Any, self._backend.name), setup=())
 
     def _files(self) -> Files:
-        return Files(self._live().run, self.spec.workdir)
+        sandbox = self._live()
+        return Files(sandbox.run, sandbox.workdir)
 
     def _check_user(self, user: str | None, new_process: bool) -> None:
         if user is None or user == self.spec.user:

@@ -23,7 +23,7 @@ MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
 _FILE_TIMEOUT_S = 60.0
 _DOWNLOAD_TIMEOUT_S = 600.0
-_OUR_SCRIPTS = re.compile(rf"^{INSIDE}/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
+_OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
 # "command -p" looks in the system's directories only, whatever the agent put into those before them
 _PROGRAM = b"builtin command -p "
 

@@ -57,6 +57,11 @@ class Sandbox(ABC):
         """
 
     @property
+    def workdir(self) -> str:
+        """Where the shell starts, as it is called inside."""
+        return self.spec.workdir
+
+    @property
     @abstractmethod
     def alive(self) -> bool:
         """Whether it takes commands, or would if it were not frozen, as far as is known."""

@@ -22,6 +22,7 @@ HOST_IMAGE = "host"
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
 BACKENDS = {
     "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
+    "landlock": "agentfly.resources.containers.landlock.backend:Landlock",
 }
 """The backends by name, best first, each with the address of its class."""
 INSIDE = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
@@ -71,7 +72,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     workdir: str = "/workspace"
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
-    backend: Literal["auto", "bubblewrap"] = "auto"
+    backend: Literal["auto", "bubblewrap", "landlock"] = "auto"
     isolation: Literal["full", "weak"] = "full"
 
     def __post_init__(self) -> None:

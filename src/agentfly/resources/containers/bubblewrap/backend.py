@@ -8,11 +8,11 @@ from typing import Any
 from agentfly.resources.containers import images
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap import tiers
-from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.reaping import reap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
 
 
@@ -28,7 +28,7 @@ class Bubblewrap(Backend):
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher
 
-    def probe(self) -> BubblewrapCapabilities:
+    def probe(self) -> Capabilities:
         """See `Backend.probe`."""
         return self._launcher.capabilities if self._launcher is not None else tiers.probe()
 

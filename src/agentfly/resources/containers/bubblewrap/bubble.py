@@ -71,7 +71,7 @@ class Bubble:
             self.launched = await asyncio.shield(self._launching)
             self._watch_exit(self.launched.process)
             first = await self._process_1(self.launched.info)
-            self.processes = ProcessNamespace.of(first)
+            self.processes = launcher.processes(first)
             if self.cgroup is not None:  # while bubblewrap mounts; it waits at its gate
                 self._limiting = asyncio.ensure_future(launcher.aside(self._limit, self.cgroup, first))
                 await asyncio.shield(self._limiting)

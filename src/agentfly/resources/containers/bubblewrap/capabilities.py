@@ -16,6 +16,7 @@ class Tier(StrEnum):
 
     ROOT = "root"  # mounts are made by root, which becomes an ordinary user before it starts anything
     USER = "user"  # everything is made inside a user namespace of an ordinary user
+    CONFINED = "confined"  # no namespaces, and Landlock in place of mounts: see the backend `landlock`
     NONE = "none"  # sandboxes cannot be started
 
 

@@ -13,7 +13,6 @@ from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.pipes import OutputPipes
 from agentfly.resources.containers.command import Command
-from agentfly.resources.containers.spec import INSIDE
 
 MAX_LEFT_BEHIND = 8
 _AT_ONCE = 64 * 1024  # bytes written on the event loop; more is written aside
@@ -26,6 +25,7 @@ class Exchange:
         """Attach to the directory of a sandbox that has been started."""
         self._directory = str(directory)
         self._launcher = launcher
+        self._inside = launcher.inside(directory)
         self._files: dict[str, list[str]] = {}  # by command
         self._pipes: dict[int, OutputPipes] = {}  # the one used last comes last
         self._numbers = itertools.count()
@@ -53,14 +53,14 @@ class Exchange:
         script = command.source
         if before := command.preparation:
             await self._write(name, "cmd", script)
-            script = b"( %s; . %s/%s.cmd )" % (before, bytes(INSIDE), name.encode())
+            script = b"( %s; . %s/%s.cmd )" % (before, self._inside.encode(), name.encode())
         if directory:
             script = f"cd -- {shlex.quote(directory)} 2>/dev/null; ".encode("utf-8", "surrogateescape") + script
         await self._write(name, "sh", script)
         if command.stdin is None:
             return "/dev/null"
         await self._write(name, "in", command.stdin)
-        return f"{INSIDE}/{name}.in"
+        return f"{self._inside}/{name}.in"
 
     def remove(self, name: str) -> None:
         """Take away what was put down for a command: a request that was never read must not run later."""
@@ -77,7 +77,7 @@ class Exchange:
         else:
             pipes = self._pipes.pop(number)
         self._pipes[number] = pipes
-        return f"{INSIDE}/{number}", pipes
+        return f"{self._inside}/{number}", pipes
 
     def finish(self, pipes: OutputPipes) -> None:
         """End the collection of a command's output; what it left behind may go on printing, within bounds."""

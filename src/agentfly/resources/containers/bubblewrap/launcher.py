@@ -25,8 +25,8 @@ from agentfly.errors import PrerequisiteError
 from agentfly.resources.cgroups import CgroupHome
 from agentfly.resources.containers.bubblewrap import capabilities
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment_arguments
-from agentfly.resources.containers.bubblewrap.processes import kill_with_children
+from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment, private_file_systems
+from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.program import Program
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
@@ -42,6 +42,7 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     unshare_mounts,
 )
 from agentfly.resources.containers.bubblewrap.trees import BoundTrees, MountedTrees, Trees
+from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 
@@ -87,10 +88,10 @@ class Launcher:
         self.cgroups = home
         self.base = runtime_directory()
         self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner that the sandbox's files need, if not us
-        self._program = program
+        self._found_program = self._program = program
         self._out_of_reach = False  # of the user that runs it, as in the home directory of root
         self._session = _SESSION.read_text()
-        self._filter = filter_program(platform.machine()) if filters_calls() else None
+        self._filters = filters_calls()
         self._trees: Trees = BoundTrees()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
@@ -99,25 +100,31 @@ class Launcher:
         except BaseException:
             self.close()
             raise
-        self.capabilities = BubblewrapCapabilities(
+        self.capabilities: Capabilities = self._found()
+
+    def _found(self) -> Capabilities:
+        """What it can do."""
+        home, root = self.cgroups, self.tier is Tier.ROOT
+        filtered = self._filter(ContainerSpec()) is not None
+        return BubblewrapCapabilities(
             works=True,
-            tier=tier,
-            how="started by root, who becomes an ordinary user first" if tier is Tier.ROOT else "by an ordinary user",
-            images=("host", "path", "snapshot") if tier is Tier.ROOT else ("host", "path"),
+            tier=self.tier,
+            how="started by root, who becomes an ordinary user first" if root else "by an ordinary user",
+            images=("host", "path", "snapshot") if root else ("host", "path"),
             disk=True,
             network_off=True,
-            program=str(program.path),
+            program=str(self._found_program.path),
             memory="cgroup" if home else "watchdog",
             pids="cgroup" if home else "rlimit",
             cpus=home is not None and "cpu" in home.parents,
             ports=True,
             freezes="cgroup" if home is not None and "freezer" in home.parents else "signal",
-            forks=tier is Tier.ROOT,
-            filtered=self._filter is not None,
-            writable_system=tier is Tier.ROOT,
+            forks=root,
+            filtered=filtered,
+            writable_system=root,
             missing=(
                 *(() if home else (capabilities.CGROUPS_MISSING,)),
-                *(() if self._filter else (capabilities.FILTER_MISSING,)),
+                *(() if filtered else (capabilities.FILTER_MISSING,)),
             ),
         )
 
@@ -184,38 +191,75 @@ class Launcher:
             scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)
         exchange.mkdir(mode=0o711)
-        (exchange / _SESSION.name).write_text(self._session)
+        (exchange / _SESSION.name).write_text(self._session_script(scratch))
         (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
-        program = self._program.copy_to(scratch) if self._out_of_reach else self._program
-        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, exchange))
+        words, environment = self._compose(spec, image, scratch)
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
-        pids, memory = (0, 0) if self.cgroups else (spec.pids, spec.memory_limit // 1024)
-        command = ["/bin/bash", "--norc", "--noprofile", str(INSIDE / _SESSION.name), str(pids), str(memory)]
-        return self._start(program, arguments, environment_arguments(spec), command, scratch / "log")
+        pids, memory = (0, 0) if self.cgroups else (self._own_pids(spec), spec.memory_limit // 1024)
+        script = f"{self.inside(exchange)}/{_SESSION.name}"
+        command = ["/bin/bash", "--norc", "--noprofile", script, str(pids), str(memory)]
+        return self._start(words, environment, command, scratch / "log", self._filter(spec))
+
+    # --- what depends on the way of starting ------------------------------------------------------------------------
+
+    def inside(self, exchange: Path) -> str:
+        """Where a sandbox sees its exchange directory."""
+        return str(INSIDE)
+
+    def workdir(self, spec: ContainerSpec, scratch: Path) -> str:
+        """Where a sandbox sees its workdir."""
+        return spec.workdir
+
+    def processes(self, first: int) -> ProcessNamespace:
+        """The processes of a sandbox, by the host's id of its process 1."""
+        return ProcessNamespace.of(first)
+
+    def file_systems(self, spec: ContainerSpec) -> list[str]:
+        """The directories of a sandbox whose file systems hold its private files, in memory."""
+        return ["/", *(path for path, _ in private_file_systems(spec))] if self.tier is Tier.USER else ["/"]
+
+    def _own_pids(self, spec: ContainerSpec) -> int:
+        """The limit of processes that the shell sets; 0 for none."""
+        return spec.pids
+
+    def _session_script(self, scratch: Path) -> str:
+        """The source of the shell's process 1."""
+        return self._session
+
+    def _filter(self, spec: ContainerSpec) -> bytes | None:
+        """The filter of system calls; None if there is none for this machine."""
+        return filter_program(platform.machine()) if self._filters else None
+
+    def _compose(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
+        """The program and its arguments, and the environment inside, which is not for anybody's eyes."""
+        program = self._program.copy_to(scratch) if self._out_of_reach else self._program
+        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, scratch / EXCHANGE))
+        return [str(program.path), *arguments], environment(spec)
 
     def drop(self, scratch: Path) -> None:
         """Undo what `launch` mounted. On the launching thread only, after the sandbox has ended."""
         self._trees.drop(scratch)
 
     def _start(
-        self, program: Program, arguments: list[str], hidden: list[str], command: list[str], log: Path
+        self, words: list[str], variables: dict[str, str], command: list[str], log: Path, filter_: bytes | None
     ) -> Launched:
-        """Start bubblewrap. Arguments that are `hidden` are not on its command line."""
+        """Start what makes the sandbox. Variables are not on its command line, which every user can read."""
         pipes = [os.pipe() for _ in range(4)]
         (requests_out, requests), (reports, reports_in), (info, info_in), (gate_out, gate) = pipes
         theirs: tuple[int, ...] = (requests_out, reports_in, info_in, gate_out)
         ours = (requests, reports, info, gate)
         try:
+            hidden = (word for name, value in variables.items() for word in ("--setenv", name, value))
             unseen = memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden))
             theirs += (unseen,)
-            filters = self._filter_files()
+            filters = _filter_files(filter_)
             theirs += filters
             options = ["--info-fd", str(info_in), "--block-fd", str(gate_out), *filter_arguments(filters)]
             leave_session_keyring()  # for each sandbox anew, so that none shares one with the host or another
             with log.open("wb") as errors:
                 process = subprocess.Popen(
-                    [str(program.path), *options, *arguments, "--args", str(unseen), "--", *command],
+                    [*words, *options, "--args", str(unseen), "--", *command],
                     stdin=requests_out,
                     stdout=reports_in,
                     stderr=errors,
@@ -235,10 +279,6 @@ class Launcher:
             os.set_blocking(descriptor, False)
         return Launched(process, requests, reports, info, gate)
 
-    def _filter_files(self) -> tuple[int, ...]:
-        """The filter as a file that bubblewrap can read, once; none if there is no filter."""
-        return (memory_file(self._filter),) if self._filter else ()
-
     def _enter(self) -> None:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
         leave_session_keyring()  # the host's, even if there is no room for those of the sandboxes
@@ -255,7 +295,7 @@ class Launcher:
             self._program = self._program.copy_to(private)
         elif self.uid is not None:
             give_up_root(self.uid, keep=())
-            self._out_of_reach = not os.access(self._program.path, os.X_OK)
+        self._out_of_reach = not os.access(self._program.path, os.X_OK)
         self._try()
 
     def _try(self) -> None:
@@ -264,19 +304,21 @@ class Launcher:
             scratch = Path(directory)
             exchange = scratch / EXCHANGE
             exchange.mkdir()
-            program = self._program.copy_to(scratch) if self._out_of_reach else self._program
             spec = ContainerSpec()
-            filters = self._filter_files()
+            filters = _filter_files(self._filter(spec))
             try:
-                arguments = self._trees.build(spec, None, scratch, common_arguments(spec, exchange))
-                command = [str(program.path), *filter_arguments(filters), *arguments, "--", "/bin/true"]
-                exit_code, complaint = _answer(command, filters)
+                words, _ = self._compose(spec, None, scratch)
+                exit_code, complaint = _answer([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
             finally:
                 self._trees.drop(scratch)
                 for descriptor in filters:
                     os.close(descriptor)
         if exit_code:
-            raise PrerequisiteError(capabilities.user_namespace_cure(complaint))
+            raise PrerequisiteError(self._cure(complaint))
+
+    def _cure(self, complaint: str) -> str:
+        """What to do about a sandbox that could not be started."""
+        return capabilities.user_namespace_cure(complaint)
 
     def _open_userns(self) -> int:
         """A user namespace in which user 0 is the sandbox's user, kept open by the file descriptor returned."""
@@ -303,6 +345,11 @@ def memory_file(content: bytes) -> int:
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _filter_files(filter_: bytes | None) -> tuple[int, ...]:
+    """The filter as a file that can be read once; none if there is no filter."""
+    return (memory_file(filter_),) if filter_ else ()
 
 
 def filter_arguments(filters: tuple[int, ...]) -> list[str]:

@@ -151,7 +151,7 @@ def host_arguments(files: Path) -> list[str]:
 
 
 def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
-    """bubblewrap's arguments that are the same however the root is made, but for `environment_arguments`.
+    """bubblewrap's arguments that are the same however the root is made, but for the environment.
 
     Args:
         exchange: the host's directory of the shell's pipes and scripts.
@@ -166,8 +166,3 @@ def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
     if spec.network and Path("/etc/resolv.conf").exists():
         arguments += ["--ro-bind", os.path.realpath("/etc/resolv.conf"), "/etc/resolv.conf"]
     return arguments
-
-
-def environment_arguments(spec: ContainerSpec) -> list[str]:
-    """bubblewrap's arguments that set the environment. They are not for its command line, which every user can read."""
-    return [word for name, value in environment(spec).items() for word in ("--setenv", name, value)]

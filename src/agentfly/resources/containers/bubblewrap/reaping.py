@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.resources.cgroups import members, remove, thaw
-from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, remove_scratch
+from agentfly.resources.containers.bubblewrap.scratch import ATTENDANT, EXCHANGE, GROUPS, remove_scratch
 
 _PATIENCE_S = 10.0
 
@@ -26,15 +26,19 @@ def reap(traces: dict[str, Any]) -> None:
     groups = [group for scratch in home.glob("*") for group in _groups(scratch)]
     for group in groups:
         thaw(group)  # what is frozen does not die
-    for pid in _started_for(home):
-        _kill(pid)
     deadline = time.monotonic() + _PATIENCE_S
+    while (attendants := _started_for(home, ATTENDANT)) and time.monotonic() < deadline:
+        for pid in attendants:  # who know what else there is, and end it before themselves
+            _send(pid, signal.SIGTERM)
+        time.sleep(0.01)
+    for pid in _started_for(home, EXCHANGE):
+        _send(pid, signal.SIGKILL)
     while time.monotonic() < deadline:
         left = {member for group in groups for member in members(group)}
         if not left:
             break
         for member in left:
-            _kill(member)
+            _send(member, signal.SIGKILL)
         time.sleep(0.01)
     remove(groups)
     remove_scratch(home)
@@ -48,9 +52,9 @@ def _groups(scratch: Path) -> list[Path]:
         return []
 
 
-def _started_for(home: Path) -> list[int]:
-    """The bubblewraps, parent and child, that were started for a sandbox: they name a directory that is its alone."""
-    named = re.compile(rb"(?:^|\0)" + re.escape(os.fsencode(home)) + rb"/\d+/" + EXCHANGE.encode() + rb"\0")
+def _started_for(home: Path, name: str) -> list[int]:
+    """The programs that were started for a sandbox: they name a directory or file that is its alone."""
+    named = re.compile(rb"(?:^|\0)" + re.escape(os.fsencode(home)) + rb"/\d+/" + re.escape(name.encode()) + rb"[/\0]")
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -60,8 +64,6 @@ def _started_for(home: Path) -> list[int]:
     return found
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -67,6 +67,11 @@ class BubblewrapSandbox(Sandbox):
         return self._life.shell if self._life is not None else None
 
     @property
+    def workdir(self) -> str:
+        """See `Sandbox.workdir`."""
+        return self._launcher.workdir(self.spec, self._life.bubble.scratch) if self._life else self.spec.workdir
+
+    @property
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
         return self._life is not None and self._life.alive

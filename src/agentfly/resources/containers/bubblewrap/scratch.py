@@ -13,6 +13,7 @@ from agentfly.errors import PrerequisiteError
 
 SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
 EXCHANGE = "shell"  # what a sandbox's directory has for its shell
+ATTENDANT = "confine.py"  # the program that attends to a sandbox without namespaces
 GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
 
 

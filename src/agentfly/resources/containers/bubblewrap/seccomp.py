@@ -63,6 +63,14 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "iopl": (172, None),
     "ioperm": (173, None),
 }
+# what is refused too where there are no namespaces of network and of IPC to see to it
+_WITHOUT_NAMESPACES: dict[str, tuple[int, int]] = {
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+}
+_WITHOUT_NETWORK: dict[str, tuple[int, int]] = {"socket": (41, 198), "io_uring_setup": (425, 425)}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _X32 = 0x40000000  # set in the number of a call by the x32 ABI, whose calls have a table of their own
@@ -73,8 +81,13 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_
 _ALLOW, _REFUSE, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 
 
-def filter_program(machine: str) -> bytes | None:
+def filter_program(machine: str, *, namespaces: bool = True, network: bool = True) -> bytes | None:
     """The filter for a machine, as `platform.machine` names it; None if there is none for it.
+
+    Args:
+        machine: the machine.
+        namespaces: whether the processes have namespaces of their own; without them more is refused.
+        network: whether they may make sockets; where they are in namespaces, those see to that.
 
     Refused calls fail with EPERM; `clone3` and calls of the x32 ABI fail with ENOSYS, as on a kernel without them:
     then the C library makes its threads with `clone`, whose flags a filter can see. A process that calls the kernel in
@@ -83,7 +96,10 @@ def filter_program(machine: str) -> bytes | None:
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         return None
     x86 = machine == "x86_64"
-    numbers = [row[0] if x86 else row[1] for row in _REFUSED.values()]
+    rows: list[tuple[int, int | None]] = [*_REFUSED.values()]
+    rows += [] if namespaces else _WITHOUT_NAMESPACES.values()
+    rows += [] if network else _WITHOUT_NETWORK.values()
+    numbers = [row[0] if x86 else row[1] for row in rows]
     return _assembled(
         _ARCHITECTURES[machine], [number for number in numbers if number is not None], _CLONE[machine], x32=x86
     )

@@ -77,4 +77,6 @@ def launcher() -> Launcher:
 def probe() -> BubblewrapCapabilities:
     """What sandboxes can do on this machine, found by trying, once for each process."""
     found = _own()
-    return found.capabilities if isinstance(found, Launcher) else found
+    able = found.capabilities if isinstance(found, Launcher) else found
+    assert isinstance(able, BubblewrapCapabilities)
+    return able

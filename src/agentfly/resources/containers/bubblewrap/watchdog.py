@@ -7,8 +7,6 @@ import os
 import signal
 
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
-from agentfly.resources.containers.bubblewrap.capabilities import Tier
-from agentfly.resources.containers.bubblewrap.layout import private_file_systems
 from agentfly.resources.containers.bubblewrap.shell import Shell
 from agentfly.resources.processes import descendants, private_memory
 
@@ -31,9 +29,7 @@ class MemoryWatchdog:
         self._bubble = bubble
         self._shell = shell
         self._processes = bubble.processes
-        self._places = ["/"]  # with what is below it in the same file system
-        if bubble.launcher.tier is Tier.USER:
-            self._places += [path for path, _ in private_file_systems(bubble.spec)]
+        self._places = bubble.launcher.file_systems(bubble.spec)
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:

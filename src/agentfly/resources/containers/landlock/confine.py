@@ -1,0 +1,233 @@
+"""Runs a program that can write nowhere but in a few directories, and ends all that it started when it ends.
+
+A program of its own, in the way of bubblewrap and with the names of its options, for machines where no namespaces can
+be made. It needs nothing but Python's standard library. Two processes do the work: a child that confines itself by
+Landlock (landlock(7)), a filter of system calls and resource limits, and becomes the program; and its parent, which
+stays outside of that, adopts whatever the program leaves behind, and kills it at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import signal
+import stat
+import sys
+from pathlib import Path
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
+_RULE_PATH_BENEATH = 1
+_SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CHILD_SUBREAPER, _PR_NO_NEW_PRIVS = 1, 22, 36, 38
+_SECCOMP_MODE_FILTER = 2
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY = 1, 2, 4, 8
+_REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
+_MAKE_DEVICES = 1 << 6 | 1 << 11
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
+_KNOWN = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15}  # by version of Landlock, the first right beyond those of it
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = [("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
+
+
+class _PathBeneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> int:
+    """The result of a call of the C library.
+
+    Raises:
+        OSError: it failed.
+    """
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def landlock_version() -> int:
+    """The version of Landlock that the kernel has; 0 if none."""
+    return max(0, int(libc.syscall(ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
+
+
+def restrict_files(read: list[str], write: list[str]) -> None:
+    """Give up, for good and for all that this process starts, all files but these and what is below them."""
+    version = landlock_version()
+    known = _KNOWN.get(version, 1 << 16) - 1
+    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= 6 else 0
+    rules = _Ruleset(known, 0, scoped)
+    size = ctypes.sizeof(rules) if version >= 6 else 8
+    ruleset = checked(
+        libc.syscall(ctypes.c_long(_CREATE_RULESET), ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint(0)),
+        "make a Landlock ruleset",
+    )
+    reading = _EXECUTE | _READ_FILE | _READ_DIRECTORY
+    for paths, rights in ((read, reading), (write, known & ~_MAKE_DEVICES)):
+        for path in paths:
+            _allow(ruleset, path, rights & known)
+    checked(libc.syscall(ctypes.c_long(_RESTRICT_SELF), ctypes.c_int(ruleset), ctypes.c_uint(0)), "confine by Landlock")
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # not on this machine
+    if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        rights &= _OF_FILES
+    rule = _PathBeneath(rights, descriptor)
+    number, kind = ctypes.c_long(_ADD_RULE), ctypes.c_int(_RULE_PATH_BENEATH)
+    try:
+        added = libc.syscall(number, ctypes.c_int(ruleset), kind, ctypes.byref(rule), ctypes.c_uint(0))
+        checked(added, f"allow {path}")
+    finally:
+        os.close(descriptor)
+
+
+def filter_calls(program: bytes) -> None:
+    """Have the kernel refuse system calls by a filter, for good and for all that this process starts."""
+    filters = _FilterProgram(len(program) // 8, program)
+    checked(
+        libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(filters), 0, 0),
+        "filter system calls",
+    )
+
+
+def limit_processes(more: int) -> None:
+    """Let this user have no more processes and threads than there are now, and a few more."""
+    here = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == os.getuid():
+                    here += len(os.listdir(entry / "task"))  # noqa: PTH208
+            except OSError:
+                continue
+    resource.setrlimit(resource.RLIMIT_NPROC, (here + more, here + more))
+
+
+def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
+    """Confine this process and make it the program."""
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # the shell is to its processes what process 1 would be
+    if options.block_fd >= 0 and not os.read(options.block_fd, 1):
+        return  # nobody wants it any more
+    os.chdir(options.chdir)
+    os.umask(0o022)
+    if options.pids > 0:
+        limit_processes(options.pids)
+    if options.file_size > 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_size, options.file_size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    program = os.pread(options.seccomp, 65536, 0)
+    checked(libc.prctl(_PR_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up new privileges")
+    restrict_files(options.read, options.write)
+    filter_calls(program)
+    os.execve(options.command[0], options.command, environment)
+
+
+def attend(first: int) -> int:
+    """Wait until the program has ended, and everything with it. Its exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == first:
+            break
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while left := below(os.getpid()):
+        stopped: set[int] = set()
+        while fresh := left - stopped:  # none gets away by forking: all are stopped before any dies
+            _signal(fresh, signal.SIGSTOP)
+            stopped |= fresh
+            left = below(os.getpid())
+        _signal(stopped, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def below(pid: int) -> set[int]:
+    """All processes below a process, and not those that have ended."""
+    found: set[int] = set()
+    edge = {pid}
+    while edge:
+        edge = {child for parent in edge for child in _children(parent)} - found
+        found |= edge
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    except OSError:
+        pass
+    return found
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            continue
+
+
+def main() -> None:
+    """Start the program, and attend to it."""
+    parser = argparse.ArgumentParser()
+    for name in ("--info-fd", "--block-fd", "--seccomp", "--args", "--pids", "--file-size"):
+        parser.add_argument(name, type=int, default=-1)
+    parser.add_argument("--read", action="append", default=[])
+    parser.add_argument("--write", action="append", default=[])
+    parser.add_argument("--chdir", default="/")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    environment: dict[str, str] = {}
+    if options.args >= 0:  # "--setenv", a name and a value for each variable
+        words = os.fsdecode(os.pread(options.args, os.fstat(options.args).st_size, 0)).split("\0")
+        environment = {words[at + 1]: words[at + 2] for at in range(0, len(words) - 2, 3)}
+    passed = [number for number in (options.info_fd, options.block_fd, options.seccomp, options.args) if number >= 0]
+    for descriptor in passed:
+        os.set_inheritable(descriptor, False)
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+    libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+    first = os.fork()
+    if first == 0:
+        try:
+            become(options, environment)
+        except OSError as error:
+            print(error, file=sys.stderr)
+        os._exit(127)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(nothing, descriptor)
+    if options.info_fd >= 0:
+        os.write(options.info_fd, json.dumps({"child-pid": first}).encode() + b"\n")
+    for descriptor in passed:
+        os.close(descriptor)
+    sys.exit(attend(first))
+
+
+if __name__ == "__main__":
+    main()

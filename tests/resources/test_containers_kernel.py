@@ -242,7 +242,7 @@ async def test_a_key_of_the_hosts_login_is_not_found_inside_even_without_a_filte
 async def test_a_key_of_one_box_is_not_seen_in_another_even_without_a_filter(
     monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
-    monkeypatch.setattr(launcher, "_filter", None)
+    monkeypatch.setattr(launcher, "_filters", False)
     boxes = [Container(ContainerSpec(), name(), backend=Bubblewrap(launcher)) for _ in range(2)]
     try:
         for box in boxes:

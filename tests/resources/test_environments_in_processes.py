@@ -98,6 +98,11 @@ class QuietMachine(Machine):
         return [os.getpid(), subprocess.Popen(sleep, start_new_session=True).pid]
 
 
+def machine_after(seconds: float) -> Machine:
+    time.sleep(seconds)
+    return Machine()
+
+
 async def started(**fields: Any) -> Environment:
     environment = Environment(EnvironmentSpec(**{"factory": Machine, "runs": "process", **fields}), "machine-1")
     await environment.start()
@@ -218,8 +223,8 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_
     starts: Starts,
 ) -> None:
     me = psutil.Process()
-    spec = EnvironmentSpec(factory=time.sleep, args=(60,), runs="process", starts=starts)
-    warming = Environment(EnvironmentSpec(factory=time.sleep, args=(0,), runs="process", starts=starts), "machine-1")
+    spec = EnvironmentSpec(factory=machine_after, args=(60,), runs="process", starts=starts)
+    warming = Environment(EnvironmentSpec(factory=machine_after, args=(0,), runs="process", starts=starts), "machine-1")
     await warming.start()  # so that the others are forked at once
     open_files = []
     for rounds in range(12):

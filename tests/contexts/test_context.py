@@ -306,3 +306,36 @@ async def test_two_runs_that_name_their_rollouts_alike_share_nothing(engine):
     assert (await other.acquire(BoxSpec())).contents == []
     await one.close()
     assert (await other.acquire(BoxSpec())).contents == []
+
+
+async def test_what_was_declared_is_got_together_at_the_first_acquire_of_one_of_it(engine):
+    box, tool = BoxSpec(capacity=1), BoxSpec(capacity=1, colour="blue")
+    first, second = context(engine, "r0"), context(engine, "r1")
+    for one in (first, second):
+        one.declare([box, tool])
+    await first.acquire(tool)
+    assert {pool.instances[0].owners[0][:2] for pool in engine.snapshot().pools} == {"r0"}
+    waiting = asyncio.create_task(second.acquire(tool))
+    await asyncio.sleep(0)
+    await first.acquire(box, timeout=1)
+    await first.close()
+    await waiting
+    assert {pool.instances[0].owners[0][:2] for pool in engine.snapshot().pools} == {"r1"}
+
+
+async def test_what_was_not_declared_is_got_alone(engine):
+    box, other = BoxSpec(capacity=1), BoxSpec(capacity=1, colour="blue")
+    first = context(engine)
+    first.declare([box])
+    await first.acquire(other)
+    assert [pool.spec for pool in engine.snapshot().pools] == [repr(other)]
+
+
+async def test_what_was_declared_for_one_rollout_alone_cannot_be_shared(engine):
+    box = BoxSpec()
+    first = context(engine)
+    first.declare([box])
+    with pytest.raises(UsageError, match="what is shared is not declared"):
+        await first.acquire(box, scope="global")
+    async with first.lease(box) as extra:  # a further one for a block is no contradiction
+        assert extra is not await first.acquire(box)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
 from agentfly.errors import ConfigError, UnknownTool
 from agentfly.messages import Message, ToolCall
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,14 @@ class Agent:
             raise UnknownTool(
                 f"There is no tool {name[:100]!r}. {f'The tools are: {known}.' if known else 'There are no tools.'}"
             ) from None
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """The resources that its tools have declared for a task, each once.
+
+        Raises:
+            ToolDefinitionError: a tool's function that says so failed for this task.
+        """
+        return tuple(dict.fromkeys(spec for tool in self.tools for spec in tool.needs(task)))
 
     def system_message(self) -> str:
         """What the model is told before the task: the system prompt and the description of the tools."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
+
+from agentfly.agents.needs import Needs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -16,10 +18,12 @@ class UserFunction:
     Attributes:
         function: the function.
         name: what it is called in AgentFly.
+        resources: what it needs for the whole of a rollout, as far as that is known before it is called.
     """
 
     function: Callable[..., Any]
     name: str
+    resources: Needs = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):

@@ -11,9 +11,12 @@ from typing import Any, overload
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
+from agentfly.agents.needs import Needs, checked_needs, needs_for
 from agentfly.agents.parameters import Parameter, Source, field_of_task, names_at, read_parameters
 from agentfly.contexts.context import Context
 from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, message_of
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
 from agentfly.trajectory import Trajectory
 
 _CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
@@ -55,6 +58,17 @@ class Reward(UserFunction):
 
     def __repr__(self) -> str:
         return f"<reward {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What the reward has declared that it needs for a task.
+
+        Raises:
+            RewardDefinitionError: the function that says so failed for this task.
+        """
+        try:
+            return needs_for(self.resources, task)
+        except ValueError as error:
+            raise RewardDefinitionError(f"The reward {self.name!r}: {error}.") from error.__cause__
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
         """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.
@@ -124,11 +138,18 @@ def reward(function: Callable[..., Any], /) -> Reward: ...
 
 
 @overload
-def reward(*, name: str | None = None, timeout_s: float | None = None) -> Callable[[Callable[..., Any]], Reward]: ...
+def reward(
+    *, name: str | None = None, timeout_s: float | None = None, resources: Needs = ()
+) -> Callable[[Callable[..., Any]], Reward]: ...
 
 
 def reward(
-    function: Callable[..., Any] | None = None, /, *, name: str | None = None, timeout_s: float | None = None
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    resources: Needs = (),
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
@@ -142,30 +163,34 @@ def reward(
         function: a sync or async function. A sync one runs on a thread, so that it never holds up rollouts.
         name: its name, for messages and records; the function's name if it is not given.
         timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
+        resources: specs of what the reward acquires with scope ``rollout``, or a function from the task to them; got
+            together with what the tools declare.
 
     Raises:
         RewardDefinitionError: the function cannot become a reward.
     """
     if function is not None:
-        return _make(function, names_at(1), name, timeout_s)
+        return _make(function, names_at(1), name, timeout_s, resources)
 
     def decorate(function: Callable[..., Any]) -> Reward:
-        return _make(function, names_at(1), name, timeout_s)
+        return _make(function, names_at(1), name, timeout_s, resources)
 
     return decorate
 
 
-def _make(function: Callable[..., Any], names: Mapping[str, Any], name: str | None, timeout_s: float | None) -> Reward:
+def _make(
+    function: Callable[..., Any], names: Mapping[str, Any], name: str | None, timeout_s: float | None, resources: Needs
+) -> Reward:
     name = name or name_of(function)
     if isinstance(function, (Reward, type)) or not callable(function):
         raise RewardDefinitionError(f"{name!r} is not a function. Put @reward, once, on a function.")
     if timeout_s is not None and not timeout_s > 0:
         raise RewardDefinitionError(f"The reward {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
     try:
-        parameters = read_parameters(function, names)
+        parameters, resources = read_parameters(function, names), checked_needs(resources)
     except ValueError as error:
         raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
-    return Reward(function, name, parameters, timeout_s)
+    return Reward(function, name, parameters, timeout_s, resources=resources)
 
 
 def _cure_of(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError, to_json, to_jsonable_pytho
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
+from agentfly.agents.needs import Needs, checked_needs, needs_for
 from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import (
     MISSING,
@@ -39,6 +40,8 @@ from agentfly.errors import (
     ToolUnavailable,
     message_of,
 )
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
 
 __all__ = ["FromTask", "Tool", "ToolResult", "tool"]
 
@@ -109,6 +112,17 @@ class Tool(UserFunction):
 
     def __repr__(self) -> str:
         return f"<tool {self.name}({', '.join(argument.name for argument in self.schema.arguments)})>"
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What the tool has declared that it needs for a task.
+
+        Raises:
+            ToolDefinitionError: the function that says so failed for this task.
+        """
+        try:
+            return needs_for(self.resources, task)
+        except ValueError as error:
+            raise ToolDefinitionError(f"The tool {self.name!r}: {error}.") from error.__cause__
 
     async def call(self, arguments: Mapping[str, Any], context: Context) -> ToolResult:
         """Call the tool on behalf of a rollout, with the model's arguments.
@@ -200,6 +214,7 @@ def tool(
     name: str | None = None,
     timeout_s: float | None = None,
     max_output_chars: int = MAX_OUTPUT_CHARS,
+    resources: Needs = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
@@ -210,6 +225,7 @@ def tool(
     name: str | None = None,
     timeout_s: float | None = None,
     max_output_chars: int = MAX_OUTPUT_CHARS,
+    resources: Needs = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a tool of a function: ``@tool``, or ``@tool(timeout_s=60)``.
 
@@ -225,15 +241,17 @@ def tool(
         name: what the model calls it; the function's name if it is not given.
         timeout_s: seconds that a call may take, waiting for resources not counted; None for any time.
         max_output_chars: an observation longer than this keeps its head and tail only, and says so.
+        resources: specs of what the tool acquires with scope ``rollout``, or a function from the task to them. All that
+            the tools and the reward of a rollout declare is got together, at the first acquire of one of it.
 
     Raises:
         ToolDefinitionError: the function cannot become a tool, for instance because it has no docstring.
     """
     if function is not None:
-        return _make(function, names_at(1), name, timeout_s, max_output_chars)
+        return _make(function, names_at(1), name, timeout_s, max_output_chars, resources)
 
     def decorate(function: Callable[..., Any]) -> Tool:
-        return _make(function, names_at(1), name, timeout_s, max_output_chars)
+        return _make(function, names_at(1), name, timeout_s, max_output_chars, resources)
 
     return decorate
 
@@ -244,6 +262,7 @@ def _make(
     name: str | None,
     timeout_s: float | None,
     max_output_chars: int,
+    resources: Needs,
 ) -> Tool:
     name = name or name_of(function)
     _require_settings(name, function, timeout_s, max_output_chars)
@@ -255,13 +274,13 @@ def _make(
             "a sentence, with a line for each argument under 'Args:'."
         )
     try:
-        parameters = read_parameters(function, names)
+        parameters, resources = read_parameters(function, names), checked_needs(resources)
     except ValueError as error:
         raise ToolDefinitionError(f"{name!r} cannot become a tool: {error}") from None
     documented = {param.arg_name: " ".join((param.description or "").split()) for param in described.params}
     schema = _schema(name, [one for one in parameters if one.source is Source.CALLER], documented)
     elsewhere = tuple(one for one in parameters if one.source is not Source.CALLER)
-    return Tool(function, name, description, schema, elsewhere, timeout_s, max_output_chars)
+    return Tool(function, name, description, schema, elsewhere, timeout_s, max_output_chars, resources=resources)
 
 
 def _schema(name: str, parameters: Sequence[Parameter], documented: Mapping[str, str]) -> ArgumentSchema:

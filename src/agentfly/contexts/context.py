@@ -8,8 +8,8 @@ import copy
 import inspect
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError
@@ -25,6 +25,14 @@ R = TypeVar("R", bound=Resource)
 T = TypeVar("T")
 
 Prepare = Callable[[R, "Context"], Awaitable[object] | object]
+
+Notice = Callable[[tuple[ResourceSpec[Any], ...], Scope], AbstractContextManager[None]]
+"""Told of every wait of a rollout for resources, as a block that lasts as long as the wait."""
+
+
+def unnoticed(_: tuple[ResourceSpec[Any], ...], __: Scope) -> AbstractContextManager[None]:
+    """Nobody is told."""
+    return nullcontext()
 
 
 class Context:
@@ -42,7 +50,14 @@ class Context:
         state: a place for what tools of one rollout want to share. Nothing of AgentFly reads it.
     """
 
-    def __init__(self, trajectory: Trajectory, engine: ResourceEngine, *, priority: int = 0) -> None:
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        engine: ResourceEngine,
+        *,
+        priority: int = 0,
+        notice: Notice = unnoticed,
+    ) -> None:
         self.rollout_id = trajectory.rollout_id
         self.group_id = trajectory.group_id
         self.attempt = trajectory.attempt
@@ -52,6 +67,7 @@ class Context:
         self._owner = f"{self.rollout_id}/{secrets.token_hex(3)}"  # two runs may name their rollouts alike
         self._engine = engine
         self._priority = priority
+        self._notice = notice
         self._loop = asyncio.get_running_loop()
         self._rollout = _Shared()
         self._call: _Call | None = None
@@ -60,6 +76,10 @@ class Context:
     def waited_seconds(self) -> float:
         """How long the rollout has waited for resources: all its calls together, those that wait now included."""
         return self._rollout.waits.seconds
+
+    def declare(self, specs: Iterable[ResourceSpec[Any]]) -> None:
+        """Say what the rollout will need with scope ``rollout``: got together, at the first acquire of one of it."""
+        self._rollout.declared = dict.fromkeys(specs)
 
     async def acquire(
         self,
@@ -71,7 +91,9 @@ class Context:
     ) -> R:
         """A live instance of ``spec``: the same one for every call of this rollout, kept until the rollout ends.
 
-        A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile.
+        A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile. Of what the
+        rollout's tools and reward have declared (``@tool(resources=[…])``), the first acquire gets everything at once,
+        or waits until it can, holding nothing of it meanwhile.
 
         Args:
             spec: what is needed.
@@ -168,7 +190,21 @@ class Context:
                 f"{spec.label} was asked for by rollout {self.rollout_id}, which has ended. A tool that outlived its "
                 "rollout may still be running; its work is not used."
             )
-        with self._rollout.waits.one():
+        declared = tuple(self._rollout.declared)
+        if scope is Scope.GLOBAL and spec in declared:
+            raise UsageError(
+                f"{spec.label} was declared by a tool or reward (resources=…), which keeps an instance for the rollout "
+                "alone, but is acquired with scope='global'. Take it out of resources=: what is shared is not declared."
+            )
+        together = scope is Scope.ROLLOUT and spec in declared and not self._rollout.has_declared
+        wanted = declared if together else (spec,)
+        with self._rollout.waits.one(), self._notice(wanted, scope):
+            if together:
+                leases = await self._engine.acquire_all(
+                    wanted, self._owner, timeout=timeout, priority=self._priority, callers=callers
+                )
+                self._rollout.has_declared = True
+                return leases[wanted.index(spec)]
             return await self._engine.acquire(
                 spec, self._owner, scope=scope, timeout=timeout, priority=self._priority, callers=callers
             )
@@ -218,6 +254,8 @@ class _Shared:
     def __init__(self) -> None:
         self.waits = _Waits()
         self.preparations: dict[int, _Preparation] = {}
+        self.declared: dict[ResourceSpec[Any], None] = {}
+        self.has_declared = False
         self.ended = False
 
 

@@ -33,6 +33,7 @@ from agentfly.resources.handle import hand_out, void
 from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
 from agentfly.resources.lifecycle import Lifecycle
+from agentfly.resources.own_loop import require_own
 from agentfly.resources.pool import Holding, Request
 from agentfly.resources.preparations import Preparations
 from agentfly.resources.registry import require_usable
@@ -149,6 +150,7 @@ class ResourceEngine:
             ConfigError: the spec takes more than the whole budget.
             UsageError: the spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
+        require_usable(spec)
         (lease,) = await self._ask((spec,), owner, Scope(scope), timeout, priority, callers)
         return lease
 
@@ -171,10 +173,11 @@ class ResourceEngine:
 
         Raises: as `acquire`; the owner then has none of what it did not have before.
         """
+        for spec in specs:
+            require_usable(spec)
         wanted = tuple(dict.fromkeys(specs))
-        leases = await self._ask(wanted, owner, Scope.ROLLOUT, timeout, priority, callers)
-        found = dict(zip(wanted, leases, strict=True))
-        return tuple(found[spec] for spec in specs)
+        leases = await self._ask(wanted, owner, Scope.ROLLOUT, timeout, priority, callers) if wanted else ()
+        return tuple(leases[wanted.index(spec)] for spec in specs)
 
     async def release(self, lease: Lease[Any]) -> None:
         """End a lease, at once; the instance is reset or stopped in the background. Ending it again does nothing."""
@@ -246,8 +249,6 @@ class ResourceEngine:
         callers: tuple[Hashable, ...],
     ) -> tuple[Lease[Any], ...]:
         loop = self._own_loop()
-        for spec in specs:
-            require_usable(spec)
         now = loop.time()
         request = Request(
             id=next(self._request_ids),
@@ -268,15 +269,16 @@ class ResourceEngine:
                 raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
         except BaseException as error:
             self._take_back(request, answer)
-            self._tell_refused(request, "cancelled" if isinstance(error, asyncio.CancelledError) else str(error), now)
+            reason, waited = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error), loop.time() - now
+            for spec in specs:
+                self._emit(LeaseRefused, spec, owner=owner, scope=scope.value, error=reason, waited_seconds=waited)
             raise
         finally:
             del self._answers[request.id]
         waited = loop.time() - now
         for lease in leases:
-            self._emit(
-                LeaseGranted, lease.spec, owner=owner, scope=scope.value, instance=lease.instance, waited_seconds=waited
-            )
+            told = {"owner": owner, "scope": scope.value, "instance": lease.instance, "waited_seconds": waited}
+            self._emit(LeaseGranted, lease.spec, **told)
         return leases
 
     def _take_back(self, request: Request, answer: Answer) -> None:
@@ -349,11 +351,6 @@ class ResourceEngine:
                 busy_seconds=busy,
             )
 
-    def _tell_refused(self, request: Request, error: str, since: float) -> None:
-        waited, scope = self._now() - since, request.scope.value
-        for spec in request.specs:
-            self._emit(LeaseRefused, spec, owner=request.owner, scope=scope, error=error, waited_seconds=waited)
-
     def _let_rest(self, owner: str) -> None:
         """An owner's last call is over."""
         holder = self._scheduler.owners.get(owner)
@@ -401,9 +398,5 @@ class ResourceEngine:
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise UsageError("A ResourceEngine is used inside its block: `async with ResourceEngine() as engine:`.")
-        if asyncio.get_running_loop() is not self._loop:
-            raise UsageError(
-                "This ResourceEngine was entered in another event loop. Call it from there, for instance with "
-                "asyncio.run_coroutine_threadsafe, or enter an engine of its own in this loop."
-            )
+        require_own(self._loop, "ResourceEngine")
         return self._loop

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
-from agentfly.contexts.context import Context
+from agentfly.contexts.context import Context, Notice, unnoticed
 from agentfly.errors import Boundary, TokenInvariantError
 from agentfly.events import EventStream, GenerationFinished, RewardFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Generation, Policy, SamplingParams
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
@@ -45,6 +47,7 @@ class Rollout:
         trajectory: the record to fill, with its ids and task.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
         priority: of this rollout's requests for resources; higher goes first.
+        notice: told of this rollout's waits for resources.
     """
 
     def __init__(
@@ -55,12 +58,13 @@ class Rollout:
         sampling: SamplingParams,
         *,
         priority: int = 0,
+        notice: Notice = unnoticed,
     ) -> None:
         self._around = surroundings
         self._agent = surroundings.agent
         self._strategy = strategy
         self._sampling = sampling
-        self._context = Context(trajectory, surroundings.engine, priority=priority)
+        self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
         self._tool_calls = 0
         self._invalid_calls_in_a_row = 0
         self.trajectory = trajectory
@@ -110,6 +114,7 @@ class Rollout:
 
     async def _turns(self) -> FinishReason:
         trajectory, strategy = self.trajectory, self._strategy
+        self._context.declare(self._needs())
         trajectory.messages = self._opening()
         strategy.begin(trajectory.messages)
         while True:
@@ -134,6 +139,10 @@ class Rollout:
             if reason := self._reason_to_end(results):
                 return reason
             strategy.observed(answers)
+
+    def _needs(self) -> list[ResourceSpec[Any]]:
+        task, reward = self.trajectory.task, self._around.reward
+        return [*self._agent.needs(task), *(reward.needs(task) if reward is not None else ())]
 
     def _opening(self) -> list[Message]:
         messages = self.trajectory.task.messages

@@ -45,6 +45,7 @@ async def run(
     attempts: int = 1,
     sampling: Callable[[SamplingParams], SamplingParams] | None = None,
     label: str | None = None,
+    priority: int = 0,
     **runner_settings: Any,
 ) -> RunResult:
     """Roll an agent out on tasks and score what it did.
@@ -59,6 +60,7 @@ async def run(
         attempts: rollouts a task; they form a group.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
         label: begins the ids of the rollouts; see `Runner.stream`.
+        priority: of the rollouts' requests for resources; higher goes first.
         runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
@@ -69,7 +71,9 @@ async def run(
     with ended_by_sigterm():
         async with Runner(agent, reward=reward, **runner_settings) as runner:
             before = runner.occupancy()
-            trajectories = await runner.collect(rows, attempts=attempts, sampling=sampling, label=label)
+            trajectories = await runner.collect(
+                rows, attempts=attempts, sampling=sampling, label=label, priority=priority
+            )
             resources = occupancy_metrics(before, runner.occupancy())
     return RunResult(trajectories, summarize(trajectories) | resources)
 
@@ -82,9 +86,13 @@ async def evaluate(
     attempts: int = 1,
     temperature: float = 0.0,
     label: str | None = None,
+    priority: int = 1,
     **runner_settings: Any,
 ) -> RunResult:
-    """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`."""
+    """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`.
+
+    Its requests for resources go before those of a `run` on the same engine.
+    """
     return await run(
         agent,
         tasks,
@@ -92,5 +100,6 @@ async def evaluate(
         attempts=attempts,
         sampling=lambda params: replace(params, temperature=temperature),
         label=label,
+        priority=priority,
         **runner_settings,
     )

@@ -21,6 +21,7 @@ from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.resources.attendance import Occupancy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.admission import Admission
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.rollout import Rollout, Surroundings
@@ -63,7 +64,8 @@ class Runner:
         engine: schedules the resources; made if not given.
         reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
         events: where events go.
-        max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order.
+        max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order, and also while
+            those that run wait for resources (see `Admission`).
         max_failure_share: the run stops once more than this share of a batch failed for infrastructure's reasons.
 
     Raises:
@@ -151,16 +153,17 @@ class Runner:
         around = self._require_entered()
         label = label or uuid.uuid4().hex[:8]
         finished: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
-        turnstile = asyncio.Semaphore(self._max_concurrent)
+        admission = Admission(self._max_concurrent)
         params = self._sampling(around, sampling)
 
         stopping = False
 
         async def play(task: Task, group_id: str, attempt: int) -> Trajectory:
-            async with turnstile:
+            async with admission.turn() as guest:
                 trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
                 try:
-                    return await Rollout(around, self._strategy(around), trajectory, params, priority=priority).run()
+                    strategy, notice = self._strategy(around), guest.notice
+                    return await Rollout(around, strategy, trajectory, params, priority=priority, notice=notice).run()
                 except asyncio.CancelledError as error:
                     if stopping:
                         raise

@@ -50,7 +50,6 @@ __all__ = ["Budget", "ResourceEngine"]
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Resource)
-T = TypeVar("T")
 
 
 class ResourceEngine:
@@ -269,7 +268,8 @@ class ResourceEngine:
                 raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
         except BaseException as error:
             self._take_back(request, answer)
-            reason, waited = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error), loop.time() - now
+            reason = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
+            waited = loop.time() - now
             for spec in specs:
                 self._emit(LeaseRefused, spec, owner=owner, scope=scope.value, error=reason, waited_seconds=waited)
             raise

@@ -91,7 +91,7 @@ class Maze:
         return {"observation": self.look(), "valid": action.startswith("move ")}
 
 
-MAZE = EnvironmentSpec(factory=Maze, runs="process", capacity=2, call_timeout_s=1.0)
+MAZE = EnvironmentSpec(factory=Maze, runs="process", capacity=2, call_timeout_s=2.0)
 
 
 async def enter(maze: Any, context: af.Context) -> None:
@@ -133,7 +133,7 @@ async def test_a_step_that_hangs_fails_its_rollout_alone_and_the_instance_is_rep
     finishes = {each.task.fields["level"]: each.finish for each in result.trajectories}
     assert finishes == {level: "failed" if level == 1 else "answered" for level in range(6)}
     (failed,) = (each for each in result.trajectories if each.finish == "failed")
-    assert "step() did not end within call_timeout_s=1" in failed.failure.message
+    assert "step() did not end within call_timeout_s=2" in failed.failure.message
 
 
 async def test_a_crashed_simulator_is_replaced_for_the_next_owner(tmp_path: Path) -> None:

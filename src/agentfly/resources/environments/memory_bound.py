@@ -46,6 +46,7 @@ class MemoryBound:
     def set_up(self) -> None:
         """Make what the bound needs; for the keeper, before it forks."""
         if self.directories:
+            self.clear()  # of an instance before it was made anew; what was counted there does not count here
             self._group.create(memory=self.limit, pids=_ANY_NUMBER, cpus=0)
 
     def enter(self) -> None:

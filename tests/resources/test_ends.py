@@ -145,16 +145,12 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
     config = tmp_path / "run.yaml"
     run = str(tmp_path / "run")
     config.write_text(
-        json.dumps(
-            {"agent": "boxed:agent", "tasks": "boxed:tasks", "reward": "boxed:in_a_box", "run_dir": run}
-            | {"eval_tasks": "boxed:tasks"}
-        )
+        json.dumps({"agent": "boxed:agent", "tasks": "boxed:tasks", "reward": "boxed:in_a_box", "run_dir": run})
     )
     main = ["-c", "from agentfly.cli.main import main; main()"]
     return {
         "library": ["-c", textwrap.dedent(PROGRAM)],
         "rollout": [*main, "rollout", str(config)],
-        "eval": [*main, "eval", str(config)],
         "train": [*main, "train", str(config)],
     }
 
@@ -168,9 +164,7 @@ INTERRUPTED, TERMINATED = 130, 143
         ("library", [signal.SIGINT], INTERRUPTED),
         ("library", [signal.SIGINT] * 2, INTERRUPTED),  # asyncio.run, which is the user's here, gives up at the third
         ("library", [signal.SIGTERM] * 3, TERMINATED),
-        ("rollout", [signal.SIGINT], INTERRUPTED),
         ("rollout", [signal.SIGTERM, signal.SIGTERM, signal.SIGINT], TERMINATED),
-        ("eval", [signal.SIGTERM], TERMINATED),
         ("train", [signal.SIGINT] * 5, INTERRUPTED),
     ],
 )

@@ -451,7 +451,7 @@ async def live_through(seed, directory):
     assert not world.frozen
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_in_a_random_history_nothing_is_used_while_it_is_frozen_and_nothing_is_left(seed, tmp_path):
     logging.disable(logging.CRITICAL)
     try:

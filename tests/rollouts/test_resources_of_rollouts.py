@@ -12,7 +12,10 @@ from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.contexts.context import Context
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.foresight import AHEAD
 from agentfly.rollouts.run import run
+from agentfly.rollouts.runner import Runner
+from agentfly.task import as_tasks
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
 
 
@@ -65,3 +68,32 @@ async def test_a_run_that_uses_no_resources_has_no_numbers_of_them(tmp_path):
     async with ResourceEngine(ledger=tmp_path) as engine:
         result = await run(Agent(model="scripted"), ["Go."], policy=ScriptedPolicy(["Done."]), engine=engine)
     assert not [name for name in result.metrics if name.startswith("resource_seconds")]
+
+
+async def test_what_the_next_tasks_declare_is_prepared_while_the_ones_before_them_run(world, tmp_path):
+    def box_of(task):
+        if task["image"] == "image-3":
+            raise KeyError("this task knows no image")
+        return [FakeSpec(world=world, image=task["image"], idle_timeout_s=None)]
+
+    @tool(resources=box_of)
+    async def work(context: Context) -> str:
+        """Do some work."""
+        await (await context.acquire(box_of(context.task)[0])).use()
+        return "done"
+
+    tasks = [{"prompt": "Go.", "image": f"image-{number}"} for number in range(20)]
+    agent = Agent(model="scripted", tools=[work])
+    script = ScriptedPolicy(SCRIPT, seconds=0.05)
+    prepared = []
+    async with (
+        ResourceEngine(ledger=tmp_path) as engine,
+        Runner(agent, policy=script, engine=engine, max_concurrent_rollouts=1) as runner,
+    ):
+        async for trajectory in runner.stream(as_tasks(tasks)):
+            prepared.append({image for operation, image in world.history if operation == "prepare"})
+            assert trajectory.infrastructure_failed == (trajectory.task["image"] == "image-3")
+    assert len(prepared[0]) <= 1 + AHEAD
+    assert "image-1" in prepared[0]
+    assert len(prepared[-1]) == 19
+    assert world.count("prepare") == 19

@@ -202,18 +202,15 @@ class ResourceEngine:
                 self._let_rest(owner)
 
     def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
-        """Prepare in the background for specs that will be needed soon: images are fetched, a few at a time, and where
-        a spec keeps some instances ready (``warm``), these start.
+        """Prepare for specs that will be needed soon: fetch images, and start what a spec keeps ready (``warm``).
 
         Returns at once. What cannot be prepared is logged, and tried again by whoever acquires it.
 
         Raises:
             UsageError: a spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
-        loop, wanted = self._own_loop(), list(specs)
-        for spec in wanted:
-            require_usable(spec)
-        self._preparations.prefetch(wanted, lambda spec: self._carry_out(self._scheduler.expected(spec, loop.time())))
+        loop = self._own_loop()
+        self._preparations.prefetch(specs, lambda spec: self._carry_out(self._scheduler.expected(spec, loop.time())))
 
     async def check(self, lease: Lease[Any]) -> Status:
         """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""

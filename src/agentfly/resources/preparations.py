@@ -11,7 +11,7 @@ from agentfly.errors import AgentFlyError, ResourceStartError
 from agentfly.events import ResourcePrepared, ResourcePreparing
 from agentfly.resources.emit import Emit
 from agentfly.resources.refusals import say
-from agentfly.resources.registry import kind_of, prepare
+from agentfly.resources.registry import kind_of, prepare, require_usable
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.work import CANCEL_GRACE_S, bounded
 
@@ -65,9 +65,9 @@ class Preparations:
 
     def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:
         """Prepare for specs in the background, a few at a time, and say of each when that went well."""
-        if self._stopped:
-            return
-        self._expected |= dict.fromkeys(specs, prepared)
+        for spec in () if self._stopped else specs:
+            require_usable(spec)
+            self._expected[spec] = prepared
         for _ in range(min(PREFETCHES - len(self._prefetching), len(self._expected))):
             worker = self._spawn(self._prefetch(), "prefetch")
             self._prefetching.add(worker)

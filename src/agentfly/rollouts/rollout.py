@@ -20,6 +20,7 @@ from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
+from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
 
 
@@ -33,6 +34,14 @@ class Surroundings:
     engine: ResourceEngine
     reward: Reward | None
     events: EventStream
+
+    def needs(self, task: Task) -> list[ResourceSpec[Any]]:
+        """The resources that the tools and the reward have declared for a task.
+
+        Raises:
+            UsageError: a function that says so failed for this task.
+        """
+        return [*self.agent.needs(task), *(self.reward.needs(task) if self.reward is not None else ())]
 
 
 class Rollout:
@@ -114,7 +123,7 @@ class Rollout:
 
     async def _turns(self) -> FinishReason:
         trajectory, strategy = self.trajectory, self._strategy
-        self._context.declare(self._needs())
+        self._context.declare(self._around.needs(trajectory.task))
         trajectory.messages = self._opening()
         strategy.begin(trajectory.messages)
         while True:
@@ -139,10 +148,6 @@ class Rollout:
             if reason := self._reason_to_end(results):
                 return reason
             strategy.observed(answers)
-
-    def _needs(self) -> list[ResourceSpec[Any]]:
-        task, reward = self.trajectory.task, self._around.reward
-        return [*self._agent.needs(task), *(reward.needs(task) if reward is not None else ())]
 
     def _opening(self) -> list[Message]:
         messages = self.trajectory.task.messages

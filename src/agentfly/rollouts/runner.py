@@ -24,6 +24,7 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.admission import Admission
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.foresight import Foresight
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import Strategy
 from agentfly.task import Task
@@ -154,12 +155,15 @@ class Runner:
         label = label or uuid.uuid4().hex[:8]
         finished: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
         admission = Admission(self._max_concurrent)
+        foresight = Foresight(around, tasks)
         params = self._sampling(around, sampling)
 
         stopping = False
 
-        async def play(task: Task, group_id: str, attempt: int) -> Trajectory:
+        async def play(index: int, task: Task, attempt: int) -> Trajectory:
+            group_id = f"{label}-{index}"
             async with admission.turn() as guest:
+                foresight.begins(index)
                 trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
                 try:
                     strategy, notice = self._strategy(around), guest.notice
@@ -175,7 +179,7 @@ class Runner:
         try:
             for index, task in enumerate(tasks):
                 for attempt in range(attempts):
-                    rollout = asyncio.create_task(play(task, f"{label}-{index}", attempt))
+                    rollout = asyncio.create_task(play(index, task, attempt))
                     rollout.add_done_callback(finished.put_nowait)
                     running.add(rollout)
             health = _Health(self._max_failure_share, len(running))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.backend import Backend, backend
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
 from agentfly.resources.containers.bubblewrap.capabilities import Tier
@@ -19,7 +22,9 @@ from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.tiers import make_launcher
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
 
 _numbers = itertools.count()
 
@@ -35,10 +40,30 @@ def _bubblewrap_of_a_user() -> Backend:
     return Bubblewrap(made)
 
 
+_engines = contextlib.ExitStack()  # closed by the fixture `engines`
+_IMAGE = Path(__file__).parents[2] / ".test-images" / "rootfs.tar"
+
+
+def _engine(made: type[Docker]) -> Callable[[], Backend]:
+    def make() -> Backend:
+        if not _IMAGE.exists():
+            pytest.skip("there is no image for it: sudo python scripts/make_test_image.py")
+        try:
+            address = _engines.enter_context(PRIVATE_ENGINES[made.name]())
+            import_image(address, _IMAGE, "agentfly-test")
+        except PrerequisiteError as error:
+            pytest.skip(str(error))
+        return made(address)
+
+    return make
+
+
 _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
     "bubblewrap": (_bubblewrap, "host"),
     "landlock": (lambda: backend("landlock"), "host"),
     "bubblewrap of an ordinary user": (_bubblewrap_of_a_user, "host"),
+    "docker": (_engine(Docker), "agentfly-test:latest"),
+    "podman": (_engine(Podman), "agentfly-test:latest"),
 }
 """What the contract is checked on, with an image for each. A backend joins by a line here."""
 
@@ -61,14 +86,32 @@ class Ground:
         return ContainerSpec(**{**weak, "image": self.image, "memory": "256MiB", "pids": 64, **fields})
 
 
+@pytest.fixture(scope="session")
+def engines() -> Iterator[None]:
+    """Ends the private engines with the tests."""
+    with _engines:
+        yield
+
+
+@functools.cache
+def _made(name: str) -> Ground:
+    make, image = _BACKENDS[name]
+    return Ground(make(), image)
+
+
 @pytest.fixture(scope="session", params=[*_BACKENDS])
-def ground(request: pytest.FixtureRequest) -> Ground:
+def ground(request: pytest.FixtureRequest, engines: None) -> Ground:
     """Each backend that works here."""
-    make, image = _BACKENDS[request.param]
-    made = make()
-    if not made.probe().works:
-        pytest.skip(" ".join(made.probe().missing))
-    return Ground(made, image)
+    made = _made(request.param)
+    if not made.able.works:
+        pytest.skip(" ".join(made.able.missing))
+    return made
+
+
+@pytest.fixture(scope="session", params=["docker", "podman"])
+def engine_ground(request: pytest.FixtureRequest, engines: None) -> Ground:
+    """Each container engine that works here."""
+    return _made(request.param)
 
 
 class Start(Protocol):

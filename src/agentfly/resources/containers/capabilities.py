@@ -33,6 +33,7 @@ class Capabilities:
         freezes: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
             which what runs inside can undo (``signal``).
         forks: whether its files can become the image of another container.
+        named_runtimes: whether it has runtimes to choose from by name.
         not_isolated: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
             served without it only if it says so.
         missing: for each thing that is missing, what it is and how to get it.
@@ -53,6 +54,7 @@ class Capabilities:
     ports: bool = False
     freezes: Literal["cgroup", "signal", "none"] = "none"
     forks: bool = False
+    named_runtimes: bool = False
     not_isolated: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -84,6 +86,7 @@ class Capabilities:
             ("disk", spec.disk, self.disk, "a limit on private files"),
             ("network", not spec.network, self.network_off, "a container without network"),
             ("ports", spec.ports, self.ports, "ports inside that the host can reach"),
+            ("runtime", spec.runtime, self.named_runtimes, "a runtime by name"),
             ("idle", spec.idle == "freeze", self.freezes != "none", "a container whose processes can be stopped"),
         ):
             if asked and not can:

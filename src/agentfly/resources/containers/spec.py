@@ -22,6 +22,8 @@ HOST_IMAGE = "host"
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
 BACKENDS = {
     "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
+    "docker": "agentfly.resources.containers.docker.backend:Docker",
+    "podman": "agentfly.resources.containers.docker.backend:Podman",
     "landlock": "agentfly.resources.containers.landlock.backend:Landlock",
 }
 """The backends by name, best first, each with the address of its class."""
@@ -58,6 +60,8 @@ class ContainerSpec(ResourceSpec["Container"]):
             ordinary user of the host, without any capability.
         setup: commands run in the shell after each start and each reset; one that fails fails the start.
         backend: the program that isolates. ``"auto"`` takes the best one present.
+        runtime: the runtime of docker or podman, by the name that the engine's configuration gives it, such as
+            ``"runsc"`` for gVisor; empty for the engine's own.
         isolation: ``"weak"`` accepts a machine on which a container cannot be isolated fully, for code that means no
             harm; `agentfly doctor` names what does not hold there.
     """
@@ -72,7 +76,8 @@ class ContainerSpec(ResourceSpec["Container"]):
     workdir: str = "/workspace"
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
-    backend: Literal["auto", "bubblewrap", "landlock"] = "auto"
+    backend: Literal["auto", "bubblewrap", "docker", "podman", "landlock"] = "auto"
+    runtime: str = ""
     isolation: Literal["full", "weak"] = "full"
 
     def __post_init__(self) -> None:

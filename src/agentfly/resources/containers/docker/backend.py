@@ -1,0 +1,140 @@
+"""Docker and Podman: containers by the API that both engines speak."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+from agentfly.errors import AgentFlyError, ResourceStartError
+from agentfly.resources.containers.backend import Backend
+from agentfly.resources.containers.docker.address import docker_address, podman_address
+from agentfly.resources.containers.docker.capabilities import EngineCapabilities, of_engine
+from agentfly.resources.containers.docker.client import calling, connect
+from agentfly.resources.containers.docker.configuration import Plan
+from agentfly.resources.containers.docker.image import ImageFacts, fetch, look
+from agentfly.resources.containers.docker.own_images import OwnImages, remove_those_of_the_dead
+from agentfly.resources.containers.docker.removal import reap
+from agentfly.resources.containers.docker.sandbox import EngineSandbox
+from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
+from agentfly.resources.containers.spec import ContainerSpec
+
+
+class Docker(Backend):
+    """Containers of dockerd.
+
+    Args:
+        address: where it listens; by default ``DOCKER_HOST`` or one of its usual sockets.
+    """
+
+    name: ClassVar[str] = "docker"
+    _cure: ClassVar[str] = (
+        "Install and start Docker, see that this user may use its socket (group docker), or set DOCKER_HOST."
+    )
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
+        self._found: EngineCapabilities | None = None
+        self._facts: dict[tuple[str, str, str], ImageFacts] = {}
+        self._preparing: dict[tuple[str, str, str], asyncio.Lock] = {}
+        self._own = OwnImages()
+
+    @property
+    def address(self) -> str | None:
+        """Where the engine listens, as far as is known; None if nowhere."""
+        return self._address or docker_address()
+
+    def probe(self) -> EngineCapabilities:
+        """See `Backend.probe`. A failure is tried anew."""
+        address = self.address
+        if self._found is not None and self._found.address == address:
+            return self._found
+        if address is None:
+            return self._absent(f"no socket of {self.name} is there.")
+        try:
+            with ThreadPoolExecutor(1) as thread:  # this one may be running an event loop
+                self._found = thread.submit(asyncio.run, self._ask(address)).result()
+        except AgentFlyError as error:
+            return self._absent(str(error))
+        return self._found
+
+    async def prepare(self, spec: ContainerSpec) -> None:
+        """See `Backend.prepare`. The image is pulled if the engine has not got it, and looked into."""
+        key = self._key(spec)
+        if key not in self._facts:
+            if spec.image_kind == "snapshot":
+                raise ResourceStartError(f"The snapshot {spec.image!r} is not there any more, or of another process.")
+            async with self._preparing.setdefault(key, asyncio.Lock()):
+                if key not in self._facts:
+                    self._facts[key] = await self._prepare(spec)
+        if spec.user == "agent" and self._facts[key].files_in_workdir:
+            raise ResourceStartError(
+                f"ContainerSpec(workdir={spec.workdir!r}): the image {spec.image!r} has files there, which the private "
+                "directory of the user 'agent' would hide. Name another directory, or set user='root' to work on them."
+            )
+
+    async def _prepare(self, spec: ContainerSpec) -> ImageFacts:
+        found = self.probe()
+        async with connect(found.address, found.api_version) as client:
+            await remove_those_of_the_dead(client)
+            await fetch(client, spec.image)
+            return await look(client, spec.image, spec, self._own, found.address)
+
+    def sandbox(self, spec: ContainerSpec, instance: str) -> EngineSandbox:
+        """See `Backend.sandbox`."""
+        found = self.probe()
+        facts = self._facts[self._key(spec)]
+        return EngineSandbox(Plan(spec, facts), instance, engine=found, own=self._own, forked=self._forked)
+
+    def _forked(self, facts: ImageFacts) -> SnapshotImage:
+        """Name the image of a fork, as the image of others."""
+        name = facts.prepared
+
+        def drop() -> None:
+            self._facts.pop((name, "", ""), None)
+            self._own.drop(name)
+
+        self._facts[name, "", ""] = facts
+        return SnapshotImage(self.name, name, drop)
+
+    def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
+        """Where the engine listens, and the label of all that belongs to the instance."""
+        return {"address": self.address, "instance": instance}
+
+    def reap(self, traces: dict[str, Any]) -> None:
+        """See `Backend.reap`."""
+        reap(traces)
+
+    async def _ask(self, address: str) -> EngineCapabilities:
+        async with connect(address) as client, calling(f"Asking the engine at {address} for its version"):
+            version = await client.version()
+            info = await client.system.info()
+        return of_engine(self.name, address, dict(version), dict(info))
+
+    def _absent(self, why: str) -> EngineCapabilities:
+        return EngineCapabilities(backend=self.name, works=False, missing=(f"{why} {self._cure}",))
+
+    def _key(self, spec: ContainerSpec) -> tuple[str, str, str]:
+        """What the facts about a spec's image depend on."""
+        if (name := snapshot_name(spec.image, self.name)) is not None:
+            return (name, "", "")
+        return (spec.image, spec.workdir, spec.runtime)
+
+
+class Podman(Docker):
+    """Containers of podman, by its service.
+
+    Args:
+        address: where it listens; by default ``CONTAINER_HOST`` or one of its usual sockets.
+    """
+
+    name: ClassVar[str] = "podman"
+    _cure: ClassVar[str] = (
+        "Install podman and start its service ('systemctl --user start podman.socket', or 'podman system service "
+        "--time=0'), or set CONTAINER_HOST."
+    )
+
+    @property
+    def address(self) -> str | None:
+        """Where the engine listens, as far as is known; None if nowhere."""
+        return self._address or podman_address()

@@ -1,0 +1,161 @@
+"""How a container is configured for a spec, in the words of the engine's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentfly.resources.containers.docker.image import ImageFacts
+from agentfly.resources.containers.docker.own_images import OWNER, owner_label
+from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
+
+INSTANCE = "agentfly.instance"
+AGENT = "1000:1000"
+ROOT = "0:0"
+# What the keeper needs to end the agent's processes, to start them without rights, and to empty its directories.
+_KEEPER_RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+_FILES = 4096
+_PROCESSES = 16384  # of a user of the host, in all its containers together; each has its own limit beside it
+_MIN_SIZE = 2**20
+_EXCHANGE_SIZE = 160 * 2**20
+
+
+class Plan:
+    """What a spec's containers are like.
+
+    Where the agent is an ordinary user, the image is seen read-only, and what the agent may write to is in memory,
+    within its limits. If the image has the programs for it, its keeper is then *guarded*: another user, whom nothing
+    inside can reach, and who can bring the sandbox back to its beginning by ending all processes and emptying these
+    directories. Root may write everywhere, in a layer of the container's own, so only a new container is clean.
+
+    Attributes:
+        facts: what its image has.
+        guarded: whether the keeper is.
+    """
+
+    def __init__(self, spec: ContainerSpec, facts: ImageFacts) -> None:
+        """Plan for a spec.
+
+        Args:
+            spec: what is asked.
+            facts: what its image has.
+        """
+        self.spec = spec
+        self.facts = facts
+        self.guarded = spec.user == "agent" and facts.can_guard
+
+    @property
+    def image(self) -> str:
+        """What the engine knows the image by."""
+        return self.facts.prepared
+
+    @property
+    def user(self) -> str:
+        """The user of the session and of programs run beside it."""
+        return ROOT if self.spec.user == "root" else AGENT
+
+    @property
+    def keeper_user(self) -> str:
+        """The user of the keeper."""
+        return ROOT if self.guarded else self.user
+
+    @property
+    def writable(self) -> dict[str, int]:
+        """The directories that the agent may write to, each with its size in bytes, if they are in memory."""
+        if self.spec.user == "root":
+            return {}
+        share = max(_MIN_SIZE, self.spec.disk_limit // 8)
+        others = dict.fromkeys((self.spec.home, "/tmp", "/var/tmp", "/dev/shm"), share)
+        return {**others, self.spec.workdir: 4 * share}
+
+    @property
+    def emptied(self) -> list[str]:
+        """The directories that a reset in place empties."""
+        return [*self.writable, "/dev/mqueue"]
+
+    @property
+    def drop(self) -> list[str]:
+        """Words before a program that take away what the keeper may and the agent may not."""
+        return drop_words(self.user) if self.guarded else []
+
+    def keeper(self, scripts: Scripts) -> bytes:
+        """What the keeper is told."""
+        owned = [self.spec.workdir, self.spec.home] if self.guarded else []
+        return scripts.keeper(self.drop, AGENT, owned)
+
+    def body(self, labels: dict[str, str]) -> dict[str, Any]:
+        """What is asked of the engine.
+
+        Args:
+            labels: what the container is known by.
+        """
+        spec = self.spec
+        environment = {"HOME": spec.home, "USER": spec.user, "LOGNAME": spec.user, **dict(spec.env)}
+        return {
+            "Image": self.image,
+            "Entrypoint": [],
+            "Cmd": KEEPER,
+            "User": self.keeper_user,
+            "Env": [f"{name}={value}" for name, value in environment.items()],
+            "WorkingDir": spec.workdir,
+            "Labels": labels,
+            "Healthcheck": {"Test": ["NONE"]},
+            "OpenStdin": True,
+            "StdinOnce": True,  # so that it ends with whoever started it
+            "AttachStdin": True,
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "NetworkDisabled": not spec.network,
+            "HostConfig": self._host_config(),
+        }
+
+    def _host_config(self) -> dict[str, Any]:
+        spec = self.spec
+        config: dict[str, Any] = {
+            "NetworkMode": "default" if spec.network else "none",
+            "Memory": spec.memory_limit,
+            "MemorySwap": spec.memory_limit,
+            "PidsLimit": spec.pids + (4 if self.guarded else 0),
+            "NanoCpus": round(spec.cpus * 1e9),
+            "ReadonlyRootfs": spec.user != "root",
+            "CapDrop": ["ALL"],
+            "CapAdd": list(_KEEPER_RIGHTS) if self.guarded else [],
+            "SecurityOpt": ["no-new-privileges"],
+            "LogConfig": {"Type": "none"},
+            "IpcMode": "private",
+            "ShmSize": self.writable.get("/dev/shm", 64 * 2**20),
+            "Tmpfs": self._in_memory(),
+            "Mounts": [
+                {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True} for source, target in spec.mounts
+            ],
+            "Ulimits": [
+                {"Name": "nofile", "Soft": _FILES, "Hard": _FILES},
+                {"Name": "nproc", "Soft": _PROCESSES, "Hard": _PROCESSES},
+            ],
+        }
+        if spec.runtime:
+            config["Runtime"] = spec.runtime
+        return config
+
+    def _in_memory(self) -> dict[str, str]:
+        mode = "755" if self.guarded else "1777"
+        exchange = {str(INSIDE): f"rw,noexec,nosuid,nodev,size={_EXCHANGE_SIZE},mode={mode}"}
+        sizes = {path: size for path, size in self.writable.items() if path != "/dev/shm"}
+        return {**{path: f"rw,exec,nosuid,nodev,size={size},mode=1777" for path, size in sizes.items()}, **exchange}
+
+
+def drop_words(user: str) -> list[str]:
+    """Words before a program that make it one of a user (``UID:GID``) without any capability."""
+    uid, _, gid = user.partition(":")
+    ids = [f"--reuid={uid}", f"--regid={gid}", "--clear-groups"]
+    return ["setpriv", *ids, "--inh-caps=-all", "--bounding-set=-all", "--"]
+
+
+def labels(instance: str) -> dict[str, str]:
+    """What everything that belongs to an instance is known by."""
+    return {INSTANCE: instance, OWNER: owner_label()}
+
+
+def by_instance(instance: str) -> dict[str, list[str]]:
+    """A filter of what belongs to an instance, for listings."""
+    return {"label": [f"{INSTANCE}={instance}"]}

@@ -1,0 +1,123 @@
+"""OwnImages: the images that this process has made in an engine. They end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import os
+from collections import deque
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from agentfly.errors import AgentFlyError, ResourceError
+from agentfly.resources.containers.docker.client import calling, connect, is_missing
+from agentfly.resources.identity import ProcessIdentity
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+
+logger = logging.getLogger(__name__)
+
+REPOSITORY = "agentfly-made"
+OWNER = "agentfly.owner"
+_LONGEST_COMMIT_S = 600.0
+
+
+class OwnImages:
+    """Images committed by this process: those that were prepared, and snapshots of containers.
+
+    They are labelled with whose they are, so that what a dead process left is found and removed by the next.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._made: dict[str, str] = {}  # the engine's address, by image
+        self._dropped: deque[str] = deque()
+
+    async def commit(self, client: Docker, address: str, container: str) -> str:
+        """Make an image of a container's files, apart from those in memory; its name.
+
+        Raises:
+            ResourceError: the engine has no room for it, or the container is gone.
+        """
+        if not self._made:
+            atexit.register(self._remove_all)
+        tag = f"{os.getpid()}-{os.urandom(4).hex()}-{next(self._numbers)}"
+        name = f"{REPOSITORY}:{tag}"
+        self._made[name] = address
+        async with calling(f"Making an image of the container {container}", _LONGEST_COMMIT_S):
+            await client.containers.container(container).commit(
+                repository=REPOSITORY, tag=tag, config={"Labels": {OWNER: owner_label()}}
+            )
+        return name
+
+    def drop(self, name: str) -> None:
+        """Note that an image is of no more use. It may be called anywhere, on any thread."""
+        self._dropped.append(name)
+
+    async def remove_dropped(self, client: Docker) -> None:
+        """Remove the images of no more use. Those that cannot be removed yet are tried again later."""
+        for _ in range(len(self._dropped)):
+            name = self._dropped.popleft()
+            try:
+                await remove_image(client, name)
+            except ResourceError as error:
+                logger.debug("%s", error)  # a container still uses it
+                self._dropped.append(name)
+            else:
+                self._made.pop(name, None)
+
+    def _remove_all(self) -> None:
+        for address in set(self._made.values()):
+            names = [name for name, where in self._made.items() if where == address]
+            try:
+                asyncio.run(_remove(address, names))
+            except AgentFlyError as error:
+                logger.info("Images made for containers are left: %s", error)
+
+
+async def remove_image(client: Docker, name: str) -> None:
+    """Remove an image. Fine if it is not there.
+
+    Raises:
+        ResourceError: it is still there.
+    """
+    try:
+        async with calling(f"Removing the image {name}"):
+            await client.images.delete(name, force=True)
+    except ResourceError as error:
+        if not is_missing(error):
+            raise
+
+
+async def remove_those_of_the_dead(client: Docker) -> None:
+    """Remove the images that processes which are certainly dead have made."""
+    async with calling("Asking for images that were left"):
+        images = await client.images.list(filters={"label": [OWNER]})
+    for image in images:
+        owner = _owner((image.get("Labels") or {}).get(OWNER, ""))
+        if owner is not None and owner.is_dead():
+            try:
+                await remove_image(client, image["Id"])
+            except ResourceError as error:
+                logger.debug("%s", error)  # a container that was left too uses it; the next one comes by
+
+
+def owner_label() -> str:
+    """What this process is known by to later ones."""
+    return " ".join(str(value) for value in asdict(ProcessIdentity.here()).values())
+
+
+def _owner(label: str) -> ProcessIdentity | None:
+    words: list[Any] = label.split(" ")
+    if len(words) != len(fields(ProcessIdentity)) or not (words[0].isdecimal() and words[1].isdecimal()):
+        return None
+    return ProcessIdentity(int(words[0]), int(words[1]), *words[2:])
+
+
+async def _remove(address: str, names: list[str]) -> None:
+    async with connect(address) as client:
+        for name in names:
+            await remove_image(client, name)

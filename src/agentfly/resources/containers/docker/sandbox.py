@@ -1,0 +1,299 @@
+"""EngineSandbox: a container of an engine, and the shell in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.docker.capabilities import EngineCapabilities
+from agentfly.resources.containers.docker.client import calling, connect
+from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words, labels
+from agentfly.resources.containers.docker.forwarding import Forwarder
+from agentfly.resources.containers.docker.image import ImageFacts
+from agentfly.resources.containers.docker.own_images import OwnImages
+from agentfly.resources.containers.docker.removal import remove_container
+from agentfly.resources.containers.docker.state import pack_state, pack_words
+from agentfly.resources.containers.docker.stream import EngineStream
+from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.snapshot import SnapshotImage
+from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
+from agentfly.resources.containers.stream_shell.shell import StreamShell
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+    from aiodocker.containers import DockerContainer
+
+logger = logging.getLogger(__name__)
+
+Forked = Callable[[ImageFacts], SnapshotImage]
+"""Makes an image that a fork has made known."""
+_RESET_PATIENCE_S = 10.0
+_FILES_OF_OTHERS = 1000
+
+
+class EngineSandbox(Sandbox):
+    """A sandbox of dockerd or podman.
+
+    Where its keeper is guarded, a reset ends every process inside and empties what the agent could write to, in some
+    milliseconds; otherwise it is a new container, and the old one is removed in the background.
+    """
+
+    def __init__(
+        self, plan: Plan, instance: str, *, engine: EngineCapabilities, own: OwnImages, forked: Forked
+    ) -> None:
+        """Make a handle; nothing is started yet.
+
+        Args:
+            plan: what to start.
+            instance: its name, unique on the machine.
+            engine: what starts it.
+            own: the images that this process has made.
+            forked: makes the image of a fork known.
+        """
+        super().__init__(plan.spec, instance)
+        self._plan = plan
+        self._engine, self._own, self._forked = engine, own, forked
+        self._client: Docker | None = None
+        self._numbers = itertools.count()
+        self._name = ""  # of the container in use
+        self._made: set[str] = set()  # names of containers that may be there
+        self._work: set[asyncio.Task[None]] = set()  # what must not be cut short, or goes on in the background
+        self._shells: dict[str, StreamShell] = {}  # by user
+        self._forwarders: dict[int, Forwarder] = {}
+        self._scripts = Scripts("")
+        self._paused = False
+
+    async def start(self) -> None:
+        """See `Sandbox.start`."""
+        self._client = connect(self._engine.address, self._engine.api_version)
+        await self._own.remove_dropped(self._client)
+        await self._bring_up()
+
+    async def reset(self) -> None:
+        """See `Sandbox.reset`."""
+        await self.thaw()
+        shell = self._shells.pop(self.spec.user, None)
+        await self._close_others()
+        if shell is not None:
+            if self._plan.guarded and await shell.reset(self._plan.emptied, _RESET_PATIENCE_S):
+                self._shells[self.spec.user] = shell
+                return
+            await shell.close()
+        old = self._name
+        await self._kill(old)
+        await self._bring_up()
+        self._in_background(self._remove(old))
+
+    async def end(self) -> None:
+        """See `Sandbox.end`."""
+        for shell in self._shells.values():
+            await shell.close()
+        self._shells.clear()
+        await self._close_others()
+        if self._client is None:
+            return
+        while self._work:  # a container may just be coming into being
+            await asyncio.wait(set(self._work))
+        if self._paused:
+            with contextlib.suppress(ResourceError):
+                await self.thaw()
+        for name in list(self._made):
+            await self._remove(name)
+        await self._own.remove_dropped(self._client)
+        await self._client.close()
+        self._client = None
+
+    @property
+    def alive(self) -> bool:
+        """See `Sandbox.alive`."""
+        shell = self._shells.get(self.spec.user)
+        return shell is not None and not shell.dead
+
+    async def run(self, command: Command, timeout: float) -> Outcome:
+        """See `Sandbox.run`."""
+        return await (await self._shell_of(command.user or self.spec.user)).run(command, timeout)
+
+    async def freeze(self) -> None:
+        """See `Sandbox.freeze`."""
+        if not self._paused:
+            self._paused = True
+            for shell in self._shells.values():
+                shell.stop_clocks()
+            async with calling(f"Pausing the container {self._name}"):
+                await self._container().pause()
+
+    async def thaw(self) -> None:
+        """See `Sandbox.thaw`."""
+        if self._paused:
+            state = await self._state()
+            if state.get("Paused"):
+                async with calling(f"Unpausing the container {self._name}"):
+                    await self._container().unpause()
+            for shell in self._shells.values():
+                shell.start_clocks()
+            self._paused = False
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """See `Sandbox.port`."""
+        if inside not in self._forwarders:
+            self._forwarders[inside] = Forwarder(inside, self._open_as_agent)
+            await self._forwarders[inside].start()
+        return self._forwarders[inside].address
+
+    async def fork(self) -> SnapshotImage:
+        """See `Sandbox.fork`. What the agent may write to is in memory, and comes into the image as an archive."""
+        assert self._client is not None
+        container = self._name
+        if self._plan.writable:
+            container = f"{self._name}-fork-{next(self._numbers)}"
+            self._made.add(container)
+            with tempfile.TemporaryFile() as archive:
+                await pack_state(await self._open(pack_words(self._plan.writable), "root"), archive)
+                await self._whole(self._create(container, {"Image": self._plan.image, "Cmd": KEEPER}))
+                async with calling(f"Filling the container {container}"):
+                    await self._client.containers.container(container).put_archive("/", archive)  # type: ignore[no-untyped-call]
+        name = await self._own.commit(self._client, self._engine.address, container)
+        if container != self._name:
+            await self._remove(container)
+        return self._forked(replace(self._plan.facts, prepared=name))
+
+    # --- bringing up ------------------------------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        name = self._name = f"agentfly-{self.instance}-{next(self._numbers)}"
+        self._made.add(name)
+        self._scripts = Scripts(secrets.token_hex(12))
+        body = self._plan.body(labels(self.instance))
+        try:
+            await self._whole(self._create(name, body))
+            async with calling(f"Starting the container {name}"):
+                container = self._container()
+                attached = container.attach(stdin=True, stdout=True, stderr=True)
+                await attached.__aenter__()
+                stream = EngineStream(attached)
+                await container.start()
+            shell = self._shells[self.spec.user] = StreamShell(
+                stream,
+                self._scripts,
+                self._open_as_agent,
+                workdir=self.spec.workdir,
+                describe_end=self._describe_end,
+            )
+            await shell.begin(self._plan.keeper(self._scripts))
+        except ResourceError as error:
+            raise ResourceStartError(f"The sandbox {self.instance} did not come up. {error}") from error
+
+    async def _create(self, name: str, body: dict[str, Any]) -> None:
+        assert self._client is not None
+        async with calling(f"Creating the container {name}"):
+            await self._client.containers.create(body, name=name)
+
+    async def _shell_of(self, user: str) -> StreamShell:
+        """The shell of a user; one for another user than the spec's is started when it is needed."""
+        shell = self._shells.get(user)
+        if shell is not None and not (shell.dead and user != self.spec.user):
+            return shell
+        if user == self.spec.user:
+            raise ResourceDied(f"The sandbox {self.instance} is not running.")
+        scripts = Scripts(secrets.token_hex(12))
+
+        async def open_stream(words: Sequence[str]) -> EngineStream:
+            return await self._open(words, user)
+
+        shell = self._shells[user] = StreamShell(
+            await open_stream(KEEPER),
+            scripts,
+            open_stream,
+            workdir=self.spec.workdir,
+            describe_end=self._describe_end,
+            first=False,
+            files_from=_FILES_OF_OTHERS,
+        )
+        await asyncio.wait_for(shell.begin(scripts.keeper()), _RESET_PATIENCE_S)
+        return shell
+
+    async def _open_as_agent(self, words: Sequence[str]) -> EngineStream:
+        return await self._open(words, self.spec.user)
+
+    async def _open(self, words: Sequence[str], user: str) -> EngineStream:
+        """Run a program in the container, with a stream of its own, as a user without any capability."""
+        guarded_root = self._plan.guarded and user == "root"
+        command = [*(drop_words(ROOT) if guarded_root else []), *words]
+        async with calling(f"Running a program in the container {self._name}"):
+            execution = await self._container().exec(
+                command, stdin=True, user=ROOT if user == "root" else AGENT, workdir=self.spec.workdir
+            )
+            attached = execution.start(detach=False)
+            await attached.__aenter__()
+        return EngineStream(attached)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    async def _kill(self, name: str) -> None:
+        """Kill what runs in a container. Fine if nothing does."""
+        assert self._client is not None
+        with contextlib.suppress(ResourceError):
+            async with calling(f"Killing the container {name}"):
+                await self._client.containers.container(name).kill()
+
+    async def _remove(self, name: str) -> None:
+        assert self._client is not None
+        await remove_container(self._client, name)
+        self._made.discard(name)
+
+    async def _close_others(self) -> None:
+        """Let go of what is there beside the shell of the spec's user."""
+        for forwarder in self._forwarders.values():
+            await forwarder.close()
+        self._forwarders.clear()
+        others = [user for user in self._shells if user != self.spec.user]
+        for user in others:
+            await self._shells.pop(user).close()
+
+    async def _describe_end(self) -> str:
+        state = await self._state()
+        if not state:
+            return f"its container {self._name} was removed"
+        if state.get("Running"):
+            return f"the stream to its container {self._name} broke"
+        if state.get("OOMKilled"):
+            return f"it was killed whole over its memory limit of {self.spec.memory_limit} bytes"
+        return f"its container {self._name} ended with exit code {state.get('ExitCode')} {state.get('Error') or ''}"
+
+    async def _state(self) -> dict[str, Any]:
+        async with calling(f"Asking for the container {self._name}"):
+            shown = await self._container().show()
+        state: dict[str, Any] = shown.get("State", {})
+        return state
+
+    # --- the engine -------------------------------------------------------------------------------------------------
+
+    def _container(self) -> DockerContainer:
+        if self._client is None:
+            raise ResourceDied(f"The sandbox {self.instance} is not running.")
+        return self._client.containers.container(self._name)
+
+    async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what must be known to be done or not: a caller that is cancelled leaves, the work goes on."""
+        task = self._in_background(work)
+        await asyncio.shield(task)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._work.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("%s: %s", self.instance, error)

@@ -1,0 +1,67 @@
+"""The files that a sandbox has in memory, as an archive in the image of its fork."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from typing import BinaryIO
+
+from agentfly.errors import ResourceError
+from agentfly.resources.containers.stream_shell.stream import Stream
+
+STATE = ".agentfly.tar"
+"""Where the keeper finds it, below the root."""
+_LIMIT_S = 120.0
+# All processes stand still meanwhile, so that it is of one moment.
+_PACK = """
+kill -STOP -1
+command -p tar -C / --numeric-owner --one-file-system --exclude=./.agentfly.tar -cf - -- "$@"
+code=$?
+kill -CONT -1
+printf 'ended %s' "$code" >&2
+"""
+
+
+def pack_words(directories: Iterable[str]) -> list[str]:
+    """The command line, for root inside, of what writes the archive."""
+    return ["/bin/bash", "-c", _PACK, "bash", *(path.lstrip("/") for path in directories)]
+
+
+async def pack_state(stream: Stream, target: BinaryIO) -> None:
+    """Write to a file what an engine unpacks to `STATE`, from the stream of `pack_words`.
+
+    Raises:
+        ResourceError: it could not be read in full.
+    """
+    with tempfile.TemporaryFile() as inner:
+        said = b""
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                while (piece := await stream.read()) is not None:
+                    output, data = piece
+                    if output == 1:
+                        await asyncio.to_thread(inner.write, data)
+                    else:
+                        said = (said + data)[-4096:]
+        except TimeoutError:
+            said += f" (given up after {_LIMIT_S:g} s)".encode()
+        finally:
+            await stream.close()
+        if not said.endswith((b"ended 0", b"ended 1")):  # 1: sockets were left out, which no archive has
+            raise ResourceError(
+                f"The files of a sandbox could not be copied for its fork: {said.decode(errors='replace')}"
+            )
+        size = inner.tell()
+        inner.seek(0)
+        await asyncio.to_thread(_wrap, inner, size, target)
+
+
+def _wrap(inner: BinaryIO, size: int, target: BinaryIO) -> None:
+    entry = tarfile.TarInfo(STATE)
+    entry.size, entry.mode = size, 0o600
+    with tarfile.open(fileobj=target, mode="w") as outer:
+        outer.addfile(entry, inner)
+    target.seek(0, io.SEEK_SET)

@@ -1,0 +1,3 @@
+# Holds outputs open for commands, until its input ends.
+printf '@MARK@o %s\n' "$$"
+read -r -d ''

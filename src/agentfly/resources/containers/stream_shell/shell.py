@@ -1,0 +1,442 @@
+"""StreamShell: the shell of a sandbox that is reached by streams alone.
+
+One stream leads to a keeper inside, which takes requests and starts commands; a session bash runs most of them in
+itself. What a command prints comes out of a stream that is its own meanwhile: of the keeper's, or of another that is
+opened when it is needed, kept, and used by the next. Its end is reported on these outputs too, so nobody waits for
+theirs. A stream that somebody whom a command left behind may still write to serves no other command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+
+from agentfly.errors import ResourceDied, ResourceError
+from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.stream_shell.channel import Channel
+from agentfly.resources.containers.stream_shell.request import NO_INPUT, pieces, request
+from agentfly.resources.containers.stream_shell.running import Running
+from agentfly.resources.containers.stream_shell.scripts import Scripts
+from agentfly.resources.containers.stream_shell.stream import Stream
+
+_KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
+_RESTART_GRACE_S = 5.0
+_OPEN_PATIENCE_S = 30.0
+_REPORT_PATIENCE_S = 5.0
+_HELD = 8  # streams that others may still write to, kept open so that printing does not fail for them
+
+Open = Callable[[Sequence[str]], Awaitable[Stream]]
+"""Runs a program inside, as the user whose shell it is, with a stream of its own."""
+
+
+class StreamShell:
+    """The host's side of such a shell.
+
+    What arrives from inside is read, and never trusted: a forged report can make up the end of a command, or its exit
+    code; it cannot reach beyond the sandbox, nor hold anybody up.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        scripts: Scripts,
+        open_stream: Open,
+        *,
+        workdir: str,
+        describe_end: Callable[[], Awaitable[str]],
+        first: bool = True,
+        files_from: int = 1,
+    ) -> None:
+        """Attach to a keeper.
+
+        Args:
+            stream: the keeper's.
+            scripts: those that the keeper runs.
+            open_stream: runs another program inside.
+            workdir: where a session begins.
+            describe_end: says why the stream has ended, for people.
+            first: whether the keeper is process 1 inside, which takes over the processes whose parents have ended.
+            files_from: the first number for the files of commands, where several shells share a place. Those that are
+                not the first run commands with a process of their own alone.
+        """
+        self._scripts = scripts
+        self._open = open_stream
+        self._workdir = workdir
+        self._describe_end = describe_end
+        self._files_from = files_from
+        self._orphans = "1" if first else "-"
+        self._numbers = itertools.count(1)
+        self._running: dict[int, Running] = {}
+        self._turn = asyncio.Lock()  # the session takes one command at a time
+        self._kills: set[asyncio.Task[None]] = set()
+        self._ready = asyncio.Event()  # there is a session
+        self._reset_done: asyncio.Future[bool] | None = None
+        self._keeper = self._dispatcher = self._session = 0  # process ids inside
+        self._spared = ""  # children of the session and of process 1 when its last command ended
+        self._oom_kills = 0
+        self._served = False  # the session has finished a command since it began
+        self._died_of: str | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._main = Channel(stream, scripts.mark, self._report, self._closed)
+        self._others: list[Channel] = []
+
+    async def begin(self, keeper: bytes) -> None:
+        """Tell the keeper what to do, and wait for its session to take commands.
+
+        Raises:
+            ResourceDied: the sandbox ended.
+        """
+        with contextlib.suppress(OSError):  # its end is noticed
+            await self._main.write(keeper)
+        await self._ready.wait()
+        await self._check()
+
+    @property
+    def dead(self) -> bool:
+        """Whether the sandbox takes no more commands, as far as is known."""
+        return self._died_of is not None or self._main.ended
+
+    async def run(self, command: Command, timeout: float) -> Outcome:
+        """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
+
+        Raises:
+            ResourceDied: the sandbox ended before the command did, or the way to it is broken.
+        """
+        if command.own_process:
+            return await self._run(command, timeout)
+        async with self._turn:
+            return await self._run(command, timeout)
+
+    async def reset(self, directories: Sequence[str], patience_s: float) -> bool:
+        """Kill every process inside, empty the directories, and begin a new session.
+
+        Returns:
+            Whether nothing is left of before. If not, the sandbox is of no more use.
+        """
+        if self.dead or self._turn.locked() or self._running or self._kills:
+            return False
+        others, self._others = self._others, []
+        await asyncio.gather(*(channel.close() for channel in others))
+        self._reset_done = asyncio.get_running_loop().create_future()
+        self._ready.clear()
+        try:
+            async with asyncio.timeout(patience_s):
+                data = "\n".join(directories).encode("utf-8", "surrogateescape")
+                await self._main.write(request(self._scripts.nonce, "r", data=data))
+                if not await self._reset_done:
+                    return False
+                await self._ready.wait()
+        except (TimeoutError, OSError):
+            return False
+        finally:
+            self._reset_done = None
+        self._main.held = False
+        self._spared, self._served = "", False
+        return not self.dead
+
+    def stop_clocks(self) -> None:
+        """Let time stand still for the commands under way."""
+        for running in self._running.values():
+            running.stop_clock()
+
+    def start_clocks(self) -> None:
+        """Let time go on for the commands under way."""
+        for running in self._running.values():
+            running.start_clock()
+
+    async def close(self, cause: str = "it was released or reset") -> None:
+        """Let go of the sandbox, which is about to end or has."""
+        self._die(cause)
+        if self._ending is not None:
+            self._ending.cancel()
+        await asyncio.gather(*(channel.close() for channel in (self._main, *self._others)))
+
+    # --- one command ------------------------------------------------------------------------------------------------
+
+    async def _run(self, command: Command, timeout: float) -> Outcome:
+        if self._kills:  # the end of a command whose caller has left
+            await asyncio.wait(self._kills)
+        await self._check()
+        files = {running.file for running in self._running.values()}
+        file = next(n for n in itertools.count(self._files_from) if n not in files) if command.own_process else 0
+        running = Running(next(self._numbers), command, file)
+        running.spared, running.kills = self._spared, self._oom_kills
+        self._running[running.number] = running
+        channel = None
+        try:
+            channel = await self._channel(running)
+            code = await self._carry_out(running, command, channel, timeout)
+        finally:
+            self._running.pop(running.number)
+            if channel is not None:
+                if not running.ended.is_set():
+                    channel.held = True
+                channel.running = None
+        await self._check()
+        kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.kills)
+        return running.outcome(code, kills_before)
+
+    async def _carry_out(self, running: Running, command: Command, channel: Channel, timeout: float) -> int | None:
+        """Start a command and wait for its end; None if it had to be killed because it ran out of time."""
+        running.limit(timeout)
+        sending = asyncio.create_task(self._send(running, command, channel))
+        try:
+            code = await running.waiter
+            if code is None:
+                await asyncio.shield(self._begin_kill(running, channel))
+        except asyncio.CancelledError:
+            if not running.ended.is_set():
+                self._begin_kill(running, channel)
+            raise
+        finally:
+            running.stop_clock()
+            sending.cancel()
+        return code
+
+    async def _send(self, running: Running, command: Command, channel: Channel) -> None:
+        source, stdin = command.source, NO_INPUT
+        if before := command.preparation:
+            source = b"( %s\n%s\n)" % (before, source)
+        try:
+            if command.stdin is not None:
+                stdin = f"{self._scripts.place}/{running.file}.in"
+                await self._ask("n", argument=running.file)
+                for piece in pieces(command.stdin):
+                    await self._ask("i", argument=running.file, data=piece)
+            await self._ask(
+                "p" if running.own_process else "s",
+                number=running.number,
+                argument=running.file,
+                holder=channel.holder,
+                known=(self._keeper, self._dispatcher, self._session),
+                stdin=stdin,
+                data=source,
+            )
+        except OSError as error:
+            self._die(f"its shell takes no more commands ({error})")
+
+    async def _ask(
+        self,
+        kind: str,
+        *,
+        number: int = 0,
+        argument: object = 0,
+        holder: object = 0,
+        known: Sequence[int | str] = (),
+        stdin: str = NO_INPUT,
+        data: bytes = b"",
+    ) -> None:
+        asked = request(
+            self._scripts.nonce,
+            kind,
+            number=number,
+            argument=argument,
+            holder=holder,
+            known=known,
+            stdin=stdin,
+            data=data,
+        )
+        await self._main.write(asked)
+
+    async def _check(self) -> None:
+        if self._died_of is None and self._ending is not None:
+            await asyncio.wait({self._ending})
+        if self._died_of is not None:
+            raise ResourceDied(f"The sandbox is gone: {self._died_of}.")
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    async def _channel(self, running: Running) -> Channel:
+        """A channel that nobody has, for a command."""
+        for channel in (self._main, *self._others):
+            if channel.free:
+                channel.running = running
+                return channel
+        held = [channel for channel in self._others if channel.held]
+        for channel in held[: max(0, len(held) - _HELD + 1)]:
+            self._others.remove(channel)
+            await channel.close()
+        try:
+            async with asyncio.timeout(_OPEN_PATIENCE_S):
+                stream = await self._open(self._scripts.holder())
+                channel = Channel(stream, self._scripts.mark, self._report, self._closed)
+                channel.running = running
+                self._others.append(channel)
+                await channel.ready.wait()
+        except TimeoutError:
+            raise ResourceError(
+                f"Another stream to the sandbox could not be opened within {_OPEN_PATIENCE_S:g} s."
+            ) from None
+        await self._check()
+        if channel.ended:
+            raise ResourceError("Another stream to the sandbox was opened, and ended at once.")
+        return channel
+
+    def _closed(self, channel: Channel) -> None:
+        if channel is self._main:
+            if self._died_of is None and self._ending is None:
+                self._ending = asyncio.create_task(self._find_cause())
+            return
+        if channel in self._others:
+            self._others.remove(channel)
+        if (running := channel.running) is not None and running.own_process:
+            running.finish(137)
+
+    async def _find_cause(self) -> None:
+        try:
+            async with asyncio.timeout(_REPORT_PATIENCE_S):
+                cause = await self._describe_end()
+        except Exception as error:
+            cause = f"the stream to it ended, and why could not be asked ({type(error).__name__}: {error})"
+        self._die(cause)
+
+    def _die(self, cause: str) -> None:
+        if self._died_of is None:
+            self._died_of = cause
+        self._ready.set()
+        if self._reset_done is not None and not self._reset_done.done():
+            self._reset_done.set_result(False)
+        for running in self._running.values():
+            running.finish(137)
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def _report(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
+        try:
+            match word:  # the keeper's reports come on its own stream alone
+                case "b" | "d":
+                    self._command_reported(channel, output, word, words)
+                case "o" if channel is not self._main and not channel.ready.is_set():
+                    channel.holder = int(words[0])
+                    channel.ready.set()
+                case "h" if channel is self._main:
+                    self._session, self._served = int(words[0]), False
+                    channel.ready.set()
+                    self._ready.set()
+                case "f" if channel is self._main:
+                    self._dispatcher_began(*map(int, words))
+                case "e" if channel is self._main and self._reset_done is None:
+                    self._session_ended(int(words[0]), kept=words[1] == "1")
+                case "r" if channel is self._main and self._reset_done is not None:
+                    if not self._reset_done.done():
+                        self._reset_done.set_result(words == ["0"])
+        except (ValueError, IndexError, TypeError):
+            return  # not one of ours
+
+    def _command_reported(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
+        running = channel.running
+        if running is None or running.number != int(words[0]):
+            return
+        if word == "b":
+            running.begun = True
+            return
+        code = 0
+        if output == 1:
+            code = int(words[1])
+            if code not in range(256):
+                return
+            channel.held = words[2] != "0"
+            running.kills = int(words[3])
+            if not running.own_process:
+                self._served = True
+                self._spared = " ".join(words[4:])
+        running.reported(output, code)
+
+    def _dispatcher_began(self, keeper: int, dispatcher: int) -> None:
+        again = self._dispatcher != 0 and self._reset_done is None
+        self._keeper, self._dispatcher = keeper, dispatcher
+        if again:  # what waits for a process of its own may have gone with the one before
+            for running in self._running.values():
+                if running.own_process:
+                    asyncio.get_running_loop().call_later(1.0, running.finish, 137)
+
+    def _session_ended(self, code: int, *, kept: bool) -> None:
+        self._ready.clear()
+        self._session = 0
+        for channel in (self._main, *self._others):
+            running = channel.running
+            if running is not None and running.begun and not running.own_process and not running.ended.is_set():
+                if not kept:
+                    running.lost = (
+                        f"the shell was started anew in {self._workdir}; its variables and functions are lost"
+                    )
+                # the next session says when all that was printed has come
+                task = asyncio.create_task(self._finish_by_request(running, channel, code))
+                self._kills.add(task)
+                task.add_done_callback(self._kills.discard)
+
+    async def _finish_by_request(self, running: Running, channel: Channel, code: int) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            known = (self._keeper, self._dispatcher)
+            await self._ask("e", number=running.number, argument=code, holder=channel.holder, known=known)
+            await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
+        running.finish(code)
+
+    # --- ending a command -------------------------------------------------------------------------------------------
+
+    def _begin_kill(self, running: Running, channel: Channel) -> asyncio.Task[None]:
+        kill = self._kill_alone(running) if running.own_process else self._kill_in_session(running, channel)
+        task = asyncio.create_task(self._kill(kill))
+        self._kills.add(task)
+        task.add_done_callback(self._kills.discard)
+        return task
+
+    async def _kill(self, kill: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(4 * _RESTART_GRACE_S):
+                await kill
+        except (OSError, TimeoutError) as error:
+            self._die(f"a command could not be killed in it, so that the way to it may be broken ({error!r})")
+
+    async def _kill_in_session(self, running: Running, channel: Channel) -> None:
+        """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
+        session, keep = self._session, running.begun and self._served
+        channel.running = running
+        signals = ("TERM", "KILL") if keep else ("KILL",)
+        for signal in signals:
+            if session and not running.ended.is_set():
+                self._ready.clear()
+                await self._ask(
+                    "k",
+                    number=session,
+                    argument=signal,
+                    holder=self._orphans,
+                    known=(self._keeper, self._dispatcher, running.spared),
+                )
+            if await self._restarted(_KEEP_GRACE_S if signal == "TERM" else _RESTART_GRACE_S):
+                break
+        else:
+            await self._kill_everything()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
+        channel.running = None
+
+    async def _kill_everything(self) -> None:
+        """Kill all but process 1, for whatever holds up the keeper. Its dispatcher and its session then begin anew."""
+        async with asyncio.timeout(_RESTART_GRACE_S):
+            stream = await self._open(["/bin/bash", "-c", "kill -KILL -1"])
+            try:
+                while await stream.read() is not None:
+                    pass
+            finally:
+                await stream.close()
+        if not await self._restarted(_RESTART_GRACE_S):
+            self._die("its shell does not come back")
+
+    async def _kill_alone(self, running: Running) -> None:
+        """Kill a command that has a process of its own."""
+        known = (self._keeper, self._dispatcher, self._session, self._spared)
+        await self._ask("q", number=running.number, holder=self._orphans, known=known)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
+        if not running.ended.is_set():
+            self._die("a command could not be killed in it, so that the way to it may be broken")
+
+    async def _restarted(self, patience_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._ready.wait(), patience_s)
+        except TimeoutError:
+            return False
+        return True

@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.errors import ResourceDied
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.stream_shell.channel import Channel
+from agentfly.resources.containers.stream_shell.channels import Channels, Open
 from agentfly.resources.containers.stream_shell.request import NO_INPUT, pieces, request
 from agentfly.resources.containers.stream_shell.running import Running
 from agentfly.resources.containers.stream_shell.scripts import Scripts
@@ -23,12 +25,7 @@ from agentfly.resources.containers.stream_shell.stream import Stream
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
-_OPEN_PATIENCE_S = 30.0
 _REPORT_PATIENCE_S = 5.0
-_HELD = 8  # streams that others may still write to, kept open so that printing does not fail for them
-
-Open = Callable[[Sequence[str]], Awaitable[Stream]]
-"""Runs a program inside, as the user whose shell it is, with a stream of its own."""
 
 
 class StreamShell:
@@ -79,8 +76,8 @@ class StreamShell:
         self._served = False  # the session has finished a command since it began
         self._died_of: str | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._main = Channel(stream, scripts.mark, self._report, self._closed)
-        self._others: list[Channel] = []
+        self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed)
+        self._main = self._channels.main
 
     async def begin(self, keeper: bytes) -> None:
         """Tell the keeper what to do, and wait for its session to take commands.
@@ -117,8 +114,7 @@ class StreamShell:
         """
         if self.dead or self._turn.locked() or self._running or self._kills:
             return False
-        others, self._others = self._others, []
-        await asyncio.gather(*(channel.close() for channel in others))
+        await self._channels.close_others()
         self._reset_done = asyncio.get_running_loop().create_future()
         self._ready.clear()
         try:
@@ -151,7 +147,7 @@ class StreamShell:
         self._die(cause)
         if self._ending is not None:
             self._ending.cancel()
-        await asyncio.gather(*(channel.close() for channel in (self._main, *self._others)))
+        await self._channels.close()
 
     # --- one command ------------------------------------------------------------------------------------------------
 
@@ -166,7 +162,7 @@ class StreamShell:
         self._running[running.number] = running
         channel = None
         try:
-            channel = await self._channel(running)
+            channel = await self._channels.take(running)
             code = await self._carry_out(running, command, channel, timeout)
         finally:
             self._running.pop(running.number)
@@ -217,28 +213,8 @@ class StreamShell:
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
-    async def _ask(
-        self,
-        kind: str,
-        *,
-        number: int = 0,
-        argument: object = 0,
-        holder: object = 0,
-        known: Sequence[int | str] = (),
-        stdin: str = NO_INPUT,
-        data: bytes = b"",
-    ) -> None:
-        asked = request(
-            self._scripts.nonce,
-            kind,
-            number=number,
-            argument=argument,
-            holder=holder,
-            known=known,
-            stdin=stdin,
-            data=data,
-        )
-        await self._main.write(asked)
+    async def _ask(self, kind: str, **fields: Any) -> None:
+        await self._main.write(request(self._scripts.nonce, kind, **fields))
 
     async def _check(self) -> None:
         if self._died_of is None and self._ending is not None:
@@ -246,43 +222,11 @@ class StreamShell:
         if self._died_of is not None:
             raise ResourceDied(f"The sandbox is gone: {self._died_of}.")
 
-    # --- streams ----------------------------------------------------------------------------------------------------
+    # --- the end of the sandbox -------------------------------------------------------------------------------------
 
-    async def _channel(self, running: Running) -> Channel:
-        """A channel that nobody has, for a command."""
-        for channel in (self._main, *self._others):
-            if channel.free:
-                channel.running = running
-                return channel
-        held = [channel for channel in self._others if channel.held]
-        for channel in held[: max(0, len(held) - _HELD + 1)]:
-            self._others.remove(channel)
-            await channel.close()
-        try:
-            async with asyncio.timeout(_OPEN_PATIENCE_S):
-                stream = await self._open(self._scripts.holder())
-                channel = Channel(stream, self._scripts.mark, self._report, self._closed)
-                channel.running = running
-                self._others.append(channel)
-                await channel.ready.wait()
-        except TimeoutError:
-            raise ResourceError(
-                f"Another stream to the sandbox could not be opened within {_OPEN_PATIENCE_S:g} s."
-            ) from None
-        await self._check()
-        if channel.ended:
-            raise ResourceError("Another stream to the sandbox was opened, and ended at once.")
-        return channel
-
-    def _closed(self, channel: Channel) -> None:
-        if channel is self._main:
-            if self._died_of is None and self._ending is None:
-                self._ending = asyncio.create_task(self._find_cause())
-            return
-        if channel in self._others:
-            self._others.remove(channel)
-        if (running := channel.running) is not None and running.own_process:
-            running.finish(137)
+    def _main_closed(self) -> None:
+        if self._died_of is None and self._ending is None:
+            self._ending = asyncio.create_task(self._find_cause())
 
     async def _find_cause(self) -> None:
         try:
@@ -355,7 +299,7 @@ class StreamShell:
     def _session_ended(self, code: int, *, kept: bool) -> None:
         self._ready.clear()
         self._session = 0
-        for channel in (self._main, *self._others):
+        for channel in self._channels:
             running = channel.running
             if running is not None and running.begun and not running.own_process and not running.ended.is_set():
                 if not kept:

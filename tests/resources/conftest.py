@@ -173,3 +173,30 @@ def eventually() -> Callable[[Callable[[], bool]], Coroutine[Any, Any, None]]:
                 await asyncio.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def name() -> Callable[[], str]:
+    """Makes names of instances that nobody else has."""
+    return lambda: f"test-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture(scope="module", params=["best", "user"])
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """Bubblewrap's best tier on this machine, and the one of an ordinary user without control groups."""
+    made = make_launcher() if request.param == "best" else make_launcher(Tier.USER, cgroups=False)
+    if not isinstance(made, Launcher):
+        pytest.skip(" ".join(made.missing))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def box(request: pytest.FixtureRequest, name: Callable[[], str]) -> AsyncIterator[Container]:
+    """A box of the module's `SPEC` on the best backend."""
+    made = Container(request.module.SPEC, name())
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.release()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -17,42 +14,7 @@ from agentfly.resources.containers.spec import ContainerSpec
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
-_numbers = itertools.count()
 SPEC = ContainerSpec(memory="256MiB", pids=64)
-
-
-def name() -> str:
-    return f"test-{os.getpid()}-{next(_numbers)}"
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Container]:
-    box = Container(SPEC, name())
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.release()
-
-
-def processes_with(marker: str) -> list[int]:
-    """The host's processes that have the marker in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if marker.encode() in command and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  (what is waited for happens in other processes)
-            await asyncio.sleep(0.01)
 
 
 # --- the session ------------------------------------------------------------------------------------------------------
@@ -65,7 +27,7 @@ async def test_directory_variables_and_functions_last_from_one_command_to_the_ne
     assert result.exit_code == 0
 
 
-async def test_a_command_begins_in_the_workdir() -> None:
+async def test_a_command_begins_in_the_workdir(name: Callable[[], str]) -> None:
     box = Container(ContainerSpec(workdir="/srv/job"), name())
     try:
         await box.start()
@@ -179,7 +141,11 @@ async def test_many_commands_at_once_each_get_their_own_output(box: Container) -
     [("sleep 7301 & echo done", "done\n"), ("setsid sleep 7301 >/dev/null & echo hi", "hi\n")],
 )
 async def test_a_child_left_behind_holds_no_call_open_and_is_gone_at_release(
-    box: Container, command: str, output: str
+    box: Container,
+    command: str,
+    output: str,
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
 ) -> None:
     result = await box.run(command, timeout=30)
     assert (result.stdout, result.timed_out) == (output, False)
@@ -194,7 +160,11 @@ async def test_what_a_child_left_behind_prints_later_is_in_nobodys_output_and_do
     assert (result.stdout, result.stderr) == ("mine\nsurvived\n", "")
 
 
-async def test_a_timeout_kills_all_that_the_command_started_and_keeps_the_session(box: Container) -> None:
+async def test_a_timeout_kills_all_that_the_command_started_and_keeps_the_session(
+    box: Container,
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     await box.run("cd /tmp; X=5; sleep 7302 & disown")
     result = await box.run("Y=6; sleep 7303 & (setsid sleep 7303 &); sleep 7303; touch /tmp/went-on", timeout=0.5)
     assert (result.timed_out, result.exit_code, result.killed_by) == (True, 124, "timeout")
@@ -212,7 +182,11 @@ async def test_a_timeout_ends_what_the_shell_itself_does(box: Container, command
     assert (await box.run("pwd")).stdout == "/tmp\n"
 
 
-async def test_a_timeout_ends_a_command_with_a_process_of_its_own(box: Container) -> None:
+async def test_a_timeout_ends_a_command_with_a_process_of_its_own(
+    box: Container,
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     result = await box.run("sleep 7304 & sleep 7304", timeout=0.5, new_process=True)
     assert result.timed_out
     await eventually(lambda: processes_with("7304") == [])
@@ -224,7 +198,12 @@ async def test_output_before_a_timeout_is_kept(box: Container) -> None:
 
 
 @pytest.mark.parametrize("new_process", [False, True])
-async def test_cancelling_a_call_ends_its_command(box: Container, new_process: bool) -> None:
+async def test_cancelling_a_call_ends_its_command(
+    box: Container,
+    new_process: bool,
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     await box.run("X=5")
     call = asyncio.create_task(box.run("sleep 7306", new_process=new_process))
     await eventually(lambda: processes_with("7306") != [])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,8 @@ from agentfly.resources.containers.spec import ContainerSpec
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
-_numbers = itertools.count()
 SPEC = ContainerSpec(memory="256MiB", pids=128)
 HUGE = b"x" * 80_000_000
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Container]:
-    box = Container(SPEC, f"hostile-{os.getpid()}-{next(_numbers)}")
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.release()
 
 
 def exchanged(box: Container) -> list[str]:

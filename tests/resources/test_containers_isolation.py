@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -33,20 +33,6 @@ _numbers = itertools.count()
 SPEC = ContainerSpec(memory="128MiB", disk="32MiB", pids=64)
 
 
-def name() -> str:
-    return f"isolated-{os.getpid()}-{next(_numbers)}"
-
-
-@pytest.fixture(scope="module", params=["best", "user"])
-def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """The best tier of this machine, and the one of an ordinary user without control groups."""
-    made = make_launcher() if request.param == "best" else make_launcher(Tier.USER, cgroups=False)
-    if not isinstance(made, Launcher):
-        pytest.skip(" ".join(made.missing))
-    yield made
-    made.close()
-
-
 @pytest.fixture
 async def box(launcher: Launcher) -> AsyncIterator[Container]:
     async with started(SPEC, launcher) as box:
@@ -55,7 +41,7 @@ async def box(launcher: Launcher) -> AsyncIterator[Container]:
 
 @asynccontextmanager
 async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Container]:
-    box = Container(spec, name(), backend=Bubblewrap(launcher))
+    box = Container(spec, f"isolated-{os.getpid()}-{next(_numbers)}", backend=Bubblewrap(launcher))
     try:
         await box.start()
         yield box
@@ -248,7 +234,7 @@ async def test_a_full_disk_costs_neither_the_session_nor_the_container(box: Cont
     assert (await box.run("echo alive")).stdout == "alive\n"
 
 
-async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher) -> None:
+async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher, name: Callable[[], str]) -> None:
     spec = ContainerSpec(cpus=0.5)
     if not launcher.capabilities.cpus:
         with pytest.raises(PrerequisiteError, match="Leave it out"):

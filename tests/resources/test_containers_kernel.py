@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
-import os
 import platform
 import shlex
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from agentfly.resources.containers.bubblewrap import launcher as launching
 from agentfly.resources.containers.bubblewrap import seccomp
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import Tier
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
@@ -33,7 +30,6 @@ pytestmark = [
 filtered = pytest.mark.skipif(not probe().filtered, reason="no filter of system calls here")
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86_64")
 
-_numbers = itertools.count()
 PYTHON = "/usr/bin/python3"
 KEYCTL, ADD_KEY = (250, 248) if platform.machine() == "x86_64" else (219, 217)
 CALL = f"""
@@ -49,27 +45,13 @@ def find_key(name):
 """
 
 
-def name() -> str:
-    return f"kernel-{os.getpid()}-{next(_numbers)}"
-
-
 def python(source: str) -> str:
     """A command that runs Python source, which can use `CALL`."""
     return f"{PYTHON} -c {shlex.quote(CALL + source)}"
 
 
-@pytest.fixture(scope="module", params=["best", "user"])
-def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """The best tier of this machine, and the one of an ordinary user without control groups."""
-    made = make_launcher() if request.param == "best" else make_launcher(Tier.USER, cgroups=False)
-    if not isinstance(made, Launcher):
-        pytest.skip(" ".join(made.missing))
-    yield made
-    made.close()
-
-
 @pytest.fixture
-async def box(launcher: Launcher) -> AsyncIterator[Container]:
+async def box(launcher: Launcher, name: Callable[[], str]) -> AsyncIterator[Container]:
     box = Container(ContainerSpec(), name(), backend=Bubblewrap(launcher))
     try:
         await box.start()
@@ -230,7 +212,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_key_of_the_hosts_login_is_not_found_inside_even_without_a_filter() -> None:
+async def test_a_key_of_the_hosts_login_is_not_found_inside_even_without_a_filter(name: Callable[[], str]) -> None:
     look = python('print(find_key(b"mysecret"))') + "; cat /proc/keys"
     command = [sys.executable, "-c", IN_A_LOGIN, name(), look]
     ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
@@ -240,7 +222,7 @@ async def test_a_key_of_the_hosts_login_is_not_found_inside_even_without_a_filte
 
 
 async def test_a_key_of_one_box_is_not_seen_in_another_even_without_a_filter(
-    monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+    monkeypatch: pytest.MonkeyPatch, launcher: Launcher, name: Callable[[], str]
 ) -> None:
     monkeypatch.setattr(launcher, "_filters", False)
     boxes = [Container(ContainerSpec(), name(), backend=Bubblewrap(launcher)) for _ in range(2)]

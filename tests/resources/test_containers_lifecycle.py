@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -25,36 +24,7 @@ from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
-_numbers = itertools.count()
 SPEC = ContainerSpec(memory="256MiB", pids=64)
-
-
-def name() -> str:
-    return f"life-{os.getpid()}-{next(_numbers)}"
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Container]:
-    box = Container(SPEC, name())
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.release()
-
-
-def processes_with(marker: str) -> list[int]:
-    """The host's processes that have the marker in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if marker.encode() in command and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
 
 
 def first_process(box: Container) -> int:
@@ -73,13 +43,9 @@ def traces_of(instance: str) -> list[Path]:
     return [path for path in (runtime_directory() / instance, *groups) if path.exists()]
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  (what is waited for happens in other processes)
-            await asyncio.sleep(0.01)
-
-
-async def test_reset_brings_back_the_state_after_start() -> None:
+async def test_reset_brings_back_the_state_after_start(
+    name: Callable[[], str], processes_with: Callable[[str], list[int]]
+) -> None:
     box = Container(ContainerSpec(setup=("echo ready > /workspace/setup; S=1; cd /tmp",)), name())
     try:
         await box.start()
@@ -111,7 +77,12 @@ async def test_resets_at_once_come_one_after_the_other(box: Container) -> None:
     assert (await box.run("echo alive")).stdout == "alive\n"
 
 
-async def test_a_reset_that_fails_or_is_cancelled_leaves_a_broken_container(tmp_path: Path) -> None:
+async def test_a_reset_that_fails_or_is_cancelled_leaves_a_broken_container(
+    tmp_path: Path,
+    name: Callable[[], str],
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "flag").touch()
@@ -133,7 +104,11 @@ async def test_a_reset_that_fails_or_is_cancelled_leaves_a_broken_container(tmp_
     assert traces_of(box.instance) == []
 
 
-async def test_a_release_ends_a_reset_under_way_and_nothing_is_started_after_it() -> None:
+async def test_a_release_ends_a_reset_under_way_and_nothing_is_started_after_it(
+    name: Callable[[], str],
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     box = Container(ContainerSpec(setup=("sleep 0.4",)), name())
     await box.start()
     resets = [asyncio.create_task(box.reset()) for _ in range(2)]
@@ -173,7 +148,7 @@ def test_a_measurement_that_fails_leaves_no_sandbox(monkeypatch: pytest.MonkeyPa
     assert [path for path in runtime_directory().iterdir() if path.name.startswith(f"bench-{os.getpid()}")] == []
 
 
-async def test_a_setup_command_that_fails_fails_the_start_with_its_output() -> None:
+async def test_a_setup_command_that_fails_fails_the_start_with_its_output(name: Callable[[], str]) -> None:
     box = Container(ContainerSpec(setup=("true", "echo because; exit 5")), name())
     with pytest.raises(ResourceStartError, match=r"because[\s\S]*exit code 5"):
         await box.start()
@@ -181,7 +156,11 @@ async def test_a_setup_command_that_fails_fails_the_start_with_its_output() -> N
     assert traces_of(box.instance) == []
 
 
-async def test_release_leaves_no_process_directory_or_control_group(box: Container) -> None:
+async def test_release_leaves_no_process_directory_or_control_group(
+    box: Container,
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     await box.run("setsid sleep 7308 >/dev/null 2>&1 & (setsid sh -c 'trap \"\" TERM HUP INT; sleep 7308' &)")
     await eventually(lambda: len(processes_with("7308")) >= 2)
     assert traces_of(box.instance) != []
@@ -191,7 +170,7 @@ async def test_release_leaves_no_process_directory_or_control_group(box: Contain
     await box.release()
 
 
-async def test_release_before_start_and_after_a_failed_start_is_fine() -> None:
+async def test_release_before_start_and_after_a_failed_start_is_fine(name: Callable[[], str]) -> None:
     box = Container(SPEC, name())
     await box.release()
     other = Container(ContainerSpec(image="/no/such/image"), name())
@@ -220,7 +199,7 @@ async def test_a_killed_sandbox_is_broken_and_its_commands_fail_as_infrastructur
         await box.run("true")
 
 
-async def test_a_start_cancelled_at_any_point_leaves_nothing() -> None:
+async def test_a_start_cancelled_at_any_point_leaves_nothing(name: Callable[[], str]) -> None:
     for wait in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012):
         box = Container(SPEC, name())
         start = asyncio.create_task(box.start())
@@ -231,7 +210,7 @@ async def test_a_start_cancelled_at_any_point_leaves_nothing() -> None:
         assert traces_of(box.instance) == []
 
 
-async def test_sixteen_start_work_and_end_at_once() -> None:
+async def test_sixteen_start_work_and_end_at_once(name: Callable[[], str]) -> None:
     boxes = [Container(SPEC, name()) for _ in range(16)]
     try:
         await asyncio.gather(*(box.start() for box in boxes))
@@ -243,7 +222,11 @@ async def test_sixteen_start_work_and_end_at_once() -> None:
 
 
 @pytest.mark.slow
-async def test_sandboxes_die_with_a_process_that_is_killed_and_reap_removes_their_traces() -> None:
+async def test_sandboxes_die_with_a_process_that_is_killed_and_reap_removes_their_traces(
+    name: Callable[[], str],
+    processes_with: Callable[[str], list[int]],
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
     instance = name()
     program = f"""
 import asyncio, json
@@ -271,7 +254,9 @@ asyncio.run(main())
     reap(after)
 
 
-async def test_reap_ends_a_sandbox_that_still_runs_and_no_other(box: Container) -> None:
+async def test_reap_ends_a_sandbox_that_still_runs_and_no_other(
+    box: Container, name: Callable[[], str], eventually: Callable[[Callable[[], bool]], Awaitable[None]]
+) -> None:
     other = Container(SPEC, name())
     await other.start()
     traces = other.traces

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import json
-import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -34,13 +32,6 @@ pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().
 forks = pytest.mark.skipif(not probe().forks, reason="needs to mount")
 
 SPEC = ContainerSpec(memory="256MiB", pids=64, backend="bubblewrap")
-ProcessesWith = Callable[[str], list[int]]
-Eventually = Callable[[Callable[[], bool]], Coroutine[object, object, None]]
-_numbers = itertools.count()
-
-
-def name() -> str:
-    return f"lives-{os.getpid()}-{next(_numbers)}"
 
 
 def lives_of(instance: str) -> list[str]:
@@ -56,7 +47,9 @@ def groups_of(instance: str) -> list[Path]:
 # --- lives ------------------------------------------------------------------------------------------------------------
 
 
-async def test_after_the_first_reset_the_next_life_stands_ready_and_goes_with_the_box(eventually: Eventually) -> None:
+async def test_after_the_first_reset_the_next_life_stands_ready_and_goes_with_the_box(
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]], name: Callable[[], str]
+) -> None:
     box = Container(SPEC, name())
     await box.start()
     assert lives_of(box.instance) == ["0"]
@@ -71,7 +64,9 @@ async def test_after_the_first_reset_the_next_life_stands_ready_and_goes_with_th
     assert groups_of(box.instance) == []
 
 
-async def test_a_life_that_stood_ready_and_died_is_not_used(eventually: Eventually) -> None:
+async def test_a_life_that_stood_ready_and_died_is_not_used(
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]], name: Callable[[], str]
+) -> None:
     box = Container(SPEC, name())
     await box.start()
     await box.reset()
@@ -85,7 +80,9 @@ async def test_a_life_that_stood_ready_and_died_is_not_used(eventually: Eventual
     assert groups_of(box.instance) == []
 
 
-async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
+    monkeypatch: pytest.MonkeyPatch, name: Callable[[], str]
+) -> None:
     box = Container(SPEC, name())
     await box.start()
     launch = Launcher.launch
@@ -113,7 +110,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(monkeypat
     assert lives_of(box.instance) == []
 
 
-async def test_a_release_during_a_reset_at_any_point_leaves_nothing() -> None:
+async def test_a_release_during_a_reset_at_any_point_leaves_nothing(name: Callable[[], str]) -> None:
     for wait in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02):
         box = Container(SPEC, name())
         await box.start()
@@ -126,7 +123,9 @@ async def test_a_release_during_a_reset_at_any_point_leaves_nothing() -> None:
         assert groups_of(box.instance) == []
 
 
-async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(processes_with: ProcessesWith) -> None:
+async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(
+    processes_with: Callable[[str], list[int]], name: Callable[[], str]
+) -> None:
     box = Container(SPEC, name())
     await box.start()
     hog = "x=$(head -c 600000000 /dev/zero | tr '\\0' x); echo ${#x}"
@@ -161,7 +160,7 @@ async def test_a_twin_is_acquired_through_the_engine_as_any_other() -> None:
 
 
 @forks
-async def test_a_snapshot_lasts_as_long_as_a_spec_or_a_box_needs_it() -> None:
+async def test_a_snapshot_lasts_as_long_as_a_spec_or_a_box_needs_it(name: Callable[[], str]) -> None:
     box = Container(SPEC, name())
     await box.start()
     await box.run("head -c 1000000 /dev/urandom > file")
@@ -186,7 +185,7 @@ async def test_a_snapshot_lasts_as_long_as_a_spec_or_a_box_needs_it() -> None:
 
 
 @forks
-async def test_a_copy_of_a_snapshots_name_is_refused_once_the_snapshot_is_gone() -> None:
+async def test_a_copy_of_a_snapshots_name_is_refused_once_the_snapshot_is_gone(name: Callable[[], str]) -> None:
     box = Container(SPEC, name())
     await box.start()
     copy = pickle.loads(pickle.dumps(await box.fork()))
@@ -200,7 +199,7 @@ async def test_a_copy_of_a_snapshots_name_is_refused_once_the_snapshot_is_gone()
 
 @forks
 async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, name: Callable[[], str]
 ) -> None:
     box = Container(SPEC, name())
     await box.start()
@@ -227,7 +226,7 @@ async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes
 
 
 @forks
-async def test_the_limit_of_private_files_holds_in_a_fork_too() -> None:
+async def test_the_limit_of_private_files_holds_in_a_fork_too(name: Callable[[], str]) -> None:
     box = Container(ContainerSpec(memory="256MiB", disk="16MiB"), name())
     await box.start()
     await box.run("head -c 12000000 /dev/zero > file")
@@ -242,7 +241,9 @@ async def test_the_limit_of_private_files_holds_in_a_fork_too() -> None:
 # --- ice --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_box_that_is_killed_in_the_ice_is_broken(eventually: Eventually) -> None:
+async def test_a_box_that_is_killed_in_the_ice_is_broken(
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]], name: Callable[[], str]
+) -> None:
     box = Container(SPEC, name())
     await box.start()
     await box.freeze()
@@ -257,7 +258,9 @@ async def test_a_box_that_is_killed_in_the_ice_is_broken(eventually: Eventually)
 
 
 @pytest.mark.slow
-async def test_frozen_boxes_of_a_process_that_is_killed_are_reaped(eventually: Eventually) -> None:
+async def test_frozen_boxes_of_a_process_that_is_killed_are_reaped(
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]], name: Callable[[], str]
+) -> None:
     instance = name()
     program = f"""
 import asyncio, json

@@ -10,7 +10,7 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentfly.errors import AcquireTimeout, DeadlockBroken
@@ -117,8 +117,11 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     @rule(event=st.sampled_from(EVENTS), dice=st.integers(0, 2**32 - 1))
     def step(self, event, dice):
+        self.happen(event, Random(dice))
+
+    def happen(self, event, dice):
         """Something happens, if it can; ``dice`` say to whom."""
-        getattr(self, f"draw_{event}")(Random(dice))
+        getattr(self, f"draw_{event}")(dice)
 
     def draw_ask(self, dice):
         scope = dice.choice([Scope.ROLLOUT, Scope.ROLLOUT, Scope.CALL, Scope.GLOBAL])
@@ -339,22 +342,23 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert len(self.names("starting")) <= STARTS
 
     def the_books_agree_with_what_was_decided(self):
-        known = {name: instance for pool in self.scheduler.pools for name, instance in pool.instances.items()}
+        pools = self.scheduler.pools
+        known = {name: instance for pool in pools for name, instance in pool.instances.items()}
         assert known.keys() == self.lives.keys(), "freed before it was gone"
         assert all(known[name].holdings.keys() == life.holdings.keys() for name, life in self.lives.items())
-        assert {one for pool in self.scheduler.pools for w in pool.queue for one in w.requests} == self.waiting.keys()
+        lanes = [lane for pool in pools for lane in (pool.queue.exclusive, pool.queue.shared) if lane]
+        assert {one for lane in lanes for waiter in lane for one in waiter.requests} == self.waiting.keys()
         assert self.scheduler.starting == len(self.names("starting"))
         owners = {w.request.owner for w in self.waiting.values()} | {h.owner for h in self.held.values()}
         assert self.scheduler.owners.keys() == owners
 
     def nobody_waits_for_what_is_free(self):
         for pool in self.scheduler.pools:
-            if pool.queue:
+            if pool.queue.shared:
                 assert pool.turn() is None
-                idle = len(self.ready(pool.spec))
-                line = sorted({w.place: w for w in self.waiting.values() if pool.spec in w.wanted}.items())
-                if not pool.queue.shared:
-                    assert all(len(w.wanted) > 1 for _, w in line[:idle])
+            elif pool.queue and (ready := len(self.ready(pool.spec))):
+                line = {w.place: w for w in self.waiting.values() if pool.spec in w.wanted}
+                assert all(len(line[place].wanted) > 1 for place in sorted(line)[:ready])
 
     def what_waits_next_would_be_started_if_it_could(self):
         if len(self.names("starting")) == STARTS:
@@ -415,22 +419,21 @@ class SchedulerHistory(RuleBasedStateMachine):
         ]
 
 
-def histories(number, steps):
-    """Settings for so many histories. They are not shrunk: that takes long, and the steps of any one can be read."""
-    return settings(
-        max_examples=number,
-        stateful_step_count=steps,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    )
+# A failing history is not shrunk: that takes long, and the steps of any one can be read.
+UNSHRUNK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.explicit, Phase.generate]}
 
 
 class TestShortHistories(SchedulerHistory.TestCase):
-    settings = histories(100, 50)
+    settings = settings(max_examples=100, stateful_step_count=50, **UNSHRUNK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-class TestLongHistories(SchedulerHistory.TestCase):
-    settings = histories(2_000, 200)
+@settings(max_examples=2_000, **UNSHRUNK)
+@given(seed=st.integers(0, 2**64 - 1))
+def test_every_invariant_holds_after_each_step_of_long_random_histories(seed):
+    dice, history = Random(seed), SchedulerHistory()
+    for _ in range(200):
+        history.happen(dice.choice(history.EVENTS), dice)
+        history.all_is_well()
+    history.teardown()

@@ -32,7 +32,7 @@ class Answer:
         Raises:
             AgentFlyError: the error that the request was refused with.
         """
-        if self._complete.done():
+        if self.is_settled:
             self._complete.result()
         else:
             await self._complete
@@ -41,9 +41,14 @@ class Answer:
         by_spec = {lease.spec: lease for lease in self.taken}
         return tuple(by_spec[spec] for spec in self._specs)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything is there, or an error, or nobody waits any more."""
+        return self._complete.done()
+
     def take(self, lease: Lease[Any]) -> bool:
         """Take a lease. False if nobody waits for it any more."""
-        if self._complete.done():
+        if self.is_settled:
             return False
         self.taken.append(lease)
         if len(self.taken) == len(self._specs):
@@ -52,5 +57,5 @@ class Answer:
 
     def refuse(self, error: AgentFlyError) -> None:
         """Answer with an error, if there is no answer yet."""
-        if not self._complete.done():
+        if not self.is_settled:
             self._complete.set_exception(error)

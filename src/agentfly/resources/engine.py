@@ -256,8 +256,9 @@ class ResourceEngine:
             deadline=None if timeout is None else now + timeout,
         )
         answer = self._answers[request.id] = Answer(specs, loop)
+        told: dict[str, Any] = {"owner": owner, "scope": scope.value}
         for spec in specs:
-            self._emit(LeaseRequested, spec, owner=owner, scope=scope.value)
+            self._emit(LeaseRequested, spec, **told)
         try:
             self._carry_out(self._scheduler.requested(request, now))
             leases = await answer.leases()
@@ -265,17 +266,15 @@ class ResourceEngine:
                 raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
         except BaseException as error:
             self._take_back(request, answer)
-            reason = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
-            waited = loop.time() - now
+            told["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
             for spec in specs:
-                self._emit(LeaseRefused, spec, owner=owner, scope=scope.value, error=reason, waited_seconds=waited)
+                self._emit(LeaseRefused, spec, **told, waited_seconds=loop.time() - now)
             raise
         finally:
             del self._answers[request.id]
         waited = loop.time() - now
         for lease in leases:
-            told = {"owner": owner, "scope": scope.value, "instance": lease.instance, "waited_seconds": waited}
-            self._emit(LeaseGranted, lease.spec, **told)
+            self._emit(LeaseGranted, lease.spec, **told, instance=lease.instance, waited_seconds=waited)
         return leases
 
     def _take_back(self, request: Request, answer: Answer) -> None:

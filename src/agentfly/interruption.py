@@ -87,9 +87,7 @@ class Interruption:
                 self._before[number] = signal.signal(number, self)
 
     def uninstall(self) -> None:
-        """Let the signals do what they did before, unless one came: then the program is on its way out."""
-        if self.received is not None:
-            return
+        """Let the signals do what they did before."""
         for number, handler in self._before.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
@@ -108,7 +106,7 @@ class Interruption:
             self._tasks[key] -= 1
             if not self._tasks[key]:
                 del self._tasks[key]
-            if not (self._tasks or self.rooted):
+            if not (self._tasks or self.rooted or self.received):
                 self.uninstall()
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
@@ -124,7 +122,8 @@ def program() -> Iterator[None]:
     try:
         yield
     finally:
-        interruption.uninstall()
+        if interruption.received is None:  # else the interpreter is on its way out, and is not to be disturbed
+            interruption.uninstall()
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -57,6 +57,15 @@ def test_a_signal_cancels_what_runs_once_and_the_program_ends_as_it_says(number,
         assert ended.value.code == 128 + number
 
 
+def test_after_a_run_that_was_interrupted_another_can_be_run_and_interrupted():
+    done = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            interruption.run(cleans_up(done, signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert done == ["cleaned up"] * 2
+
+
 def test_without_a_signal_everything_is_as_it_was():
     async def answer():
         assert isinstance(signal.getsignal(signal.SIGTERM), interruption.Interruption)

@@ -41,8 +41,12 @@ def _run(run: LiveRun) -> RenderableType:
         parts.append(_started(run))
     else:
         parts.append(_pools(run.snapshot.pools))
-        parts += [_instances(run.snapshot.pools), _queues(run.snapshot.pools)]
+        parts += [Padding(table, (1, 0, 0, 0)) for table in _details(run.snapshot.pools) if table.rows]
     return Padding(Group(*parts), (0, 0, 1, 0))
+
+
+def _details(pools: Sequence[PoolSnapshot]) -> list[Table]:
+    return [_instances(pools), _queues(pools)]
 
 
 def _pools(pools: Sequence[PoolSnapshot]) -> RenderableType:
@@ -61,7 +65,7 @@ def _pools(pools: Sequence[PoolSnapshot]) -> RenderableType:
     return table
 
 
-def _instances(pools: Sequence[PoolSnapshot]) -> RenderableType:
+def _instances(pools: Sequence[PoolSnapshot]) -> Table:
     table = _table("pool", "instance", "state", "whose", right=("for", "age", "uses", "held", "busy"))
     for number, pool in enumerate(pools, 1):
         for instance in pool.instances:
@@ -75,17 +79,17 @@ def _instances(pools: Sequence[PoolSnapshot]) -> RenderableType:
                 str(instance.uses),
                 *_use(instance.held_seconds, instance.busy_seconds),
             )
-    return table if table.rows else Text("")
+    return table
 
 
-def _queues(pools: Sequence[PoolSnapshot]) -> RenderableType:
+def _queues(pools: Sequence[PoolSnapshot]) -> Table:
     table = _table("pool", "waiting", "scope", right=("priority", "for"))
     for number, pool in enumerate(pools, 1):
         for wait in pool.queue[:SHOWN]:
             table.add_row(str(number), *_wait(wait))
         if len(pool.queue) > SHOWN:
             table.add_row(str(number), f"and {len(pool.queue) - SHOWN} more", "", "", "")
-    return table if table.rows else Text("")
+    return table
 
 
 def _started(run: LiveRun) -> RenderableType:

@@ -42,6 +42,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/completions":
             return self.complete(body)
+        if self.path == "/v1/chat/completions":
+            message = {"role": "assistant", "content": '{"reason": "it is right", "score": 0.75}'}
+            return self.answer(200, {"choices": [{"message": message, "finish_reason": "stop"}]})
         if self.path == "/v1/load_lora_adapter":
             adapters[body["lora_name"]] = body["lora_path"]
         if self.path == "/v1/unload_lora_adapter":
@@ -58,7 +61,9 @@ class Handler(BaseHTTPRequestHandler):
         if prompt == "hang":
             time.sleep(3600)
         ids = [prompt[-1] + 1 + step for step in range(body.get("max_tokens", 1))] if isinstance(prompt, list) else []
-        choice = {"text": f"pid {os.getpid()}", "finish_reason": "length"}
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
+        text = f"devices {devices}" if prompt == "your devices?" else f"pid {os.getpid()}"
+        choice = {"text": text, "finish_reason": "length"}
         if ids:
             sent = ids[:-1] if "loses ids" in HOW else ids
             logprobs = {"token_logprobs": [-0.5] * len(ids)}

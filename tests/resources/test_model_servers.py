@@ -87,8 +87,10 @@ async def has_no_adapter(server: ModelServer) -> bool:
 
 
 async def test_model_servers_keep_the_contract_of_resources() -> None:
-    spec = stand_in("has children", adapters=1, capacity=2)
-    await check_resource(spec, dirty=leave_an_adapter, is_clean=has_no_adapter)
+    spec = stand_in("has children", adapters=1, capacity=2, request_timeout_s=120)
+    await check_resource(
+        spec, dirty=leave_an_adapter, is_clean=has_no_adapter, use=lambda server: server.complete("hang")
+    )
 
 
 async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
@@ -99,6 +101,11 @@ async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
         assert sample.finish == "length"
         assert (await server.complete("hello")).text.startswith("pid ")
         assert server.model == "stand-in"
+
+
+async def test_a_server_can_be_a_judge() -> None:
+    async with started() as server:
+        assert await server.score("42", "42") == 0.75
 
 
 async def test_a_sample_that_lost_ids_on_its_way_is_refused() -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.models.gpus import VISIBLE
 from agentfly.resources.models.programs.serve_vllm import KEY_VARIABLE
 from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
 
@@ -63,13 +64,14 @@ def command(spec: ModelServerSpec, listener: int) -> list[str]:
     return [interpreter, str(program), str(listener), *_options(spec), *spec.arguments]
 
 
-def environment(spec: ModelServerSpec, key: str) -> dict[str, str]:
-    """All environment variables of a spec's server."""
+def environment(spec: ModelServerSpec, key: str, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """All environment variables of a spec's server, which gets these GPUs if there are any."""
     inherited = dict(os.environ)
     if spec.interpreter() != sys.executable:
         for name in _OUR_PYTHON_ONLY:
             inherited.pop(name, None)
-    return {**_DEFAULTS, **inherited, **dict(spec.env), KEY_VARIABLE: key}
+    chosen = {VISIBLE: ",".join(gpus)} if gpus else {}
+    return {**_DEFAULTS, **inherited, **chosen, **dict(spec.env), KEY_VARIABLE: key}
 
 
 def secrets_in(variables: Mapping[str, str]) -> list[str]:

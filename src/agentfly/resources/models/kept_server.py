@@ -73,21 +73,26 @@ class KeptServer:
 
     async def stop(self, grace_s: float) -> None:
         """Ask the server to end, and kill it with everything below it after the grace; return when all are gone."""
-        if self._life is None or self._last_words is None or self._keeper is None:
-            return
-        if grace_s > 0 and not self._last_words.done():
+        if self._life is not None and self._last_words is not None and self._keeper is not None:
+            await self._end(self._keeper, self._life, self._last_words, grace_s)
+        if self._life is not None:
+            self._life.close()
+
+    async def _end(
+        self, keeper: subprocess.Popen[bytes], life: asyncio.StreamWriter, words: asyncio.Task[bytes], grace_s: float
+    ) -> None:
+        if grace_s > 0 and not words.done():
             with contextlib.suppress(OSError):
-                self._life.write(f"{grace_s:.3f}".encode())
+                life.write(f"{grace_s:.3f}".encode())
         else:
             self.kill()
-        done, _ = await asyncio.wait({self._last_words}, timeout=grace_s + FORCE_S)
+        done, _ = await asyncio.wait({words}, timeout=grace_s + FORCE_S)
         if not done:
-            logger.warning("The keeper %d of a model server does not end and is killed.", self._keeper.pid)
-            self._keeper.kill()
-        while self._keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
+            logger.warning("The keeper %d of a model server does not end and is killed.", keeper.pid)
+            keeper.kill()
+        while keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
             await asyncio.sleep(0.001)
-        self._last_words.cancel()
-        self._life.close()
+        words.cancel()
 
 
 def _spawn(job: Job, life: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:

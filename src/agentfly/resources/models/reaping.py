@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,12 @@ def reap(traces: Mapping[str, Any]) -> None:
         ResourceError: a process does not end.
         OSError: the directory cannot be removed.
     """
+    directory = Path(traces["directory"])
+    grave = directory.with_name(f"{directory.name}.reaped")
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(grave)  # so that nothing can be started there any more
     began = time.monotonic()
-    while left := _left(traces):
+    while left := _left(traces, (directory, grave)):
         waited = time.monotonic() - began
         if waited > _PATIENCE_S:
             raise ResourceError(f"The processes {left} of a model server do not end, not even by SIGKILL.")
@@ -39,11 +43,11 @@ def reap(traces: Mapping[str, Any]) -> None:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(traces["directory"])
+        shutil.rmtree(grave)
 
 
-def _left(traces: Mapping[str, Any]) -> list[int]:
-    left = running_in(Path(traces["directory"]))
+def _left(traces: Mapping[str, Any], directories: Sequence[Path]) -> list[int]:
+    left = [pid for directory in directories for pid in running_in(directory)]
     pid = traces.get("pid")
     if pid is not None and start_time(pid) == traces["start_time"]:
         left.append(pid)

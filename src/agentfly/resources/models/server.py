@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from agentfly.resources.apis.completion import ChatCompletion, Completion, read_
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.models.engine import command
+from agentfly.resources.models.gpus import VISIBLE, GPUs, visible
 from agentfly.resources.models.log import tail
 from agentfly.resources.models.sample import Sample, read_sample
 from agentfly.resources.models.server_run import CONTROL_S, ServerRun, load_adapter, log_file
@@ -63,6 +65,7 @@ class ModelServer(Resource, Judge):
         self._released = False
         self._deaths: list[float] = []
         self._adapters: dict[str, str] = {}
+        self._devices: tuple[str, ...] = ()
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,8 @@ class ModelServer(Resource, Judge):
                 task.cancel()
                 await asyncio.wait({task})
         await self._end(self.spec.release_timeout_s / 2)
+        if self._devices and self._gpus is not None:
+            self._gpus.free(self.instance)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._directory)
 
@@ -300,6 +305,8 @@ class ModelServer(Resource, Judge):
     async def _start(self) -> None:
         command(self.spec, 0)  # what is missing is told before anything is made
         self._directory.mkdir(parents=True, mode=0o700)
+        if (gpus := self._gpus) is not None:
+            self._devices = gpus.claim(self.instance, self.spec.devices, self.spec.gpus)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         await self._bring_up(self._listener)
         self._lost = None
@@ -307,7 +314,7 @@ class ModelServer(Resource, Judge):
         self._minder = asyncio.create_task(self._mind(self._listener), name=f"mind {self.instance}")
 
     async def _bring_up(self, listener: socket.socket) -> None:
-        self._run = run = ServerRun(self.spec, self._name, self._directory, listener, self._key)
+        self._run = run = ServerRun(self.spec, self._name, self._directory, listener, self._key, self._devices)
         await run.start(self._adapters)
 
     async def _end(self, grace_s: float) -> None:
@@ -348,6 +355,14 @@ class ModelServer(Resource, Judge):
             with contextlib.suppress(OSError):  # Linux says that it is not connected, and ends it for all who have it
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+
+    @cached_property
+    def _gpus(self) -> GPUs | None:
+        """The machine's GPUs to choose from; None if the server needs none, or the spec or the engine chooses."""
+        if self.spec.device != "gpu" or VISIBLE in dict(self.spec.env):
+            return None
+        devices = visible(os.environ)
+        return GPUs(state_directory().resolve() / "gpus", devices) if devices else None
 
     @cached_property
     def _directory(self) -> Path:

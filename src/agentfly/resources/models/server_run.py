@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,28 @@ class ServerRun:
         listener: the socket that it serves. It belongs to whoever starts the server, so that the port is the same
             in the next run, and no other program can get it in between and be told the key.
         key: what it answers to.
+        gpus: the graphics processors that it gets; none leaves it to the engine.
 
     Attributes:
         client: calls it.
         succeeded: set once it has ended and whoever minds it has decided what comes after it.
     """
 
-    def __init__(self, spec: ModelServerSpec, name: str, directory: Path, listener: socket.socket, key: str) -> None:
+    def __init__(
+        self,
+        spec: ModelServerSpec,
+        name: str,
+        directory: Path,
+        listener: socket.socket,
+        key: str,
+        gpus: Sequence[str] = (),
+    ) -> None:
         self._spec = spec
         self._name = name
         self._directory = directory
         self._listener = listener
         self._key = key
+        self._gpus = gpus
         self._process = KeptServer()
         self.succeeded = asyncio.Event()
         host, port = listener.getsockname()
@@ -129,7 +139,7 @@ class ServerRun:
             await load_adapter(self.client, name, path)
 
     def _job(self) -> Job:
-        variables = environment(self._spec, self._key)
+        variables = environment(self._spec, self._key, self._gpus)
         return Job(
             command=command(self._spec, self._listener.fileno()),
             env=variables,

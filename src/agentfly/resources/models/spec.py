@@ -61,7 +61,9 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         request_timeout_s: seconds that one request may take, waiting for a restart included.
         log_bytes: how much of the end of the server's log is kept.
 
-    ``gpus`` is the product of the three kinds of parallelism where the device is ``"gpu"``, unless it is given.
+    ``gpus`` is the product of the three kinds of parallelism where the device is ``"gpu"``, unless it is given: servers
+    for which it is less than that share devices. Which ones a server gets is settled among all model servers of the
+    user, unless ``env`` has ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
         ConfigError: a field has a value that cannot be.
@@ -104,7 +106,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         if self.device == "auto":
             object.__setattr__(self, "device", "gpu" if any(path.exists() for path in _GPU_DRIVERS) else "cpu")
         if self.device == "gpu" and not self.gpus:
-            object.__setattr__(self, "gpus", self.devices)
+            object.__setattr__(self, "gpus", float(self.devices))
         if not self.served_name:
             object.__setattr__(self, "served_name", self.model.rstrip("/").rpartition("/")[2])
 
@@ -119,9 +121,9 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         return f"model server:{self.served_name}"
 
     @property
-    def devices(self) -> float:
+    def devices(self) -> int:
         """How many devices the server runs on."""
-        return float(self.tensor_parallel * self.pipeline_parallel * self.data_parallel)
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     def interpreter(self) -> str:
         """The path of the Python that runs the engine, as asked; whether it is there is seen at the start."""

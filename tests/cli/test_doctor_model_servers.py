@@ -1,0 +1,34 @@
+"""``agentfly doctor`` says which vLLM model servers are run with, or how to get one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentfly.cli.doctor import Verdict, model_servers
+
+
+def interpreter(directory: Path, answer: str) -> str:
+    """A program that answers as a Python would."""
+    program = directory / "python"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_the_version_and_the_interpreter_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = interpreter(tmp_path, "echo 9.8.7")
+    monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", python)
+    finding = model_servers()
+    assert finding.verdict is Verdict.OK
+    assert "9.8.7" in finding.found
+    assert python in finding.found
+
+
+def test_without_vllm_the_cure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", interpreter(tmp_path, "exit 3"))
+    finding = model_servers()
+    assert finding.verdict is Verdict.NOTE
+    assert "has no vLLM" in finding.found
+    assert "pip install vllm" in finding.cure

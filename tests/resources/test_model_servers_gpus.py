@@ -1,0 +1,105 @@
+"""GPUs are shared out among model servers: no two on one, unless they share it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import ResourceStartError
+from agentfly.resources.models.gpus import GPUs, visible
+from agentfly.resources.models.server import ModelServer
+from agentfly.resources.models.spec import ModelServerSpec
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "gpus"
+
+
+def test_servers_get_devices_of_their_own_until_there_are_none(file: Path) -> None:
+    gpus = GPUs(file, ("0", "1", "2", "3"))
+    first, second = gpus.claim("a", 2, 2), gpus.claim("b", 2, 2)
+    assert {*first, *second} == {"0", "1", "2", "3"}
+    with pytest.raises(ResourceStartError, match=rf"a \(process {os.getpid()}\) has 1 of {', '.join(first)}"):
+        gpus.claim("c", 1, 1)
+    gpus.free("a")
+    assert gpus.claim("c", 2, 2) == first
+
+
+def test_servers_that_say_so_share_a_device_and_leave_the_others_free(file: Path) -> None:
+    gpus = GPUs(file, ("0", "1"))
+    assert gpus.claim("a", 1, 0.5) == gpus.claim("b", 1, 0.5)
+    assert gpus.claim("c", 1, 1) == ("1",)
+    with pytest.raises(ResourceStartError, match=r"needs 0\.1 of each of 1 GPUs"):
+        gpus.claim("d", 1, 0.1)
+
+
+def test_what_a_dead_process_had_is_free(file: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from agentfly.resources.models.gpus import GPUs; "
+        "GPUs(Path(sys.argv[1]), ('0',)).claim('a', 1, 1)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(file)], check=True)
+    assert GPUs(file, ("0",)).claim("b", 1, 1) == ("0",)
+
+
+def test_servers_that_ask_at_the_same_time_never_get_the_same(file: Path) -> None:
+    devices = tuple(map(str, range(16)))
+    got: list[str] = []
+
+    def ask(name: str) -> None:
+        got.extend(GPUs(file, devices).claim(name, 2, 2))
+
+    threads = [threading.Thread(target=ask, args=(f"server-{number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got, key=int) == [*devices]
+
+
+def test_a_process_has_the_devices_that_its_environment_names_or_all(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible({}, tmp_path) == ("0", "1")
+    assert visible({"CUDA_VISIBLE_DEVICES": "2, MIG-7"}, tmp_path) == ("2", "MIG-7")
+    assert visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+STAND_IN = str(Path(__file__).with_name("stand_in_model_server.py"))
+
+
+async def test_a_server_is_told_its_devices_and_gives_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    spec = ModelServerSpec(model="m", engine=STAND_IN, python=sys.executable, device="gpu", tensor_parallel=2)
+    for _ in range(2):
+        server = ModelServer(spec, "server")
+        await server.start()
+        told = (await server.complete("your devices?")).text
+        too_many = ModelServer(spec, "too-many")
+        with pytest.raises(ResourceStartError, match=r"server \(process \d+\) has 1 of 4, 5"):
+            await too_many.start()
+        await too_many.release()
+        await server.release()
+        assert told == "devices 4,5"
+
+
+async def test_a_server_whose_spec_names_devices_gets_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    chosen = (("CUDA_VISIBLE_DEVICES", "7"),)
+    server = ModelServer(
+        ModelServerSpec(model="m", engine=STAND_IN, python=sys.executable, device="gpu", env=chosen), "server"
+    )
+    await server.start()
+    told = (await server.complete("your devices?")).text
+    await server.release()
+    assert told == "devices 7"

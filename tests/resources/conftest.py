@@ -44,6 +44,14 @@ _engines = contextlib.ExitStack()  # closed by the fixture `engines`
 _IMAGE = Path(__file__).parents[2] / ".test-images" / "rootfs.tar"
 
 
+@pytest.fixture
+def debian() -> Path:
+    """A tar of a Debian root file system."""
+    if not _IMAGE.exists():
+        pytest.skip("needs a root file system: sudo python scripts/make_test_image.py")
+    return _IMAGE
+
+
 def _engine(made: type[Docker]) -> Callable[[], Backend]:
     def make() -> Backend:
         if not _IMAGE.exists():

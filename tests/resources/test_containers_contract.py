@@ -449,14 +449,15 @@ async def test_a_fork_has_the_files_of_one_moment_and_goes_its_own_way(ground: G
 
 
 @pytest.mark.slow
-async def test_forks_of_forks_are_sixteen_deep_and_more(ground: Ground, start: Start) -> None:
+async def test_forks_of_forks_have_all_that_came_before(ground: Ground, start: Start) -> None:
     if not ground.able.forks:
         pytest.skip("this backend does not fork here")
+    depth = 17 if ground.able.backend == "bubblewrap" else 4  # where a fork takes a second
     box = await start(ground)
-    for depth in range(17):
-        await box.run(f"echo {depth} > file{depth}; rm -f file{depth - 1}; echo {depth} >> log")
+    for level in range(depth):
+        await box.run(f"echo {level} > file{level}; rm -f file{level - 1}; echo {level} >> log")
         box = await start(ground, spec=await box.fork())
-    assert (await box.run("ls; wc -l < log")).stdout == "file16\nlog\n17\n"
+    assert (await box.run("ls; wc -l < log")).stdout == f"file{depth - 1}\nlog\n{depth}\n"
 
 
 async def test_a_spec_of_a_fork_may_be_changed_but_not_its_backend(ground: Ground, start: Start) -> None:

@@ -23,6 +23,7 @@ from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.processes import descendants
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Status
 
@@ -74,6 +75,28 @@ async def test_an_owners_reset_and_a_health_check_do_not_disturb_each_other(tmp_
             await asyncio.sleep(0.001)
         await reset
         assert str(await lease.resource.run("echo alive")) == "alive"
+
+
+async def test_a_box_takes_no_processor_time_while_its_owner_does_not_use_it(tmp_path: Path) -> None:
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        lease = await engine.acquire(replace(SPEC, idle="freeze"), "owner")
+        first = lease.resource._sandbox.bubble.processes.first
+
+        def taken() -> int:
+            """Ticks of processor time that its processes have taken."""
+            times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in descendants(first)]
+            return sum(int(fields[11]) + int(fields[12]) for fields in times)
+
+        for _ in range(2):
+            await lease.resource.run("(while :; do :; done) & sleep 0.3; kill -0 $!")
+            async with asyncio.timeout(20):
+                before = -1
+                while before != (before := taken()):  # noqa: ASYNC110  (until other processes are stopped)
+                    await asyncio.sleep(0.2)
+            assert before > 0
+            assert await engine.check(lease) is Status.HEALTHY
+            assert (await lease.resource.run("kill $!; echo alive")).stdout == "alive\n"
+        await engine.release_owner("owner")
 
 
 class StuckSpec(ContainerSpec):

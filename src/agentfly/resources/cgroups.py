@@ -87,16 +87,11 @@ class Cgroup:
 
     def out_of_memory_kills(self) -> int:
         """How many processes of the group the kernel has killed because the group was over its memory limit."""
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        counter = KillCounter(self)
         try:
-            descriptor = os.open(f"{self.directories['memory']}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return 0
-        try:
-            found = _OOM_KILLS.search(os.read(descriptor, 4096))
+            return counter.kills()
         finally:
-            os.close(descriptor)
-        return int(found[1]) if found else 0
+            counter.close()
 
     def remove(self, patience_s: float = 2.0) -> None:
         """Remove the group, whose processes have been killed; wait a little for the last of them to be gone.
@@ -111,6 +106,32 @@ def thaw(path: Path) -> None:
     """Let the processes of a control group's directory go on, if it is one that can freeze them."""
     _write_if_there(path / "cgroup.freeze", 0)
     _write_if_there(path / "freezer.state", "THAWED")
+
+
+class KillCounter:
+    """The same count for who asks often, from a file that stays open."""
+
+    def __init__(self, group: Cgroup) -> None:
+        """Look at a group; in one that is not there, nothing was ever killed."""
+        name = "memory.events" if group.version == 2 else "memory.oom_control"
+        try:
+            self._descriptor = os.open(f"{group.directories['memory']}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._descriptor = -1
+
+    def kills(self) -> int:
+        """How many, as `Cgroup.out_of_memory_kills` says."""
+        try:
+            found = _OOM_KILLS.search(os.pread(self._descriptor, 4096, 0))
+        except OSError:  # the group is gone
+            return 0
+        return int(found[1]) if found else 0
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def remove(paths: list[Path], patience_s: float = 2.0) -> None:

@@ -21,7 +21,7 @@ from agentfly.resources.resource import Resource, Status
 MAX_OUTPUT = 64 * 1024
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): ", re.MULTILINE)
+_OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/(?:\d+\.(?:sh|cmd)|command): ", re.MULTILINE)
 
 
 class Container(Resource):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentfly.errors import ResourceDied, ResourceStartError
+from agentfly.resources.cgroups import KillCounter
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.ports import Ports
@@ -23,6 +24,7 @@ class Life:
         self.bubble = Bubble(launcher, spec, scratch)
         self.shell: Shell | None = None
         self._watchdog: MemoryWatchdog | None = None
+        self._kills: KillCounter | None = None
         self._ports: Ports | None = None
 
     async def begin(self) -> None:
@@ -35,6 +37,8 @@ class Life:
         self.shell = Shell(self.bubble)
         if self.bubble.cgroup is None:
             self._watchdog = MemoryWatchdog(self.bubble, self.shell)
+        else:
+            self._kills = KillCounter(self.bubble.cgroup)
         try:
             await self.shell.ready()
         except ResourceDied:
@@ -50,6 +54,8 @@ class Life:
         """
         if self._watchdog is not None:
             self._watchdog.close()
+        if self._kills is not None:
+            self._kills.close()
         if self._ports is not None:
             await self._ports.close()
         if self.shell is not None:
@@ -66,7 +72,7 @@ class Life:
         assert self.shell is not None
         kills = self._memory_kills()
         outcome = await self.shell.run(command, timeout)
-        if self._memory_kills() > kills:
+        if outcome.exit_code and self._memory_kills() > kills:
             return replace(outcome, out_of_memory=True)
         return outcome
 
@@ -91,4 +97,4 @@ class Life:
     def _memory_kills(self) -> int:
         if self._watchdog is not None:
             return self._watchdog.kills
-        return self.bubble.cgroup.out_of_memory_kills() if self.bubble.cgroup is not None else 0
+        return self._kills.kills() if self._kills is not None else 0

@@ -93,18 +93,6 @@ class ProcessNamespace:
             self.signal(pid, signal.SIGKILL)
 
 
-def children_of_shell(pid: int) -> list[int]:
-    """The children of a process that has one thread, as every shell has: `children`, for once a command."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        return [int(word) for word in os.read(descriptor, 65536).split()]
-    finally:
-        os.close(descriptor)
-
-
 def kill_with_children(pid: int) -> None:
     """Kill a process that has not been waited for, and its children.
 

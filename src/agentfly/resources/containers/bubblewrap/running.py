@@ -11,33 +11,53 @@ from agentfly.resources.containers.command import Command, Outcome
 class Running:
     """A command under way."""
 
-    def __init__(self, name: str, command: Command, pipes: OutputPipes) -> None:
+    def __init__(self, name: int, command: Command, pipes: OutputPipes, before: frozenset[int]) -> None:
         """Take what was asked, and begin to collect what it will print.
 
         Args:
             name: by which the shell knows it.
             command: what was asked.
             pipes: its outputs.
+            before: the processes that are there already, which its end must not touch.
+
+        Raises:
+            OSError: this process has too many files open.
         """
         self.name = name
         self.own_process = command.own_process
-        self.before: set[int] = set()  # processes that were there already, which its end must not touch
-        self.begun = False
+        self.before = before
+        self.connections = (0, 0)  # the numbers of its pipes and of its input; 0 if it has none
+        self.begun = False  # known of those with a process of their own
         self.process = 0  # its process id inside, if it has one of its own
         self.lost = ""
+        self.exit_code: int | None = None  # None: it has not ended
+        self.expired = False  # it has run out of time
         self.ended = asyncio.Event()
-        self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
+        self.pipes = pipes
+        self.stdout, self.stderr = command.outputs()
+        self._waiter: asyncio.Future[int | None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left = 0.0  # seconds that it may still take
-        self.pipes = pipes
-        self.stdout, self.stderr = pipes.begin(*command.outputs())
+        pipes.begin(self.stdout, self.stderr)
 
-    def start_clock(self, timeout: float | None = None) -> None:
-        """Begin to count, or go on with what was left when the clock was stopped; at the end of it, it has expired."""
-        loop = asyncio.get_running_loop()
-        self._left = self._left if timeout is None else timeout
-        if self._timer is None:
-            self._timer = loop.call_later(self._left, self.expire)
+    async def end(self, timeout: float) -> int | None:
+        """Wait for its end, at most `timeout` seconds; None if it has run out of them."""
+        if self.exit_code is not None:
+            return self.exit_code
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._left = timeout
+        self.start_clock()
+        try:
+            exit_code = await self._waiter
+        finally:
+            self.stop_clock()
+        self.expired = exit_code is None
+        return exit_code
+
+    def start_clock(self) -> None:
+        """Count what is left of the time that it may take, if somebody waits for its end."""
+        if self._timer is None and self._waiter is not None and not self._waiter.done():
+            self._timer = asyncio.get_running_loop().call_later(self._left, self._wake, None)
 
     def stop_clock(self) -> None:
         """Stop counting."""
@@ -48,16 +68,16 @@ class Running:
 
     def finish(self, exit_code: int) -> None:
         """It has ended."""
-        self.ended.set()
-        if not self.waiter.done():
-            self.waiter.set_result(exit_code)
-
-    def expire(self) -> None:
-        """It has run out of time."""
-        if not self.waiter.done():
-            self.waiter.set_result(None)
+        if self.exit_code is None:
+            self.exit_code = exit_code
+            self.ended.set()
+            self._wake(exit_code)
 
     def outcome(self, exit_code: int | None) -> Outcome:
         """How it ended; an exit code of None means that it ran out of time."""
         code, timed_out = (124, True) if exit_code is None else (exit_code, False)
         return Outcome(code, self.stdout, self.stderr, timed_out=timed_out, lost=self.lost)
+
+    def _wake(self, exit_code: int | None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(exit_code)

@@ -1,13 +1,15 @@
 # Process 1 of a sandbox. It keeps a shell alive that takes the session's commands, and a second one that starts
-# commands on their own. What they are told, one line each:
+# commands on their own. The session is told words of eight characters, a number with what it means before it:
 #
-#   goN          session N takes over: whatever was asked before this is not for it
-#   ID P [IN]    the session runs the command, which prints to the pipes P.out and P.err and reads from the file IN
-#   ID IN P      the starter does, in a process of the command's own; on a pipe of its own
+#   g…           the session of that number takes over: whatever was asked before this is not for it
+#   c…           its commands print to the pipes of that number from now on
+#   i…           they read from the input of the command of that number; from none if it is 0
+#   0…           the command of that number begins, whose source is in the file "command"
 #
-# What they report to the host:
+# and the starter lines of three numbers: of a command, which has a script to itself, of its pipes, and that of its
+# input, or 0. What both report to the host, one line each:
 #
-#   h PID ID     a session is ready; its process id inside, and the command that it found asked of the one before
+#   h PID ID     a session is ready; its process id inside, and the command that it found asked of the one before, or 0
 #   f PID        the starter is ready
 #   b ID PID     command ID begins in process PID, which is its own
 #   d ID N       command ID is done with exit code N
@@ -20,24 +22,30 @@
 set --
 exec 200<&0 201>&1 202<>/run/agentfly/starts </dev/null >/dev/null 2>&1
 
-# The session's own descriptors, of which no program that it executes sees anything, are 240 (requests), 241 (reports)
-# and 242 to 244 (input and outputs of its commands). Bash cannot mark a descriptor as close-on-exec, but the copies that
-# it keeps of those that a block redirects are so marked, and so are copies of them. In the blocks below, which redirect
-# to 245, that copy is 249: the lowest free one above it.
-
-# Be connected to the pipes and the input that $__agentfly_where names.
-__agentfly_connect() {
-    [[ $__agentfly_where ]] || return
-    local __agentfly_in=/dev/null __agentfly_out=/run/agentfly/${__agentfly_where%% *}
-    [[ $__agentfly_where != *" "* ]] || __agentfly_in=/run/agentfly/${__agentfly_where#* }
+# Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), of which no program
+# that is executed sees anything. Bash cannot mark a descriptor as close-on-exec, but the copy that it keeps of one that
+# a block redirects is so marked, and so are copies of that. Below that copy is 247: the lowest that is free above 245.
+__agentfly_open() {
     builtin unset -f exec
-    exec 242<&- 243>&- 244>&-
-    exec 245</dev/null 246<"$__agentfly_in" 247>"$__agentfly_out.out" 248>"$__agentfly_out.err" || exit
-    { exec 242<&249; } 246<&245
-    { exec 243>&249; } 247<&245
-    { exec 244>&249; } 248<&245
-    exec 245<&- 246<&- 247<&- 248<&-
-    __agentfly_connected=$__agentfly_where
+    case $1 in
+    242) exec 242<&- 245</dev/null 246<"$2" && { exec 242<&247; } 246<&245 ;;
+    243) exec 243>&- 245</dev/null 246>"$2" && { exec 243>&247; } 246>&245 ;;
+    244) exec 244>&- 245</dev/null 246>"$2" && { exec 244>&247; } 246>&245 ;;
+    esac || exit
+    exec 245<&- 246<&-
+}
+
+# Do what a word says that is not about a command.
+__agentfly_connect() {
+    local __agentfly_number=$((10#${1:1}))
+    case $1 in
+    c*)
+        __agentfly_open 243 "/run/agentfly/$__agentfly_number.out"
+        __agentfly_open 244 "/run/agentfly/$__agentfly_number.err"
+        ;;
+    i0000000) __agentfly_open 242 /dev/null ;;
+    i*) __agentfly_open 242 "/run/agentfly/$__agentfly_number.in" ;;
+    esac
 }
 
 # Write down the variables, functions and directory of a session that ends, for the next one. Not those of bash itself,
@@ -69,29 +77,29 @@ while :; do
             printf 'e %s %s %s\n' $__agentfly_code $((!$?)) $__agentfly_number >&201 || exit
         fi
         (
-            exec 202<&- 245</dev/null
-            { exec 240<&246; } 200<&245
-            { exec 241>&246; } 201<&245
-            exec 200<&- 201>&- 245<&-
+            exec 0<&200 1>&201 200<&- 201>&- 202<&-
             if [[ -f /tmp/.session ]]; then
-                . /tmp/.session
+                . /tmp/.session </dev/null >/dev/null
                 rm -f /tmp/.session
             fi
             unset __agentfly_session __agentfly_starter __agentfly_code
             trap __agentfly_keep EXIT
             trap 'exit 143' TERM
-            __agentfly_stale=0 __agentfly_connected=none
-            while IFS=' ' builtin read -r -u 240 __agentfly_id __agentfly_where; do
-                [[ $__agentfly_id != "go$__agentfly_number" ]] || break
-                [[ ! $__agentfly_where ]] || __agentfly_stale=$__agentfly_id
+            __agentfly_id=0 __agentfly_stale=0
+            while builtin read -r -N 8 __agentfly_id; do
+                [[ $__agentfly_id != 0* ]] || __agentfly_stale=$__agentfly_id
+                [[ $__agentfly_id != g* ]] || ((10#${__agentfly_id:1} != __agentfly_number)) || break
             done
-            printf 'h %s %s\n' "$BASHPID" "$__agentfly_stale" >&241
-            while IFS=' ' builtin read -r -u 240 __agentfly_id __agentfly_where; do
-                [[ $__agentfly_where == "$__agentfly_connected" ]] || __agentfly_connect || continue
+            echo "h $BASHPID $__agentfly_stale"
+            while builtin read -r -N 8 __agentfly_id; do
+                [[ $__agentfly_id == 0* ]] || {
+                    __agentfly_connect "$__agentfly_id"
+                    continue
+                }
                 {
                     builtin . /run/agentfly/command
                 } <&242 >&243 2>&244
-                builtin printf 'd %s %s\n' "$__agentfly_id" $? >&241 || exit
+                builtin echo "d $__agentfly_id $?" || exit
             done
         ) &
         __agentfly_session=$!
@@ -101,12 +109,13 @@ while :; do
             exec 200<&-
             trap '' TERM
             printf 'f %s\n' "$BASHPID" >&201
-            while IFS=' ' read -r -u 202 id in out; do
+            while read -r -u 202 id pipes input; do
                 (
                     printf 'b %s %s\n' "$id" "$BASHPID" >&201
                     (
                         trap - TERM
-                        exec 201>&- 202<&- <"$in" >"$out.out" 2>"$out.err"
+                        exec 201>&- 202<&- >"/run/agentfly/$pipes.out" 2>"/run/agentfly/$pipes.err"
+                        ((input == 0)) || exec <"/run/agentfly/$input.in"
                         exec /bin/bash "/run/agentfly/$id.sh"
                     )
                     printf 'd %s %s\n' "$id" $? >&201

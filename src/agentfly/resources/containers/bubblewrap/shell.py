@@ -1,8 +1,9 @@
 """Shell: the commands of a sandbox, one after the other in a session that lasts, or each in a process of its own.
 
-The session is a bash that runs each command in itself, so that its directory and variables last. Each command has pipes
-of its own for its output: what a process that it left behind prints later goes nowhere, and holds nothing open. The end
-of a command is reported on a pipe of the session's, so nobody waits for the end of its output.
+The session is a bash that runs each command in itself, so that its directory and variables last. It prints to pipes that
+it keeps, until a command has left a process behind that has them too: then the next command gets others, so that what
+that process prints later goes nowhere. Commands in processes of their own have pipes of their own. The end of a command
+is reported on a pipe of the shell's, so nobody waits for the end of its output.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import os
+import select
 import signal
 from pathlib import Path
 
 from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 from agentfly.resources.containers.bubblewrap.exchange import Exchange
-from agentfly.resources.containers.bubblewrap.processes import children_of_shell
+from agentfly.resources.containers.bubblewrap.kin import Kin
 from agentfly.resources.containers.bubblewrap.running import Running
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.processes import children
@@ -50,18 +52,27 @@ class Shell:
         self._starts = self._exchange.open_starts()
         self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
-        self._running: dict[str, Running] = {}
+        self._running: dict[int, Running] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._buffer = b""
         self._pause: asyncio.TimerHandle | None = None
         self._session: int | None = None  # the host's process ids
         self._starter: int | None = None
+        self._below_first = Kin(self._processes.first)
+        self._below_session: Kin | None = None
+        self._known: frozenset[int] = frozenset()  # what was below the two before the last command of the session
         self._ready = asyncio.Event()  # there is a session
         self._served = False  # the session has finished a command since it began
+        self._end_of_session = (0, False)  # exit code of the one before, and whether its variables were kept
+        self._in_doubt: Running | None = None  # what it had been asked: either it had begun that, or nobody has
         self._directory = ""  # where the next command must go first, because its session could not keep it
         self._died_of: str | None = None
         self._loop.add_reader(self._reports, self._read_reports)
+        self._poll = select.poll()
+        self._poll.register(self._reports, select.POLLIN)
+        self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and input
+        self._tell(b"g%07d" % 1)
 
     async def ready(self) -> None:
         """Wait for the session to take commands.
@@ -88,6 +99,9 @@ class Shell:
         """Let go of the sandbox, which is about to end or has."""
         self._die("it was released or reset")
         self._exchange.close()
+        self._below_first.close()
+        if self._below_session is not None:
+            self._below_session.close()
         if self._starts >= 0:
             os.close(self._starts)
             self._starts = -1
@@ -100,8 +114,7 @@ class Shell:
     def start_clocks(self) -> None:
         """The sandbox goes on."""
         for running in self._running.values():
-            if not running.waiter.done():
-                running.start_clock()
+            running.start_clock()
 
     @property
     def keepers(self) -> set[int]:
@@ -112,48 +125,73 @@ class Shell:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         self._check()
-        name = str(next(self._names))
+        name = next(self._names)
+        directory = self._directory if not command.own_process else ""
         try:
-            where, pipes = self._exchange.pipes()
-            running = self._running[name] = Running(name, command, pipes)
-        except OSError as error:
-            raise ResourceError(f"The output of a command could not be connected: {error}") from error
-        try:
-            directory = self._directory if not command.own_process else ""
-            source = await self._exchange.place(name, command, directory)
+            await self._exchange.place(name, command, directory)
             self._check()
             if directory:
                 self._directory = ""
-            self._send(running, f"{name} {source} {where}\n".encode())
-            exit_code = await self._end_of(running, timeout)
+            running = self._begin(name, command)
+            try:
+                exit_code = await self._end_of(running, timeout)
+            finally:
+                self._running.pop(name)
+                self._exchange.finish(running.pipes)
         finally:
-            self._running.pop(name)
-            self._exchange.finish(pipes)
             self._exchange.remove(name)
         self._check()
         return running.outcome(exit_code)
 
+    def _begin(self, name: int, command: Command) -> Running:
+        """Ask for a command whose script and input are in place."""
+        before = self._below_first.pids()
+        try:
+            if command.own_process:
+                number, pipes = self._exchange.pipes()
+            else:
+                if self._below_session is not None:
+                    before |= self._below_session.pids()
+                # who has the session's pipes beside it is new since then, or below one that is
+                shared = before != self._known and bool(before - self._known - self.keepers)
+                number, pipes = self._exchange.session_pipes(anew=shared)
+                self._known = before
+            running = Running(name, command, pipes, before)
+        except OSError as error:
+            raise ResourceError(f"The output of a command could not be connected: {error}") from error
+        self._running[name] = running
+        running.connections = (number, name if command.stdin is not None else 0)
+        self._ask(running)
+        return running
+
     async def _end_of(self, running: Running, timeout: float) -> int | None:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
-        running.start_clock(timeout)
+        if self._pause is None and self._poll.poll(0) and not self.dead:
+            self._read_reports()  # it may have ended at once
         try:
-            exit_code = await running.waiter
+            exit_code = await running.end(timeout)
             if exit_code is None:
                 await asyncio.shield(self._begin_kill(running))
         except asyncio.CancelledError:
             if not running.ended.is_set():
                 self._begin_kill(running)
             raise
-        finally:
-            running.stop_clock()
         return exit_code
 
-    def _send(self, running: Running, line: bytes) -> None:
-        running.before.update(children_of_shell(self._processes.first))
-        if self._session is not None and not running.own_process:
-            running.before.update(children_of_shell(self._session))
+    def _ask(self, running: Running) -> None:
+        """Have a command begin."""
+        pipes, given = running.connections
+        if running.own_process:
+            self._tell(b"%d %d %d\n" % (running.name, pipes, given), self._starts)
+        elif self._connected == running.connections:
+            self._tell(b"%08d" % running.name)
+        else:
+            self._connected = running.connections
+            self._tell(b"c%07di%07d%08d" % (pipes, given, running.name))
+
+    def _tell(self, words: bytes, pipe: int | None = None) -> None:
         try:
-            os.write(self._starts if running.own_process else self._requests, line)
+            os.write(self._requests if pipe is None else pipe, words)
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
@@ -186,32 +224,47 @@ class Shell:
     def _report(self, word: str, numbers: list[int]) -> None:
         match word, numbers:
             case "b", [name, process]:
-                if running := self._running.get(str(name)):
+                if running := self._running.get(name):
                     running.begun, running.process = True, process
             case "d", [name, exit_code] if exit_code in range(256):
-                if running := self._running.get(str(name)):
+                if running := self._running.get(name):
                     self._served = self._served or not running.own_process
                     running.finish(exit_code)
-            case "h", [inside] if self._session is None:  # nobody waits for another
-                self._session_began(inside)
+            case "h", [inside, asked] if self._session is None:  # nobody waits for another
+                self._session_began(inside, asked)
             case "f", [inside] if self._starter is None or not self._lives(self._starter):
                 self._starter_began(inside)
-            case "e", [exit_code, kept] if self._session is None or not self._lives(self._session):
-                self._session_ended(exit_code, bool(kept))
+            case "e", [exit_code, kept, number] if self._session is None or not self._lives(self._session):
+                self._session_ended(exit_code, bool(kept), number)
 
     def _lives(self, keeper: int) -> bool:
-        return keeper in children_of_shell(self._processes.first)
+        return keeper in self._below_first.pids()
 
     def _child(self, inside: int) -> int | None:
         """The host's id of a child of process 1. Looked for more than once: while others end, one may be left out."""
         tries = (self._processes.find(inside, self._processes.first) for _ in range(_LOOKS))
         return next((pid for pid in tries if pid is not None), None)
 
-    def _session_began(self, inside: int) -> None:
+    def _session_began(self, inside: int, asked: int) -> None:
+        """A session is ready. `asked` is the command that nobody has begun, because the one before had ended by then."""
         self._session = self._child(inside)
-        if self._session is not None:  # else it has ended since, which will be reported
-            self._served = False
-            self._ready.set()
+        if self._session is None:  # it has ended since, which will be reported
+            return
+        self._below_session = Kin(self._session)
+        self._served = False
+        self._ready.set()
+        running, self._in_doubt = self._in_doubt, None
+        if running is None or running.ended.is_set():
+            return
+        if running.name == asked:
+            if self._running.get(asked) is running and not running.expired:
+                self._ask(running)
+            return
+        exit_code, kept = self._end_of_session
+        if not kept:
+            where = self._directory or self._bubble.spec.workdir
+            running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
+        running.finish(exit_code)
 
     def _starter_began(self, inside: int) -> None:
         first = self._processes.first
@@ -220,15 +273,16 @@ class Shell:
             if running.process and self._processes.find(running.process, first) is None:
                 running.finish(137)
 
-    def _session_ended(self, exit_code: int, kept: bool) -> None:
+    def _session_ended(self, exit_code: int, kept: bool, number: int) -> None:
         self._ready.clear()
         self._session = None
-        for running in self._running.values():
-            if running.begun and not running.own_process and not running.ended.is_set():
-                if not kept:
-                    where = self._directory or self._bubble.spec.workdir
-                    running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
-                running.finish(exit_code)
+        if self._below_session is not None:
+            self._below_session.close()
+            self._below_session = None
+        self._end_of_session = (exit_code, kept)
+        self._in_doubt = next((running for running in self._running.values() if not running.own_process), None)
+        self._connected = None
+        self._tell(b"g%07d" % number)
 
     @property
     def dead(self) -> bool:
@@ -261,9 +315,8 @@ class Shell:
         if session is None:
             await self._restarted(_RESTART_GRACE_S)
             return
-        keep = running.begun and self._served  # a session that never finished anything may be one that cannot
         self._ready.clear()
-        if keep:
+        if self._served:  # a session that never finished anything may be one that cannot
             await self._launcher.aside(self._sweep, running, session, signal.SIGTERM)
             if await self._restarted(_KEEP_GRACE_S):
                 return

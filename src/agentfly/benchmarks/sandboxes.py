@@ -1,52 +1,100 @@
-"""What a sandbox costs beside the bare program: cold start, a command in the session, reset and release."""
+"""What a container costs beside the bare program: starts, resets and ends, commands, files, and many alive at once.
+
+`measure_backend` and `measure_many` take any spec, so that every backend is measured in the same way; what the bare
+program of a backend does is given to them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from agentfly import interruption
-from agentfly.resources.cgroups import Cgroup, cgroup_home
-from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
-from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
-from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.benchmarks.bare import BareShell, bare_bubblewrap, bare_process
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.engine import ResourceEngine
 
-_SPEC = ContainerSpec(memory="256MiB", pids=64, cpus=1)
+BareStart = Callable[[ContainerSpec, int], tuple[float, float]]
+"""Starts and ends the bare program of a backend; gives the milliseconds of both. The number is of the round."""
+
+Timed = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[None]]
+
+# Adds up what the processes of a container take of memory, pages that several share counted in parts. It runs in the
+# session, so that nothing is counted that is only there to count.
+_MEMORY = """
+taken=0
+for file in /proc/[0-9]*/smaps_rollup; do
+    while read -r name kib _; do [[ $name == Pss: ]] && ((taken += kib)); done <"$file"
+done 2>/dev/null
+echo $taken
+"""
 
 
 def measure_sandboxes(rounds: int = 30, commands: int = 200) -> dict[str, Any]:
-    """Start, use, reset and release sandboxes, each beside the bare program doing the same, in turns.
-
-    Args:
-        rounds: how many sandboxes of each kind.
-        commands: how many commands in a session.
-
-    Returns:
-        Medians in milliseconds, and ratios to the bare program. ``cold_start`` is from the launch to the first reply of
-        the shell; the bare one is ``bwrap`` with the same namespaces, an overlay of the same directories, the same
-        private file systems, limits and filter of system calls. ``session_run`` is the command ``true``; the bare one
-        is a line written to a bash on a pipe, and its reply read.
+    """Measure bubblewrap as far as this machine lets it work: see `measure_backend`.
 
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
     """
-    return interruption.run(_measure(rounds, commands))
-
-
-async def _measure(rounds: int, commands: int) -> dict[str, Any]:
     found = probe()
-    spec = _SPEC if found.cpus else ContainerSpec(memory="256MiB", pids=64)
+    spec = ContainerSpec(memory="256MiB", pids=64, cpus=1 if found.cpus else 0, backend="bubblewrap")
     found.check(spec)
+    about = {"tier": str(found.tier), "limits": found.memory}
+    return about | measure_backend(spec, bare_start=bare_bubblewrap, rounds=rounds, commands=commands)
+
+
+def measure_backend(
+    spec: ContainerSpec, *, bare_start: BareStart | None = None, rounds: int = 30, commands: int = 200
+) -> dict[str, Any]:
+    """Start, use, reset and release containers, each beside the bare program doing the same, in turns.
+
+    Args:
+        spec: what to start; its ``backend`` says on what.
+        bare_start: the bare program of that backend.
+        rounds: how many containers.
+        commands: how many commands in a session.
+
+    Returns:
+        Medians in milliseconds, and ratios of them to the bare ones. ``cold_start`` is from the launch to the first
+        reply of the shell, ``warm_acquire`` what the engine takes to hand over one that stands ready. ``session_run``
+        is the command ``true``, a call of ``Container.run`` from begin to end. There are two bare ones: a line
+        ``true; echo $?`` to a bash on a pipe and its reply, read by a program that does nothing else meanwhile
+        (``bare_session_run``), and by an event loop (``looped_session_run``). ``process_run`` is the same command in a
+        process of its own, beside a bash that is started for it without a sandbox.
+
+    Raises:
+        PrerequisiteError: such containers cannot be started on this machine.
+    """
+    return interruption.run(_measure(spec, bare_start, rounds, commands))
+
+
+def measure_many(spec: ContainerSpec, count: int = 64) -> dict[str, Any]:
+    """Have many containers alive at once, eight starting at a time, as an engine would have it.
+
+    Returns:
+        ``count``; ``start_s``, seconds until all were up; ``release_s``, until all were gone; ``idle_mib``, the memory
+        of the processes inside an idle container (its proportional set size), as a median; ``machine_mib``, by how
+        much the machine's available memory fell for each container, the kernel's part and that of the backend's own
+        processes included. The latter is right only where nothing else goes on.
+
+    Raises:
+        PrerequisiteError: such containers cannot be started on this machine.
+    """
+    return interruption.run(_measure_many(spec, count))
+
+
+async def _measure(
+    spec: ContainerSpec, bare_start: BareStart | None, rounds: int, commands: int
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
 
     async def timed(name: str, call: Callable[[], Awaitable[Any]]) -> None:
@@ -55,104 +103,98 @@ async def _measure(rounds: int, commands: int) -> dict[str, Any]:
         times.setdefault(name, []).append((time.perf_counter() - before) * 1e3)
 
     for number in range(rounds):
-        box = Container(spec, f"bench-{os.getpid()}-{number}")
-        try:
-            await timed("cold_start", box.start)
-            await timed("reset", box.reset)
-            await timed("release", box.release)
-        finally:
-            await box.release()  # a second time where all went well, which is nothing
-        times.setdefault("bare_cold_start", []).append(_bare_start(spec, found.program, number))
-    async with _Session(spec) as session:
-        for _ in range(commands):
-            await timed("session_run", lambda: session.box.run("true"))
-            times.setdefault("bare_session_run", []).append(session.bare())
-            await timed("process_run", lambda: session.box.run("true", new_process=True))
-    result: dict[str, Any] = {"tier": str(found.tier), "limits": found.memory, "rounds": rounds}
-    result |= {f"{name}_ms": round(median(values), 3) for name, values in times.items()}
-    for name in ("cold_start", "session_run"):
-        result[f"{name}_ratio"] = round(median(times[name]) / median(times[f"bare_{name}"]), 3)
+        await _live_once(Container(spec, f"bench-{os.getpid()}-{number}"), timed)
+        if bare_start is not None:
+            for name, took in zip(("bare_cold_start", "bare_release"), bare_start(spec, number), strict=True):
+                times.setdefault(name, []).append(took)
+    await _acquire_warm(spec, rounds, timed)
+    box, shell = Container(spec, f"bench-{os.getpid()}-session"), BareShell()
+    try:
+        await box.start()
+        await _run_commands(box, shell, commands, timed, times)
+    finally:
+        shell.close()
+        await box.release()
+    result: dict[str, Any] = {"rounds": rounds}
+    result |= {f"{name}_ms": round(median(values), 4) for name, values in times.items()}
+    for name, bare in (
+        ("cold_start", "bare_cold_start"),
+        ("release", "bare_release"),
+        ("session_run", "bare_session_run"),
+        ("session_run", "looped_session_run"),
+        ("process_run", "bare_process_run"),
+    ):
+        if bare in times:
+            result[f"{name}_over_{bare}"] = round(median(times[name]) / median(times[bare]), 3)
     return result
 
 
-class _Session:
-    """A sandbox, and a bash on a pipe."""
-
-    def __init__(self, spec: ContainerSpec) -> None:
-        self.box = Container(spec, f"bench-{os.getpid()}-session")
-        self._bash = subprocess.Popen(
-            ["/bin/bash", "--norc", "--noprofile"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-
-    async def __aenter__(self) -> _Session:
-        try:
-            await self.box.start()
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._bash.kill()
-        self._bash.communicate()
-        await self.box.release()
-
-    def bare(self) -> float:
-        """Milliseconds of one line to the bash on a pipe and its reply."""
-        assert self._bash.stdin is not None
-        assert self._bash.stdout is not None
-        before = time.perf_counter()
-        self._bash.stdin.write(b"true; echo $?\n")
-        self._bash.stdout.read(16)
-        return (time.perf_counter() - before) * 1e3
-
-
-def _bare_start(spec: ContainerSpec, program: str, number: int) -> float:
-    """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it."""
-    home = cgroup_home()
-    filters: tuple[int, ...] = ()
-    group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}", cpus=spec.cpus) if home else None
+async def _live_once(box: Container, timed: Timed) -> None:
     try:
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = _bare_arguments(spec, Path(directory))
-            before = time.perf_counter()
-            program_of_filter = filter_program(platform.machine())
-            filters = (memory_file(program_of_filter),) if program_of_filter else ()
-            command = [program, *filter_arguments(filters), *arguments, "--", "/bin/bash", "--norc", "--noprofile"]
-            if group is not None:
-                group.create(memory=spec.memory_limit, pids=spec.pids, cpus=spec.cpus)
-            with subprocess.Popen(
-                [*command, "-c", "read; echo; read"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=filters,
-            ) as process:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                if group is not None:
-                    group.attach(process.pid)
-                process.stdin.write(b"\n")
-                process.stdout.read(1)
-                took = (time.perf_counter() - before) * 1e3
-                process.stdin.close()
+        await timed("cold_start", box.start)
+        await timed("reset", box.reset)
+        await timed("release", box.release)
     finally:
-        for descriptor in filters:
-            os.close(descriptor)
-        if group is not None:
-            group.remove()
-    return took
+        await box.release()  # a second time where all went well, which is nothing
 
 
-def _bare_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
-    """The same view as a sandbox has, from bubblewrap alone."""
-    arguments: list[str] = []
-    for name in SYSTEM:
-        host = Path("/") / name
-        if host.is_symlink():
-            arguments += ["--symlink", str(host.readlink()), str(host)]
-        elif host.is_dir():
-            arguments += ["--overlay-src", str(host), "--tmp-overlay", str(host)]
-    arguments += ["--overlay-src", "/etc", "--tmp-overlay", "/etc", "--dev", "/dev"]
-    arguments += ["--size", str(spec.disk_limit), "--tmpfs", spec.workdir, "--dir", "/tmp", "--dir", spec.home]
-    return [*arguments, *common_arguments(spec, exchange), "--remount-ro", "/dev"]
+async def _acquire_warm(spec: ContainerSpec, rounds: int, timed: Timed) -> None:
+    """Acquire one that stands ready, again and again; each is reset in the background after its release."""
+    one = replace(spec, capacity=1, warm=0)
+    with tempfile.TemporaryDirectory() as directory:
+        async with ResourceEngine(ledger=Path(directory)) as engine:
+            await engine.release(await engine.acquire(one, "first"))
+            for number in range(rounds):
+                while [each.state for pool in engine.snapshot().pools for each in pool.instances] != ["idle"]:
+                    await asyncio.sleep(0.002)
+                await timed("warm_acquire", lambda owner=f"owner {number}": engine.acquire(one, owner))  # type: ignore[misc]
+                await engine.release_owner(f"owner {number}")
+
+
+async def _run_commands(
+    box: Container, shell: BareShell, commands: int, timed: Timed, times: dict[str, list[float]]
+) -> None:
+    """What is compared takes turns, so that whatever else the machine does at the time is shared."""
+    for _ in range(commands):
+        times.setdefault("bare_session_run", []).append(shell.blocking())
+        times.setdefault("looped_session_run", []).append(await shell.in_the_loop())
+        await timed("session_run", lambda: box.run("true"))
+    for _ in range(max(1, commands // 4)):
+        times.setdefault("bare_process_run", []).append(bare_process())
+        await timed("process_run", lambda: box.run("true", new_process=True))
+        await timed("write_file", lambda: box.write_file("file", b"content"))
+        await timed("read_file", lambda: box.read_file("file"))
+
+
+async def _measure_many(spec: ContainerSpec, count: int) -> dict[str, Any]:
+    boxes = [Container(spec, f"bench-{os.getpid()}-many-{number}") for number in range(count)]
+    turns = asyncio.Semaphore(8)
+
+    async def start(box: Container) -> None:
+        async with turns:
+            await box.start()
+
+    available, began = _available_memory(), time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as starts:
+            for box in boxes:
+                starts.create_task(start(box))
+        started = time.perf_counter() - began
+        taken = available - _available_memory()
+        idle = [int((await box.run(_MEMORY)).stdout) / 1024 for box in boxes]
+    finally:
+        before = time.perf_counter()
+        await asyncio.gather(*(box.release() for box in boxes))
+    return {
+        "count": count,
+        "start_s": round(started, 3),
+        "release_s": round(time.perf_counter() - before, 3),
+        "idle_mib": round(median(idle), 3),
+        "machine_mib": round(taken / count / 2**20, 3),
+    }
+
+
+def _available_memory() -> int:
+    """Bytes that programs could still take on this machine."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

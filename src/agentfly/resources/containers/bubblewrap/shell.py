@@ -1,9 +1,9 @@
 """Shell: the commands of a sandbox, one after the other in a session that lasts, or each in a process of its own.
 
-The session is a bash that runs each command in itself, so that its directory and variables last. It prints to pipes that
-it keeps, until a command has left a process behind that has them too: then the next command gets others, so that what
-that process prints later goes nowhere. Commands in processes of their own have pipes of their own. The end of a command
-is reported on a pipe of the shell's, so nobody waits for the end of its output.
+The session is a bash that runs each command in itself, so that its directory and variables last. It prints to pipes
+that it keeps until a command has left a process behind that has them too: then the next command gets others, so that
+what that process prints later goes nowhere. Commands in processes of their own have pipes of their own. The end of a
+command is reported on a pipe of the shell's, so nobody waits for the end of its output.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Shell:
         return next((pid for pid in tries if pid is not None), None)
 
     def _session_began(self, inside: int, asked: int) -> None:
-        """A session is ready. `asked` is the command that nobody has begun, because the one before had ended by then."""
+        """A session is ready. Nobody has begun the command `asked`, for by then the session before had ended."""
         self._session = self._child(inside)
         if self._session is None:  # it has ended since, which will be reported
             return

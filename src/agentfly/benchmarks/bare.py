@@ -1,0 +1,126 @@
+"""The bare programs that a sandbox is measured against: a shell on a pipe, a process, and ``bwrap`` itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from agentfly.resources.cgroups import Cgroup, cgroup_home
+from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
+from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
+from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.spec import ContainerSpec
+
+_LINE = b"true; echo $?\n"
+_SHELL = ("/bin/bash", "--norc", "--noprofile")
+
+
+class BareShell:
+    """A bash on two pipes: no sandbox, no limit, no time-out, no output of its own, and nothing that could go wrong."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._bash = subprocess.Popen(_SHELL, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._answer: asyncio.Future[bytes] | None = None
+
+    def close(self) -> None:
+        """End it."""
+        self._bash.kill()
+        self._bash.communicate()
+
+    def blocking(self) -> float:
+        """Milliseconds of one line written and its reply read by a program that does nothing else meanwhile."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        before = time.perf_counter()
+        self._bash.stdin.write(_LINE)
+        self._bash.stdout.read(16)
+        return (time.perf_counter() - before) * 1e3
+
+    async def in_the_loop(self) -> float:
+        """The same in a program that goes on meanwhile: the reply is waited for by its event loop."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._bash.stdout.fileno(), self._read)  # once for many commands in a real one: not timed
+        try:
+            before = time.perf_counter()
+            self._answer = loop.create_future()
+            self._bash.stdin.write(_LINE)
+            await self._answer
+            return (time.perf_counter() - before) * 1e3
+        finally:
+            loop.remove_reader(self._bash.stdout.fileno())
+
+    def _read(self) -> None:
+        assert self._bash.stdout is not None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(os.read(self._bash.stdout.fileno(), 16))
+
+
+def bare_process() -> float:
+    """Milliseconds of a bash that runs ``true``, from its start to its end, without a sandbox."""
+    before = time.perf_counter()
+    subprocess.run([*_SHELL, "-c", "true"], check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return (time.perf_counter() - before) * 1e3
+
+
+def bare_bubblewrap(spec: ContainerSpec, number: int) -> tuple[float, float]:
+    """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it, and of its end.
+
+    It gets the same namespaces, an overlay of the same directories, the same private file systems, limits and filter
+    of system calls as a sandbox.
+    """
+    home = cgroup_home()
+    filters: tuple[int, ...] = ()
+    group: Cgroup | None = home.cgroup(f"agentfly-bare-{os.getpid()}-{number}", cpus=spec.cpus) if home else None
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = _bubblewrap_arguments(spec, Path(directory))
+            began = time.perf_counter()
+            program_of_filter = filter_program(platform.machine())
+            filters = (memory_file(program_of_filter),) if program_of_filter else ()
+            command = [probe().program, *filter_arguments(filters), *arguments, "--", *_SHELL]
+            if group is not None:
+                group.create(memory=spec.memory_limit, pids=spec.pids, cpus=spec.cpus)
+            with subprocess.Popen(
+                [*command, "-c", "read; echo; read"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=filters,
+            ) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                if group is not None:
+                    group.attach(process.pid)
+                process.stdin.write(b"\n")
+                process.stdout.read(1)
+                ready = time.perf_counter()
+                process.stdin.close()
+    finally:
+        for descriptor in filters:
+            os.close(descriptor)
+        if group is not None:
+            group.remove()
+    return (ready - began) * 1e3, (time.perf_counter() - ready) * 1e3
+
+
+def _bubblewrap_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
+    """The same view as a sandbox has, from bubblewrap alone."""
+    arguments: list[str] = []
+    for name in SYSTEM:
+        host = Path("/") / name
+        if host.is_symlink():
+            arguments += ["--symlink", str(host.readlink()), str(host)]
+        elif host.is_dir():
+            arguments += ["--overlay-src", str(host), "--tmp-overlay", str(host)]
+    arguments += ["--overlay-src", "/etc", "--tmp-overlay", "/etc", "--dev", "/dev"]
+    arguments += ["--size", str(spec.disk_limit), "--tmpfs", spec.workdir, "--dir", "/tmp", "--dir", spec.home]
+    return [*arguments, *common_arguments(spec, exchange), "--remount-ro", "/dev"]

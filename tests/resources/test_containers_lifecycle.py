@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.benchmarks.sandboxes import measure_sandboxes
+from agentfly.benchmarks.sandboxes import measure_bubblewrap
 from agentfly.errors import ResourceDied, ResourceStartError
 from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.containers.backend import reap
@@ -144,7 +144,7 @@ def test_a_measurement_that_fails_leaves_no_sandbox(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Container, "reset", reset)
     with pytest.raises(ResourceDied, match="as in the test"):
-        measure_sandboxes(rounds=1, commands=1)
+        measure_bubblewrap(rounds=1, commands=1, count=1)
     assert [path for path in runtime_directory().iterdir() if path.name.startswith(f"bench-{os.getpid()}")] == []
 
 

@@ -1,27 +1,83 @@
-"""The bench of resources gives plain numbers, and a table of them."""
+"""The bench of resources gives plain numbers, and tables of them; the optimum that pools are held against is one."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
-from agentfly.benchmarks import resources, sandboxes
+from agentfly.benchmarks import occupancy, resources, sandboxes
+from agentfly.benchmarks.occupancy import PooledWork, best_seconds, measure_occupancy
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.tiers import probe
+
+SMALL = PooledWork(rollouts=6, longest_wait=0.02, tools=(0.01, 0.01), generations=(0.01,))
 
 
 @pytest.mark.slow
-def test_the_bench_measures_the_engine_and_says_why_sandboxes_are_missing(monkeypatch):
+def test_the_bench_measures_the_engine_and_says_why_a_backend_is_missing(monkeypatch):
     def missing():
         raise PrerequisiteError("no user namespaces")
 
-    monkeypatch.setattr(sandboxes, "measure_sandboxes", missing)
+    monkeypatch.setattr(sandboxes, "BACKENDS", {"bubblewrap": missing})
+    monkeypatch.setattr(occupancy, "measure_occupancy", lambda: measure_occupancy(SMALL, [2]))
     result = json.loads(json.dumps(resources.run_resources_bench()))
     assert set(result["engine"]["per_operation_us"]) == {"1", "10", "100", "1000", "10000"}
     assert all(us > 0 for us in result["engine"]["per_operation_us"].values())
-    console = Console(record=True, width=100)
-    console.print(resources.render(result))
-    text = console.export_text()
+    text = rendered(result)
     assert f"{result['engine']['warm_us']:.1f} µs" in text
     assert "no user namespaces" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+def test_a_backend_is_measured_against_the_bare_program_and_nothing_is_left():
+    measured = sandboxes.measure_bubblewrap(rounds=1, commands=2, count=2)
+    compared = [name.split("_over_") for name in measured if "_over_" in name]
+    assert {ours for ours, _ in compared} == {"cold_start", "release", "session_run", "process_run"}
+    for ours, bare in compared:
+        ratio = measured[f"{ours}_ms"] / measured[f"{bare}_ms"]
+        assert measured[f"{ours}_over_{bare}"] == pytest.approx(ratio, rel=0.05)
+    assert measured["many"]["count"] == 2
+    assert measured["many"]["idle_mib"] > 0
+    assert [path for path in runtime_directory().iterdir() if path.name.startswith(f"bench-{os.getpid()}")] == []
+    pools = {"8": {"best_s": 1.0, "measured_s": 1.1, "semaphore_s": 1.0, "occupancy": 0.909}}
+    engine = {"warm_us": 1.0, "cycle_us": 1.0, "per_operation_us": {}, "growth": 1.0}
+    occupied = {"target": 0.95, "rollouts": 256, "pools": pools}
+    text = rendered({"engine": engine, "occupancy": occupied, "containers": {"bubblewrap": measured}})
+    assert "90.9%" in text
+    assert f"{measured['session_run_ms']:.3f} ms" in text
+
+
+def test_work_over_a_pool_takes_no_less_than_the_optimum():
+    measured = measure_occupancy(SMALL, [1, 3])
+    assert list(measured["pools"]) == ["1", "3"]
+    for row in measured["pools"].values():
+        assert row["measured_s"] >= row["best_s"]
+        assert 0 < row["occupancy"] <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(waits=st.lists(st.integers(0, 12), min_size=1, max_size=5), held=st.integers(1, 5), capacity=st.integers(1, 3))
+def test_the_optimum_is_the_best_of_all_orders_in_which_instances_can_be_given(waits, held, capacity):
+    def takes(order):
+        free_from = [0] * capacity
+        for wait in order:
+            first = free_from.index(min(free_from))
+            free_from[first] = max(wait, free_from[first]) + held
+        return max(free_from)
+
+    assert best_seconds(waits, held, capacity) == min(map(takes, itertools.permutations(waits)))
+
+
+def rendered(result):
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(resources.render(result))
+    return console.export_text()

@@ -43,9 +43,9 @@ class PooledWork:
     """
 
     rollouts: int = 256
-    longest_wait: float = 0.4
-    tools: tuple[float, ...] = (0.12, 0.12)
-    generations: tuple[float, ...] = (0.16,)
+    longest_wait: float = 0.2
+    tools: tuple[float, ...] = (0.06, 0.06)
+    generations: tuple[float, ...] = (0.08,)
     seed: int = 0
 
     def waits(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the resource engine costs, and what a sandbox costs beside the bare program."""
+"""What `agentfly bench resources` measures: the engine, the use of pools, and the containers of each backend."""
 
 from __future__ import annotations
 
@@ -86,19 +86,24 @@ async def _contend(engine: ResourceEngine, owners: int) -> float:
 
 
 def run_resources_bench() -> dict[str, Any]:
-    """Measure the engine, and the sandboxes if this machine can run them.
+    """Measure the engine, how well pools are used, and every backend of containers that this machine can run.
 
     Returns:
-        ``engine``: see `measure_engine`. ``sandboxes``: see `agentfly.benchmarks.sandboxes.measure_sandboxes`, or
-        ``{"missing": why}``.
+        ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.occupancy.measure_occupancy`.
+        ``containers``: by backend, what `agentfly.benchmarks.sandboxes.BACKENDS` gives, or ``{"missing": why}``.
     """
-    from agentfly.benchmarks.sandboxes import measure_sandboxes
+    from agentfly.benchmarks import occupancy, sandboxes
 
-    result: dict[str, Any] = {"engine": interruption.run(measure_engine())}
-    try:
-        result["sandboxes"] = measure_sandboxes()
-    except PrerequisiteError as error:
-        result["sandboxes"] = {"missing": str(error)}
+    result: dict[str, Any] = {
+        "engine": interruption.run(measure_engine()),
+        "occupancy": occupancy.measure_occupancy(),
+        "containers": {},
+    }
+    for name, measure in sandboxes.BACKENDS.items():
+        try:
+            result["containers"][name] = measure()
+        except PrerequisiteError as error:
+            result["containers"][name] = {"missing": str(error)}
     return result
 
 
@@ -106,8 +111,17 @@ def render(result: dict[str, Any]) -> RenderableType:
     """The measurements as tables for people."""
     from rich.console import Group
 
-    engine, sandboxes = result["engine"], result["sandboxes"]
-    rows = [
+    tables = [_table("Resource engine", _engine_rows(result["engine"])), _occupancy_table(result["occupancy"])]
+    for name, measured in result["containers"].items():
+        if "missing" in measured:
+            tables.append(f"Containers of {name} were not measured: {measured['missing']}")
+        else:
+            tables.append(_table(f"Containers of {name}", _container_rows(measured)))
+    return Group(*tables)
+
+
+def _engine_rows(engine: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
         ("acquire + release, an instance ready", f"{engine['warm_us']:.1f} µs"),
         ("acquire, release, reset, hand over", f"{engine['cycle_us']:.1f} µs"),
         *(
@@ -116,10 +130,34 @@ def render(result: dict[str, Any]) -> RenderableType:
         ),
         ("10,000 owners over 10", f"{engine['growth']:.2f} times"),
     ]
-    if "missing" in sandboxes:
-        return Group(_table("Resource engine", rows), f"Sandboxes were not measured: {sandboxes['missing']}")
-    measured = [(name.replace("_", " "), str(value)) for name, value in sandboxes.items()]
-    return Group(_table("Resource engine", rows), _table("Sandboxes", measured))
+
+
+def _occupancy_table(occupancy: dict[str, Any]) -> RenderableType:
+    from rich.table import Table
+
+    title = f"{occupancy['rollouts']} rollouts over pools (target {occupancy['target']:.0%} of the optimum)"
+    table = Table(title=title, title_justify="left")
+    for heading in ("pool", "best s", "measured s", "with a semaphore s", "occupancy"):
+        table.add_column(heading, justify="right")
+    for capacity, row in occupancy["pools"].items():
+        seconds = (f"{row[name]:.3f}" for name in ("best_s", "measured_s", "semaphore_s"))
+        table.add_row(capacity, *seconds, f"{row['occupancy']:.1%}")
+    return table
+
+
+def _container_rows(measured: dict[str, Any]) -> list[tuple[str, str]]:
+    """One row a figure: milliseconds, ratios to the bare program, and what many at once take."""
+    rows = []
+    for name, value in measured.items():
+        if name == "many":
+            rows += [(f"{value['count']} alive at once: {part.replace('_', ' ')}", str(value[part])) for part in value]
+        elif name.endswith("_ms"):
+            rows.append((name.removesuffix("_ms").replace("_", " "), f"{value:.3f} ms"))
+        elif "_over_" in name:
+            rows.append((name.replace("_", " "), f"{value:.2f} times"))
+        else:
+            rows.append((name.replace("_", " "), str(value)))
+    return rows
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> RenderableType:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +40,11 @@ echo $taken
 """
 
 
-def measure_sandboxes(rounds: int = 30, commands: int = 200) -> dict[str, Any]:
-    """Measure bubblewrap as far as this machine lets it work: see `measure_backend`.
+def measure_bubblewrap(rounds: int = 30, commands: int = 200, count: int = 64) -> dict[str, Any]:
+    """Measure bubblewrap as far as this machine lets it work.
+
+    Returns:
+        What `measure_backend` gives; ``many``, which is what `measure_many` gives; ``tier`` and ``limits``.
 
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
@@ -48,8 +52,8 @@ def measure_sandboxes(rounds: int = 30, commands: int = 200) -> dict[str, Any]:
     found = probe()
     spec = ContainerSpec(memory="256MiB", pids=64, cpus=1 if found.cpus else 0, backend="bubblewrap")
     found.check(spec)
-    about = {"tier": str(found.tier), "limits": found.memory}
-    return about | measure_backend(spec, bare_start=bare_bubblewrap, rounds=rounds, commands=commands)
+    measured = measure_backend(spec, bare_start=bare_bubblewrap, rounds=rounds, commands=commands)
+    return {"tier": str(found.tier), "limits": found.memory, **measured, "many": measure_many(spec, count)}
 
 
 def measure_backend(
@@ -92,9 +96,7 @@ def measure_many(spec: ContainerSpec, count: int = 64) -> dict[str, Any]:
     return interruption.run(_measure_many(spec, count))
 
 
-async def _measure(
-    spec: ContainerSpec, bare_start: BareStart | None, rounds: int, commands: int
-) -> dict[str, Any]:
+async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: int, commands: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
 
     async def timed(name: str, call: Callable[[], Awaitable[Any]]) -> None:
@@ -145,10 +147,18 @@ async def _acquire_warm(spec: ContainerSpec, rounds: int, timed: Timed) -> None:
         async with ResourceEngine(ledger=Path(directory)) as engine:
             await engine.release(await engine.acquire(one, "first"))
             for number in range(rounds):
-                while [each.state for pool in engine.snapshot().pools for each in pool.instances] != ["idle"]:
-                    await asyncio.sleep(0.002)
-                await timed("warm_acquire", lambda owner=f"owner {number}": engine.acquire(one, owner))  # type: ignore[misc]
+                await _stands_ready(engine)
+                await timed("warm_acquire", partial(engine.acquire, one, f"owner {number}"))
                 await engine.release_owner(f"owner {number}")
+
+
+async def _stands_ready(engine: ResourceEngine) -> None:
+    """Wait until the only instance has been reset."""
+    while True:
+        states = [each.state for pool in engine.snapshot().pools for each in pool.instances]
+        if states == ["idle"]:
+            return
+        await asyncio.sleep(0.002)
 
 
 async def _run_commands(
@@ -198,3 +208,7 @@ def _available_memory() -> int:
     """Bytes that programs could still take on this machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+BACKENDS: dict[str, Callable[[], dict[str, Any]]] = {"bubblewrap": measure_bubblewrap}
+"""What measures each backend. It raises `PrerequisiteError` where the backend does not work."""

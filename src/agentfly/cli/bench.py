@@ -26,7 +26,7 @@ def rollouts(as_json: AsJson = False) -> None:
 
 @app.command("resources")
 def resources(as_json: AsJson = False) -> None:
-    """Cost of acquire and release, and sandbox starts against the bare program."""
+    """Cost of the engine, use of pools against the optimum, and containers against the bare program of each backend."""
     from agentfly.benchmarks.resources import render, run_resources_bench
 
     _show(run_resources_bench(), render, as_json)

@@ -275,3 +275,64 @@ async def test_a_file_that_cannot_be_read_is_a_matter_for_the_model(box: Contain
 async def test_a_file_that_never_ends_is_refused(box: Container) -> None:
     with pytest.raises(ToolError, match="longer than"):
         await box.read_file("/dev/zero")
+
+
+# --- what the session keeps for itself ------------------------------------------------------------------------------
+
+
+async def test_descriptors_that_a_command_opens_last_and_are_not_the_sessions(box: Container) -> None:
+    await box.run("exec 200>/tmp/lock 9>/tmp/nine; flock -n 200; echo to nine >&9; exec 1>/tmp/hidden 0</dev/zero")
+    result = await box.run("flock -n /tmp/lock true || echo locked; cat /tmp/nine; read -r -n 1 -t 1; echo $?")
+    assert result.stdout == "locked\nto nine\n1\n"
+
+
+async def test_a_command_has_only_its_input_and_outputs_open(box: Container) -> None:
+    for new_process in (False, True):
+        result = await box.run("ls /proc/self/fd | tr '\\n' ' '", new_process=new_process)
+        assert result.stdout == "0 1 2 3 "  # the last is the directory that is listed
+
+
+@pytest.mark.parametrize("trap", ["trap 'printf .' DEBUG", "trap 'printf x; echo y' DEBUG ERR", "trap 'echo z' CHLD"])
+async def test_traps_that_print_between_commands_do_not_reach_the_reports(box: Container, trap: str) -> None:
+    await box.run(trap)
+    result = await box.run("sleep 0.01; echo alive; (exit 3)", timeout=20)
+    assert "alive\n" in result.stdout
+    assert (result.exit_code, result.timed_out) == (3, False)
+
+
+async def test_what_a_short_lived_child_prints_between_two_commands_is_in_nobodys_output(box: Container) -> None:
+    await box.run("(sleep 0.05; echo late; echo late >&2) &")
+    await asyncio.sleep(0.3)
+    result = await box.run("echo mine")
+    assert (result.stdout, result.stderr) == ("mine\n", "")
+
+
+async def test_a_command_asked_of_a_session_that_is_just_killed_is_run_by_the_next_or_said_to_be_killed(
+    box: Container,
+) -> None:
+    await box.run("echo >/tmp/count")
+    ran = 0
+    for _ in range(10):
+        assert box._sandbox is not None
+        shell = box._sandbox.shell
+        assert shell is not None
+        assert shell._session is not None
+        os.kill(shell._session, 9)
+        result = await box.run("echo once >>/tmp/count; echo done", timeout=20)
+        assert (result.exit_code, result.stdout) in ((0, "done\n"), (137, ""))
+        ran += result.exit_code == 0
+    assert ran > 0
+    assert (await box.run("grep -c once /tmp/count")).stdout == f"{ran}\n"
+
+
+async def test_inputs_follow_their_commands(box: Container) -> None:
+    assert (await box.run("cat", stdin="one")).stdout == "one"
+    assert (await box.run("cat")).stdout == ""
+    assert (await box.run("cat", stdin="two")).stdout == "two"
+    assert (await box.run("cat; cat", stdin="three", new_process=True)).stdout == "three"
+
+
+async def test_a_script_that_is_longer_than_the_one_before_and_one_that_is_shorter_run_whole(box: Container) -> None:
+    for lines in (1, 3000, 30_000, 2):
+        result = await box.run("X=0\n" + "X=$((X + 1))\n" * lines + "echo $X")
+        assert result.stdout == f"{lines}\n"

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
 from pathlib import Path
@@ -30,6 +31,7 @@ _SWEEPS = 10
 _LOOKS = 3
 _REPORTS_AT_ONCE = 1024  # bytes; what fills it is no shell of ours, and must not keep the event loop busy
 _REPORTS_PAUSE_S = 0.005
+_REPORT = re.compile(rb"([bdefh]) ([\d ]{1,64})$")  # what precedes it on the line, a trap of the session has printed
 
 
 class Shell:
@@ -212,29 +214,28 @@ class Shell:
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         self._buffer = self._buffer[-256:]
         for line in lines:
-            with contextlib.suppress(ValueError):  # not one of ours
-                word, *numbers = line.split()
-                self._report(word.decode(), [int(number) for number in numbers])
+            if found := _REPORT.search(line):
+                self._report(found[1], [int(number) for number in found[2].split()])
         if len(chunk) == _REPORTS_AT_ONCE and not self.dead:
             self._loop.remove_reader(self._reports)
             self._pause = self._loop.call_later(
                 _REPORTS_PAUSE_S, self._loop.add_reader, self._reports, self._read_reports
             )
 
-    def _report(self, word: str, numbers: list[int]) -> None:
+    def _report(self, word: bytes, numbers: list[int]) -> None:
         match word, numbers:
-            case "b", [name, process]:
+            case b"b", [name, process]:
                 if running := self._running.get(name):
                     running.begun, running.process = True, process
-            case "d", [name, exit_code] if exit_code in range(256):
+            case b"d", [name, exit_code] if exit_code in range(256):
                 if running := self._running.get(name):
                     self._served = self._served or not running.own_process
                     running.finish(exit_code)
-            case "h", [inside, asked] if self._session is None:  # nobody waits for another
+            case b"h", [inside, asked] if self._session is None:  # nobody waits for another
                 self._session_began(inside, asked)
-            case "f", [inside] if self._starter is None or not self._lives(self._starter):
+            case b"f", [inside] if self._starter is None or not self._lives(self._starter):
                 self._starter_began(inside)
-            case "e", [exit_code, kept, number] if self._session is None or not self._lives(self._session):
+            case b"e", [exit_code, kept, number] if self._session is None or not self._lives(self._session):
                 self._session_ended(exit_code, bool(kept), number)
 
     def _lives(self, keeper: int) -> bool:

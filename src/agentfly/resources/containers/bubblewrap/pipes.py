@@ -44,6 +44,22 @@ class OutputPipes:
             self._out.drain(_STALE)
             self._err.drain(_STALE)
         self._in_use = True
+        self._open(stdout, stderr)
+
+    def begin_again(self) -> None:
+        """Collect for the same command as before, since who was to run it has gone, and the pipes may be at their end.
+
+        Raises:
+            OSError: this process has too many files open.
+        """
+        stdout, stderr = self._out.output, self._err.output
+        assert stdout is not None
+        assert stderr is not None
+        self._out.drain(_STALE)
+        self._err.drain(_STALE)
+        self._open(stdout, stderr)
+
+    def _open(self, stdout: BoundedOutput, stderr: BoundedOutput) -> None:
         try:
             self._out.begin(stdout)
             self._err.begin(stderr)

@@ -25,12 +25,13 @@ exec 200<&0 201>&1 202<>/run/agentfly/starts </dev/null >/dev/null 2>&1
 # Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), of which no program
 # that is executed sees anything. Bash cannot mark a descriptor as close-on-exec, but the copy that it keeps of one that
 # a block redirects is so marked, and so are copies of that. Below that copy is 247: the lowest that is free above 245.
+# What was open before is closed last: a pipe that nobody has open is at its end for the host, who stops reading it.
 __agentfly_open() {
     builtin unset -f exec
     case $1 in
-    242) exec 242<&- 245</dev/null 246<"$2" && { exec 242<&247; } 246<&245 ;;
-    243) exec 243>&- 245</dev/null 246>"$2" && { exec 243>&247; } 246>&245 ;;
-    244) exec 244>&- 245</dev/null 246>"$2" && { exec 244>&247; } 246>&245 ;;
+    242) exec 245</dev/null 246<"$2" 242<&- && { exec 242<&247; } 246<&245 ;;
+    243) exec 245</dev/null 246>"$2" 243>&- && { exec 243>&247; } 246>&245 ;;
+    244) exec 245</dev/null 246>"$2" 244>&- && { exec 244>&247; } 246>&245 ;;
     esac || exit
     exec 245<&- 246<&-
 }

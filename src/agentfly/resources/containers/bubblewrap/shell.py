@@ -259,13 +259,21 @@ class Shell:
             return
         if running.name == asked:
             if self._running.get(asked) is running and not running.expired:
-                self._ask(running)
+                self._ask_again(running)
             return
         exit_code, kept = self._end_of_session
         if not kept:
             where = self._directory or self._bubble.spec.workdir
             running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
         running.finish(exit_code)
+
+    def _ask_again(self, running: Running) -> None:
+        try:
+            running.pipes.begin_again()
+        except OSError:
+            running.finish(137)
+        else:
+            self._ask(running)
 
     def _starter_began(self, inside: int) -> None:
         first = self._processes.first

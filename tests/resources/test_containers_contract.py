@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, ToolError, UsageError
+from agentfly.errors import PrerequisiteError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.resource import Status
 
 Eventually = Callable[[Callable[[], bool]], Coroutine[Any, Any, None]]
 ProcessesWith = Callable[[str], list[int]]
@@ -309,182 +307,3 @@ async def test_files_of_the_host_cannot_be_seen_or_changed(box: Container, tmp_p
     seen = await box.run(f"cat {secret}; mkdir -p {tmp_path}; echo inside > {secret}; echo x >> /etc/passwd")
     assert "host" not in seen.stdout
     assert secret.read_text() == "host"
-
-
-# --- ports ------------------------------------------------------------------------------------------------------------
-
-_SERVER = """
-import socket
-listener = socket.socket()
-listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-listener.bind(('0.0.0.0', 8000))
-listener.listen()
-while True:
-    caller, _ = listener.accept()
-    said = b''
-    while chunk := caller.recv(65536):
-        said += chunk
-    caller.sendall(b'%d bytes' % len(said))
-    caller.close()
-"""
-
-
-async def _ask(host: str, port: int, words: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(words)
-        writer.write_eof()
-        return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
-
-
-async def test_a_port_inside_is_reached_from_the_host_though_there_is_no_network(ground: Ground, start: Start) -> None:
-    if not ground.able.ports:
-        with pytest.raises(PrerequisiteError, match="ports"):
-            await start(ground, ports=(8000,))
-        return
-    box = await start(ground, ports=(8000,))
-    where = await box.port(8000)
-    assert where == await box.port(8000)
-    assert await _ask(*where, b"nobody listens yet") == b""
-    await box.write_file("server.py", _SERVER)
-    await box.run("python3 server.py > /dev/null 2>&1 &")
-    async with asyncio.timeout(20):
-        while await _ask(*where, b"x") != b"1 bytes":  # noqa: ASYNC110  (a server comes up in another process)
-            await asyncio.sleep(0.05)
-    answers = await asyncio.gather(*(_ask(*where, b"x" * 300_000) for _ in range(8)))
-    assert answers == [b"300000 bytes"] * 8
-    with pytest.raises(UsageError, match="ports="):
-        await box.port(8001)
-    await box.release()
-    with pytest.raises(OSError):  # noqa: PT011  (whatever the kernel says)
-        await _ask(*where, b"x")
-
-
-# --- freezing ---------------------------------------------------------------------------------------------------------
-
-
-async def test_a_frozen_box_does_nothing_and_goes_on_where_it_was(ground: Ground, start: Start) -> None:
-    if ground.able.freezes == "none":
-        with pytest.raises(PrerequisiteError, match="stopped"):
-            await start(ground, idle="freeze")
-        return
-    box = await start(ground, idle="freeze")
-    await box.run("X=5; n=0; (while :; do n=$((n + 1)); echo $n > count; done) &")
-    await box.freeze()
-    await box.freeze()
-    assert await box.status() is Status.HEALTHY
-    with pytest.raises(UsageError, match="thaw"):
-        await box.run("true")
-    await box.thaw()
-    await box.thaw()
-    counted = "a=$(<count); until [[ $(<count) != $a ]]; do sleep 0.01; done; echo $X"
-    assert (await box.run(counted, timeout=30)).stdout == "5\n"
-
-
-async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, start: Start) -> None:
-    if ground.able.freezes == "none":
-        pytest.skip("this backend does not freeze here")
-    box = await start(ground)
-    call = asyncio.create_task(box.run("sleep 0.5; echo done", timeout=2))
-    await asyncio.sleep(0.2)
-    await box.freeze()
-    await asyncio.sleep(2.5)
-    await box.thaw()
-    assert (await call).stdout == "done\n"
-
-
-async def test_a_frozen_box_is_released_and_reset_all_the_same(
-    ground: Ground, start: Start, processes_with: ProcessesWith
-) -> None:
-    if ground.able.freezes == "none":
-        pytest.skip("this backend does not freeze here")
-    box = await start(ground)
-    for end in (box.reset, box.release):
-        await box.run("sleep 9701 &")
-        await box.freeze()
-        await end()
-        assert processes_with("sleep\09701") == []
-
-
-# --- resets and forks -------------------------------------------------------------------------------------------------
-
-
-async def test_a_reset_leaves_nothing_of_the_one_before(
-    ground: Ground, start: Start, processes_with: ProcessesWith
-) -> None:
-    box = await start(ground, setup=("echo ready > setup; S=1",))
-    for _ in range(3):  # the second and later ones may find the next life ready
-        everywhere = ". ~ ${TMPDIR:-/tmp}" + (" /var/tmp /tmp /dev/shm" if not ground.able.not_isolated else "")
-        await box.run(f"for d in {everywhere}; do echo x > $d/mine; done; rm setup; X=5; cd /; sleep 9801 &")
-        await box.run("python3 -c 'import socket; s = socket.socket(socket.AF_UNIX); s.bind(\"s\")' 2>/dev/null")
-        await box.reset()
-        assert processes_with("sleep\09801") == []
-        left = await box.run(f"pwd; echo x$X $S; cat setup; find {everywhere} -name mine -o -name s")
-        assert left.stdout == f"{box.workdir}\nx 1\nready\n"
-        assert await box.status() is Status.HEALTHY
-
-
-async def test_a_fork_has_the_files_of_one_moment_and_goes_its_own_way(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
-        with pytest.raises(PrerequisiteError, match="copy of a container's files"):
-            await (await start(ground)).fork()
-        return
-    box = await start(ground, setup=("echo set up >> setup",))
-    await box.run("echo a > /workspace/a; echo a > ~/a; echo a > /tmp/a; rm -rf /var/tmp; X=5; sleep 60 & P=$!")
-    spec = await box.fork()
-    await box.run("echo changed > a; rm ~/a")
-    twins = [await start(ground, spec=spec) for _ in range(2)]
-    look = "cat a ~/a /tmp/a setup; test -e /var/tmp/x || echo none"
-    for twin in twins:
-        assert (await twin.run(look)).stdout == "a\na\na\nset up\nnone\n"
-    await twins[0].run("echo mine > a; rm /tmp/a")
-    assert (await twins[1].run(look)).stdout == "a\na\na\nset up\nnone\n"
-    assert (await box.run("cat a; echo $X; kill -0 $P && echo lives")).stdout == "changed\n5\nlives\n"
-    await twins[0].reset()
-    assert (await twins[0].run(look)).stdout == "a\na\na\nset up\nnone\n"
-
-
-@pytest.mark.slow
-async def test_forks_of_forks_have_all_that_came_before(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
-        pytest.skip("this backend does not fork here")
-    depth = 17 if ground.able.backend == "bubblewrap" else 4  # where a fork takes a second
-    box = await start(ground)
-    for level in range(depth):
-        await box.run(f"echo {level} > file{level}; rm -f file{level - 1}; echo {level} >> log")
-        box = await start(ground, spec=await box.fork())
-    assert (await box.run("ls; wc -l < log")).stdout == f"file{depth - 1}\nlog\n{depth}\n"
-
-
-async def test_a_spec_of_a_fork_may_be_changed_but_not_its_backend(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
-        pytest.skip("this backend does not fork here")
-    box = await start(ground)
-    await box.write_file("a", "a")
-    spec = replace(await box.fork(), pids=32, setup=("echo b > b",))
-    twin = await start(ground, spec=spec)
-    assert (await twin.run("cat a b")).stdout == "ab\n"
-    with pytest.raises(PrerequisiteError, match="of one backend"):
-        ground.able.check(replace(spec, backend="auto"))
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_box_that_is_gone_says_so_and_does_not_come_back(box: Container) -> None:
-    await box.release()
-    await box.release()
-    assert await box.status() is Status.BROKEN
-    for call in (box.run("true"), box.read_file("x"), box.reset(), box.freeze()):
-        with pytest.raises(ResourceDied):
-            await call
-
-
-async def test_many_boxes_work_at_once(ground: Ground, start: Start) -> None:
-    boxes = await asyncio.gather(*(start(ground) for _ in range(8)))
-    results = await asyncio.gather(*(box.run(f"echo {n} > mine; sleep 1; cat mine") for n, box in enumerate(boxes)))
-    assert [result.stdout for result in results] == [f"{n}\n" for n in range(8)]

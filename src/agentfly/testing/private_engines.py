@@ -141,6 +141,7 @@ def _running(command: list[str], directory: Path, socket: Path, settings: dict[s
             stdout=file,
             stderr=file,
             start_new_session=True,
+            cwd=directory,  # some write notes there, as of processes that were killed for memory
         )
     try:
         deadline = time.monotonic() + _PATIENCE_S

@@ -47,6 +47,7 @@ class Bubble:
         self._launching: asyncio.Future[Launched] | None = None
         self._limiting: asyncio.Future[None] | None = None
         self._exit_descriptor: int | None = None
+        self._waits = True  # at its gate
         self._ending = asyncio.Lock()
 
     @property
@@ -75,7 +76,7 @@ class Bubble:
             if self.cgroup is not None:  # while bubblewrap mounts; it waits at its gate
                 self._limiting = asyncio.ensure_future(launcher.aside(self._limit, self.cgroup, first))
                 await asyncio.shield(self._limiting)
-            os.write(self.launched.gate, b"\n")
+            self._let_go(self.launched)
         except OSError as error:
             raise ResourceStartError(f"The sandbox {self.name} could not be started: {error}") from error
 
@@ -178,6 +179,13 @@ class Bubble:
             text += chunk
         return int(json.loads(text)["child-pid"])
 
+    def _let_go(self, launched: Launched) -> None:
+        """Open the gate at which process 1 waits. What that took is not needed any more, and files are few."""
+        os.write(launched.gate, b"\n")
+        self._waits = False
+        os.close(launched.info)
+        os.close(launched.gate)
+
     def _watch_exit(self, process: subprocess.Popen[bytes]) -> None:
         self._exit_descriptor = os.pidfd_open(process.pid)
         loop = asyncio.get_running_loop()
@@ -192,7 +200,8 @@ class Bubble:
         self.ended.set()
 
     def _close(self, launched: Launched) -> None:
-        for descriptor in (launched.requests, launched.reports, launched.info, launched.gate):
+        waiting = (launched.info, launched.gate) if self._waits else ()
+        for descriptor in (launched.requests, launched.reports, *waiting):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self.launched = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from agentfly.agents.needs import Needs
+from agentfly.errors import UsageError
+from agentfly.resources.environments.parcel import blame
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +46,42 @@ class UserFunction:
                     return str(path)
             except AttributeError:  # it is local to a function, or has been replaced
                 pass
+        self._require_portable()
         return super().__reduce_ex__(protocol)
+
+    def _require_portable(self) -> None:
+        """See that it can be pickled by value.
+
+        Raises:
+            UsageError: a part of it cannot; the message gives the path to that part.
+        """
+        if _looking.get():  # it refers to itself
+            return
+        token = _looking.set(True)
+        try:
+            for part, name in ((self.function, self.name), (self.resources, f"{self.name}.resources")):
+                if not _pickles(part):
+                    path, culprit = blame(part, name, _pickles)
+                    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+                    raise UsageError(
+                        f"{path} is a {kind}, which cannot be pickled, and so {self.name} cannot travel to another "
+                        "process. Make it at its first use, or take it from a resource: context.acquire(…)."
+                    )
+        finally:
+            _looking.reset(token)
+
+
+_looking: ContextVar[bool] = ContextVar("_looking", default=False)
+
+
+def _pickles(value: Any) -> bool:
+    import cloudpickle  # here, because only those who pickle need it
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def name_of(function: Callable[..., Any]) -> str:

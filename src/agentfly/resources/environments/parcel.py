@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,7 +35,7 @@ def pack(parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
     except Exception as error:
         for part, name in zip(parts, names, strict=True):
             if not _travels(part):
-                path, culprit = _blame(part, name)
+                path, culprit = blame(part, name, _travels)
                 raise UsageError(
                     f"{path} is a {type(culprit).__module__}.{type(culprit).__qualname__} and cannot travel to another "
                     f"process ({error}). Make it inside the process instead, in the factory or at its first use."
@@ -112,13 +112,13 @@ def _travels(value: Any) -> bool:
     return True
 
 
-def _blame(value: Any, path: str) -> tuple[str, Any]:
+def blame(value: Any, path: str, travels: Callable[[Any], bool]) -> tuple[str, Any]:
     """The deepest part of ``value`` that cannot travel, and its path."""
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
         for name, part in _parts(value):
-            if id(part) not in seen and not _travels(part):
+            if id(part) not in seen and not travels(part):
                 path, value = path + name, part
                 break
     return path, value

@@ -45,10 +45,10 @@ SINGLE, PAIR, FRESH, WARM = PRIVATE = [
     ThingSpec(name="warm", capacity=3, cpus=1, memory=20, warm=1, check_interval_s=None),
 ]
 SHARED = ThingSpec(name="shared", capacity=3, replicas=2, memory=30, max_concurrency=2, max_uses=5, idle_timeout_s=None)
-SPREAD = ThingSpec(name="spread", capacity=3, replicas=2, cpus=0.5, idle_timeout_s=20)
+SPREAD = ThingSpec(name="spread", capacity=3, replicas=2, idle_timeout_s=20)
 LARGE = ThingSpec(name="large", capacity=1, cpus=4, memory=100)
 LAME = ThingSpec(name="lame", capacity=2)  # one instance of it is stuck from the beginning to the end
-SPECS = [*PRIVATE, SHARED, SPREAD, LARGE, LAME]
+SPECS = [*PRIVATE, SHARED, SHARED, SPREAD, SPREAD, LARGE, LAME]
 SETS = [(SINGLE, LAME), (PAIR, WARM), (WARM, PAIR), (SINGLE, PAIR, FRESH), (SHARED, WARM), (LARGE, SINGLE)]
 OWNERS = ["a", "b", "c", "d", "e"]
 CALLERS = [("one",), ("two",), ("one", "one inside"), ("two inside", "two")]
@@ -124,8 +124,10 @@ class SchedulerHistory(RuleBasedStateMachine):
         getattr(self, f"draw_{event}")(dice)
 
     def draw_ask(self, dice):
-        scope = dice.choice([Scope.ROLLOUT, Scope.ROLLOUT, Scope.CALL, Scope.GLOBAL])
-        self.ask(dice.choice(SPECS), **self.anybody(dice), scope=scope)
+        spec = dice.choice(SPECS)
+        shared = dice.random() < (0.85 if spec.replicas > 1 else 0.1)
+        scope = Scope.GLOBAL if shared else dice.choice([Scope.ROLLOUT, Scope.ROLLOUT, Scope.CALL])
+        self.ask(spec, **self.anybody(dice), scope=scope)
 
     def draw_ask_for_several(self, dice):
         self.ask(*dice.choice(SETS), **self.anybody(dice), scope=Scope.ROLLOUT)
@@ -286,7 +288,9 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert life.shared or (life.clean and not life.holdings)
             assert not life.full
             life.shared = True
-            assert sum(one.shared for one in self.lives.values() if one.spec == life.spec) <= life.spec.replicas
+            replicas = [one for one in self.lives.values() if one.spec is life.spec and one.shared]
+            assert len(replicas) <= life.spec.replicas
+            assert all(one.full or len(life.holdings) <= len(one.holdings) for one in replicas), "a load was not shared"
         else:
             assert not life.holdings
             assert not life.shared

@@ -80,9 +80,10 @@ class Supply:
 
     def _start_ahead(self, now: float) -> None:
         """Start warm instances and replicas if nobody who waits could use what they would take."""
-        if self.closed or any(line.first() for line in self._lines.values()):
+        if self.closed or self._lines[False].first() is not None:
             return
-        for pool in self._books.attended:
+        short = self._lines[True].first() is not None
+        for pool in self._books.attended if not short else [one for one in self._books.attended if not one.costly]:
             while pool.missing_ahead(now) > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
                 self._start(pool, now)
 

@@ -102,7 +102,7 @@ def main():
         child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         print(f"child {child.pid}", flush=True)
     if "floods" in HOW:
-        for number in range(200_000):
+        for number in range(50_000):
             print(f"line {number} of a server that talks too much")
         print("the last line", flush=True)
     server = Server(("127.0.0.1", 0), Handler, bind_and_activate=False)

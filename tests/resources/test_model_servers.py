@@ -86,6 +86,7 @@ async def has_no_adapter(server: ModelServer) -> bool:
     return [one["id"] for one in listed] == ["stand-in"]
 
 
+@pytest.mark.slow
 async def test_model_servers_keep_the_contract_of_resources() -> None:
     spec = stand_in("has children", adapters=1, capacity=2, request_timeout_s=120)
     await check_resource(
@@ -171,6 +172,7 @@ async def test_servers_that_are_never_healthy_hold_up_nobody_else(state: Path) -
     assert not list((state / "model-servers").iterdir())
 
 
+@pytest.mark.slow
 async def test_a_server_that_floods_its_output_neither_blocks_nor_fills_the_disk() -> None:
     async with started("floods", log_bytes=8192) as server:
         assert await server.status() is Status.HEALTHY
@@ -203,6 +205,7 @@ async def test_a_request_that_kills_the_server_twice_fails_as_infrastructure() -
         assert (await server.complete("who?")).text
 
 
+@pytest.mark.slow
 async def test_a_server_that_hangs_is_killed_and_started_again() -> None:
     async with started(health_timeout_s=0.3) as server:
         before = await pid_of(server)
@@ -308,6 +311,7 @@ OWNER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper_too", [False, True])
 async def test_a_killed_process_leaves_no_server(state: Path, keeper_too: bool) -> None:
     program = textwrap.dedent(OWNER.format(tests=str(Path(__file__).parent), engine=STAND_IN))

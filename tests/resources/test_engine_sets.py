@@ -270,6 +270,21 @@ def test_replicas_without_a_limit_share_the_load_and_nobody_waits_for_them(play)
     play(scene)
 
 
+def test_an_instance_that_is_ready_for_one_alone_is_no_further_replica(play):
+    async def scene(engine):
+        index = spec("index", 3, replicas=2)
+        for number in range(2):
+            await engine.acquire(index, f"o{number}", scope="global")
+            await asyncio.sleep(1)
+        shared = set(index.world.alive)
+        assert len(shared) == 2
+        await engine.release(await engine.acquire(index, "alone"))
+        await asyncio.sleep(1)
+        assert {(await engine.acquire(index, f"n{number}", scope="global")).instance for number in range(2)} == shared
+
+    play(scene)
+
+
 def test_replicas_that_nobody_uses_are_released(play):
     async def scene(engine):
         index = spec("index", 8, replicas=3, idle_timeout_s=60)

@@ -248,6 +248,8 @@ class Pool:
 
         One that waits for a seat, where all replicas there may be are full, holds up nobody who needs an instance.
         """
+        if not self.queue:
+            return None
         for waiter in self.kept.values():
             waiter.kept = False
         self.kept.clear()

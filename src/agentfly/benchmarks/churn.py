@@ -63,7 +63,7 @@ async def measure_churn(
         for _ in range(rounds):
             async with ResourceEngine(ledger=Path(ledger)) as engine:
                 warm = _Warm(engine, pooled)
-                await _all(warm.episode, workers, 2 * workers, tests=False)  # fills the pool, and the page cache
+                await warm.fill(2 * workers)
                 seconds["warm"] += await _all(warm.episode, workers, episodes, tests=tests)
             cold = _Cold(spec)
             seconds["cold"] += await _all(cold.episode, workers, episodes, tests=tests)
@@ -87,6 +87,13 @@ class _Warm:
     def __init__(self, engine: ResourceEngine, spec: ContainerSpec) -> None:
         self._engine = engine
         self._spec = spec
+
+    async def fill(self, sandboxes: int) -> None:
+        """Have so many sandboxes started before anything is measured."""
+        owners = [f"filler-{number}" for number in range(sandboxes)]
+        leases = await asyncio.gather(*(self._engine.acquire(self._spec, owner) for owner in owners))
+        await asyncio.gather(*(run_episode(lease.resource, n, tests=False) for n, lease in enumerate(leases)))
+        await asyncio.gather(*(self._engine.release_owner(owner) for owner in owners))
 
     async def episode(self, number: int, tests: bool) -> None:
         owner = f"episode-{next(_numbers)}"

@@ -19,6 +19,8 @@ from agentfly.resources.containers.docker.sandbox import EngineSandbox
 from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
 from agentfly.resources.containers.spec import ContainerSpec
 
+_PROBE_S = 15.0
+
 
 class Docker(Backend):
     """Containers of dockerd.
@@ -106,7 +108,7 @@ class Docker(Backend):
         reap(traces)
 
     async def _ask(self, address: str) -> EngineCapabilities:
-        async with connect(address) as client, calling(f"Asking the engine at {address} for its version"):
+        async with connect(address) as client, calling(f"Asking the engine at {address} for its version", _PROBE_S):
             version = await client.version()
             info = await client.system.info()
         return of_engine(self.name, address, dict(version), dict(info))

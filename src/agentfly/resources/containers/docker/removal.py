@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aiodocker import Docker
 
 _TRIES = 3
+_TRY_S = 20.0  # on a connection that is silently broken, before another is tried
 _PAUSE_S = 0.2
 _GONE_PATIENCE_S = 30.0
 
@@ -25,7 +26,7 @@ async def remove_container(client: Docker, name: str) -> None:
     """
     for attempt in range(1, _TRIES + 1):
         try:
-            async with calling(f"Removing the container {name}"):
+            async with calling(f"Removing the container {name}", _TRY_S):
                 await client.containers.container(name).delete(force=True, v=True)
         except ResourceError as error:
             if is_missing(error):

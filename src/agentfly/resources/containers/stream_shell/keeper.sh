@@ -8,24 +8,25 @@
 # Where it has other rights than the agent, nothing that runs inside can reach it. Arguments: the source of the session,
 # the source of what runs a command alone, the user who is to own directories, those directories (a line each), the
 # words before a program that take away rights.
-owner=$3 owned=$4 drop=("${@:5}")
+owner=$3 drop=("${@:5}")
+mapfile -t owned <<<"$4"
+[[ $4 ]] || owned=()
 umask 022
 exec 200<&0 211>&1 212>&2 </dev/null >/dev/null 2>&1
 exec 202<> <(:)
+(umask 0 && : >@PLACE@/@NONCE@-kept) # which the session may write
 printf '%s' "$1" >@PLACE@/@NONCE@-session
 printf '%s' "$2" >@PLACE@/@NONCE@-alone
 set --
 
+# What the directories are at the beginning of each life.
 furnish() {
-    local directory
-    if [[ $owner ]]; then
-        while IFS= read -r directory; do
-            command -p chown "$owner" "$directory" && command -p chmod 755 "$directory"
-        done <<<"$owned"
+    if ((${#owned[@]})); then
+        command -p chown "$owner" "${owned[@]}" && command -p chmod 755 "${owned[@]}"
     fi
     [[ ! -e /.agentfly.tar ]] || command -p tar -C / -xpf /.agentfly.tar
     : >@PLACE@/@NONCE@-hold
-    (umask 0 && : >@PLACE@/@NONCE@-kept)
+    : >@PLACE@/@NONCE@-kept
 }
 
 # Find the processes below those in $1, and those that process 1 has taken over unless $3 is empty. Spare those in $2.
@@ -72,6 +73,7 @@ sweep() {
 # Kill all but process 1 and this one, and empty the directories in $1. Fails if something of before is left.
 empty() {
     local directory name pid alive lines
+    local -a directories left
     for ((round = 0; round < 500; round++)); do
         kill -KILL -1
         alive=
@@ -82,13 +84,15 @@ empty() {
         read -r -t 0.002 -u 202
     done
     [[ ! $alive ]] || return
+    mapfile -t directories <<<"$1"
     shopt -s dotglob nullglob
-    while IFS= read -r directory; do
-        set -- "$directory"/*
-        (($# == 0)) || command -p rm -rf -- "$@"
-        set -- "$directory"/*
-        (($# == 0)) || return
-    done <<<"$1"
+    for directory in "${directories[@]}"; do left+=("$directory"/*); done
+    ((${#left[@]} == 0)) || command -p rm -rf -- "${left[@]}"
+    for directory in "${directories[@]}"; do
+        for name in "$directory"/*; do
+            [[ $'\n'$1$'\n' == *$'\n'$name$'\n'* ]] || return # not another of them that is mounted there
+        done
+    done
     for name in shm msg sem; do
         if [[ -r /proc/sysvipc/$name ]]; then
             mapfile -t lines <"/proc/sysvipc/$name"

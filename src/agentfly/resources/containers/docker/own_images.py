@@ -49,7 +49,7 @@ class OwnImages:
         self._made[name] = address
         async with calling(f"Making an image of the container {container}", _LONGEST_COMMIT_S):
             await client.containers.container(container).commit(
-                repository=REPOSITORY, tag=tag, config={"Labels": {OWNER: owner_label()}}
+                repository=REPOSITORY, tag=tag, config={}, changes=[f"LABEL {OWNER}={owner_label()}"]
             )
         return name
 
@@ -107,11 +107,11 @@ async def remove_those_of_the_dead(client: Docker) -> None:
 
 def owner_label() -> str:
     """What this process is known by to later ones."""
-    return " ".join(str(value) for value in asdict(ProcessIdentity.here()).values())
+    return "|".join(str(value) for value in asdict(ProcessIdentity.here()).values())
 
 
 def _owner(label: str) -> ProcessIdentity | None:
-    words: list[Any] = label.split(" ")
+    words: list[Any] = label.split("|")
     if len(words) != len(fields(ProcessIdentity)) or not (words[0].isdecimal() and words[1].isdecimal()):
         return None
     return ProcessIdentity(int(words[0]), int(words[1]), *words[2:])

@@ -93,9 +93,10 @@ empty() {
             [[ $'\n'$1$'\n' == *$'\n'$name$'\n'* ]] || return # not another of them that is mounted there
         done
     done
-    for name in shm msg sem; do
-        if [[ -r /proc/sysvipc/$name ]]; then
-            mapfile -t lines <"/proc/sysvipc/$name"
+    # what outlives processes: System V's shared memory, queues and semaphores, and connections that were just closed
+    for name in /proc/sysvipc/{shm,msg,sem} /proc/net/{tcp,tcp6}; do
+        if [[ -r $name ]]; then
+            mapfile -t lines <"$name"
             ((${#lines[@]} < 2)) || return
         fi
     done

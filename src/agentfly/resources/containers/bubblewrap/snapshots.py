@@ -68,7 +68,7 @@ class Snapshots:
         self.clear()
         place = self._home / str(self._count)
         self._count += 1
-        over = {name: f"{place}/{number}:{below}" for number, (name, below) in enumerate(layers.items())}
+        over = {name: f"{place}/upper{number}:{below}" for number, (name, below) in enumerate(layers.items())}
         if max(map(len, over.values())) > _LONGEST:
             depth = max(below.count(":") for below in layers.values())
             raise ResourceError(f"fork(): {depth} layers lie over each other here, and the kernel takes no more.")
@@ -82,14 +82,13 @@ class Snapshots:
         Raises:
             ResourceError: they could not be copied.
         """
-        program = shutil.which("cp", path="/usr/bin:/bin")
-        for number in range(len(snapshot.layers)):
-            upper, place = f"{self._seen}{tree}/upper{number}", f"{self._seen}{snapshot.place}/{number}"
-            words = [program or "cp", "-a", "--", upper, place]
-            done = subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True, cwd="/")
-            if done.returncode:
-                complaint = done.stderr.decode(errors="replace").strip()
-                raise ResourceError(f"fork(): the private files of the sandbox could not be copied: {complaint}")
+        program = shutil.which("cp", path="/usr/bin:/bin") or "cp"
+        uppers = [f"{self._seen}{tree}/upper{number}" for number in range(len(snapshot.layers))]
+        words = [program, "-a", "-t", f"{self._seen}{snapshot.place}", "--", *uppers]
+        done = subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True, cwd="/")
+        if done.returncode:
+            complaint = done.stderr.decode(errors="replace").strip()
+            raise ResourceError(f"fork(): the private files of the sandbox could not be copied: {complaint}")
 
     def keep(self, snapshot: Snapshot) -> SnapshotImage:
         """Give a snapshot that has been filled its name, which is what holds it."""

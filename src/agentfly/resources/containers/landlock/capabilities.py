@@ -12,7 +12,8 @@ from agentfly.resources.containers.spec import ContainerSpec
 NAMESPACES_MISSING = "Namespaces would isolate fully: see what bubblewrap lacks."
 _SEES = "it sees the host's processes and the names of its files"
 _SIGNALS = "it may end processes of the same user (Linux 6.12 forbids that)"
-_OWNER = "it may change permissions, owners and times of the files of the user who started it"
+_OWNER = "it may change permissions and times of the files of the user who started it"
+_SANDBOXES = "it may change permissions and times of the files of other sandboxes"
 _SOCKETS = "with network=True, it reaches every program that listens on the host"
 _DISK = "the size of its private files has no limit, but that of each has"
 
@@ -31,7 +32,8 @@ class LandlockCapabilities(Capabilities):
     @classmethod
     def found(cls, version: int, home: CgroupHome | None, *, own_user: bool) -> LandlockCapabilities:
         """By the version of Landlock, with control groups or without, and with a user for sandboxes alone or not."""
-        weak = (_SEES, *(() if version >= 6 else (_SIGNALS,)), *(() if own_user else (_OWNER,)), _SOCKETS, _DISK)
+        signals = () if version >= 6 else (_SIGNALS,)
+        weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _SOCKETS, _DISK)
         return cls(
             works=True,
             how=f"by an ordinary user, confined by Landlock (version {version}), without namespaces",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -337,3 +338,19 @@ async def test_a_script_that_is_longer_than_the_one_before_and_one_that_is_short
     for lines in (1, 3000, 30_000, 2):
         result = await box.run("X=0\n" + "X=$((X + 1))\n" * lines + "echo $X")
         assert result.stdout == f"{lines}\n"
+
+
+async def test_a_byte_that_a_dying_starter_takes_of_the_next_request_is_not_missed(box: Container) -> None:
+    await box.run("true", new_process=True)
+    shell = box._sandbox.shell
+    os.kill(shell._starter, signal.SIGSTOP)
+    call = asyncio.create_task(box.run("echo whole", timeout=20, new_process=True))
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                os.read(shell._starts, 1)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+    os.kill(shell._starter, signal.SIGCONT)
+    assert (await call).stdout == "whole\n"

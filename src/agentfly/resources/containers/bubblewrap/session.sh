@@ -111,6 +111,7 @@ while :; do
             trap '' TERM
             printf 'f %s\n' "$BASHPID" >&201
             while read -r -u 202 id pipes input; do
+                [[ $id ]] || continue
                 (
                     printf 'b %s %s\n' "$id" "$BASHPID" >&201
                     (

@@ -184,7 +184,8 @@ class Shell:
         """Have a command begin."""
         pipes, given = running.connections
         if running.own_process:
-            self._tell(b"%d %d %d\n" % (running.name, pipes, given), self._starts)
+            # a starter that is just being killed may still take one byte: the empty line is for that one
+            self._tell(b"\n%d %d %d\n" % (running.name, pipes, given), self._starts)
         elif self._connected == running.connections:
             self._tell(b"%08d" % running.name)
         else:

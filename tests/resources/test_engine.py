@@ -462,6 +462,49 @@ def test_a_leased_instance_that_is_too_busy_to_say_how_it_is_is_left_to_its_owne
     play(scene)
 
 
+def test_an_instance_that_is_checked_while_it_goes_is_not_said_to_have_broken(play):
+    events, told = EventStream(), []
+
+    async def scene(engine):
+        spec = FakeSpec(capacity=1, idle_timeout_s=10, check_interval_s=9)
+
+        async def slow_to_say(operation, instance):
+            if operation == "status":
+                await asyncio.sleep(5)
+
+        await engine.release(await engine.acquire(spec, "a"))
+        await asyncio.sleep(1)
+        spec.world.behave = slow_to_say
+        await asyncio.sleep(20)
+        assert not spec.world.alive
+        assert spec.world.count("status") == 2
+
+    with events.subscribed(lambda event: told.append(type(event).__name__)):
+        play(scene, events=events)
+    assert "ResourceStopped" in told
+    assert "ResourceBroke" not in told
+
+
+def test_a_spec_that_cannot_say_what_it_has_prepared_fails_its_request_only_and_leaves_nothing(play):
+    async def scene(engine):
+        spec = SpeechlessSpec(capacity=1)
+        with pytest.raises(ResourceStartError, match="no idea which image"):
+            await engine.acquire(spec, "a")
+        await asyncio.sleep(1)
+        assert not engine.snapshot().pools
+
+    play(scene)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechlessSpec(FakeSpec):
+    """A spec that fails when it is asked what has to be prepared."""
+
+    @property
+    def preparation_key(self):
+        raise LookupError("no idea which image")
+
+
 def test_an_idle_instance_goes_after_its_time(play):
     async def scene(engine):
         spec = FakeSpec(idle_timeout_s=60)

@@ -32,10 +32,7 @@ class Answer:
         Raises:
             AgentFlyError: the error that the request was refused with.
         """
-        if self.is_settled:
-            self._complete.result()
-        else:
-            await self._complete
+        await self._complete
         if len(self._specs) == 1:
             return (self.taken[0],)
         by_spec = {lease.spec: lease for lease in self.taken}

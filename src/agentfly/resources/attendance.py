@@ -80,6 +80,11 @@ class Attendance:
         return self.parking is not None and self.parking.frozen
 
     @property
+    def is_held(self) -> bool:
+        """Whether somebody has leased it."""
+        return bool(self._owners)
+
+    @property
     def occupancy(self) -> Occupancy:
         """How much of its time the instance was of use so far."""
         alive = self.loop.time() - self._since

@@ -47,7 +47,6 @@ class Crew:
         preparations: what has to be there before they can start.
         carry_out: gets what the scheduler makes of a report.
         emit: tells what happened.
-        is_leased: whether somebody holds an instance.
     """
 
     def __init__(
@@ -57,14 +56,12 @@ class Crew:
         preparations: Preparations,
         carry_out: Callable[[list[Decision]], None],
         emit: Emit,
-        is_leased: Callable[[str], bool],
     ) -> None:
         self._scheduler = scheduler
         self._lifecycle = lifecycle
         self._preparations = preparations
         self._carry_out = carry_out
         self._emit = emit
-        self._is_leased = is_leased
         self._tasks: set[asyncio.Task[Any]] = set()
         self._works: set[asyncio.Task[Any]] = set()  # also those that take no notice of being cancelled
         self._under_way: dict[str, Work] = {}  # a start or reset, by instance
@@ -73,7 +70,12 @@ class Crew:
 
     def start(self, name: str, spec: Spec) -> None:
         """Start an instance, once what it needs is prepared, which has a time of its own."""
-        if self._preparations.are_done(spec):
+        try:
+            prepared = self._preparations.are_done(spec)
+        except Exception as error:  # a kind's own code says what that is
+            self._not_started(name, spec, error)
+            return
+        if prepared:
             self._bring_up(name, spec)
             return
 
@@ -146,7 +148,8 @@ class Crew:
         try:
             await self._lifecycle.check(name)
         except (ResourceDied, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and self._is_leased(name):
+            attendance = self._lifecycle.attendance(name)
+            if isinstance(error, TimeoutError) and attendance is not None and attendance.is_held:
                 logger.warning("%s is in use and does not say how it is: %s", name, error)
                 return Status.HEALTHY
             self._lost(name, spec, error)
@@ -155,8 +158,10 @@ class Crew:
 
     def _lost(self, name: str, spec: Spec, error: Exception) -> None:
         """An instance that somebody may have is broken."""
-        self._emit(ResourceBroke, spec, instance=name, error=say(error))
-        self._carry_out(self._scheduler.died(name, error, _now()))
+        decisions = self._scheduler.died(name, error, _now())
+        if decisions:  # there are none if it is on its way out or being reset, which has its own end
+            self._emit(ResourceBroke, spec, instance=name, error=say(error))
+            self._carry_out(decisions)
 
     async def _stop(self, name: str, spec: Spec, under_way: Work | None) -> None:
         """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""

@@ -86,9 +86,7 @@ class ResourceEngine:
             budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
         )
         self._preparations = Preparations(self._emit)
-        self._crew = Crew(
-            self._scheduler, self._lifecycle, self._preparations, self._carry_out, self._emit, self._is_leased
-        )
+        self._crew = Crew(self._scheduler, self._lifecycle, self._preparations, self._carry_out, self._emit)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request_ids = count(1)
         self._answers: dict[int, Answer] = {}
@@ -353,9 +351,6 @@ class ResourceEngine:
         for holding in () if holder is None else holder.holdings.values():
             if (attendance := self._lifecycle.attendance(holding.instance.name)) is not None:
                 attendance.rest()
-
-    def _is_leased(self, instance: str) -> bool:
-        return any(lease.instance == instance for lease in self._leases.values())
 
     def _emit(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None:
         if self._events is not None:

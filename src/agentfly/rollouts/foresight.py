@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from agentfly.errors import AgentFlyError
 from agentfly.rollouts.rollout import Surroundings
 from agentfly.task import Task
 
@@ -35,6 +34,6 @@ class Foresight:
             try:
                 specs = self._around.needs(task)
                 self._around.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
-            except AgentFlyError as error:
+            except Exception as error:  # also of a user's own spec
                 logger.debug("Nothing is prefetched for task %s, whose rollouts will tell: %s", task.id, error)
         self._seen = max(self._seen, upto)

@@ -122,6 +122,25 @@ async def test_an_instance_whose_preparation_failed_goes_back_and_the_failure_is
     assert (await context(engine, "r1").acquire(spec, timeout=5)).contents == []
 
 
+async def test_a_call_that_waits_for_the_preparation_of_another_that_fails_prepares_an_instance_anew(engine):
+    first, begun, fail = context(engine), [], asyncio.Event()
+
+    async def prepare(box, asked):
+        begun.append(box.instance)
+        if len(begun) == 1:
+            await fail.wait()
+            raise ValueError("no such file")
+        box.contents.append("eggs")
+
+    calls = [asyncio.create_task(first.acquire(BoxSpec(), prepare=prepare)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    fail.set()
+    error, *boxes = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(error, ResourceStartError)
+    assert [box.contents for box in boxes] == [["eggs"]] * 2
+    assert len(begun) == 2
+
+
 async def test_every_call_prepares_the_instance_it_has_for_itself(engine):
     spec = BoxSpec(capacity=1)
     first = context(engine)
@@ -298,6 +317,34 @@ async def test_what_a_sync_tool_waits_for_ends_with_its_call(engine):
         await outlives
     with pytest.raises(ResourceError, match="outlived its call"):
         await asyncio.to_thread(lambda: call.wait(work()))
+
+
+async def test_what_a_sync_tool_begins_in_the_moment_its_call_ends_ends_too(engine, monkeypatch):
+    begin = asyncio.run_coroutine_threadsafe
+    ending = context(engine).call()
+    call = await ending.__aenter__()
+
+    def begin_too_late(work, loop):
+        begin(ending.__aexit__(None, None, None), loop).result()
+        return begin(work, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_too_late)
+    tool = asyncio.create_task(asyncio.to_thread(lambda: call.wait(asyncio.Event().wait())))
+    await asyncio.wait({tool}, timeout=5)
+    assert tool.cancelled()
+
+
+async def test_a_task_that_outlives_its_call_keeps_nothing_for_it(engine):
+    spec = BoxSpec(capacity=1)
+    first = context(engine)
+    async with context(engine, "r1").lease(spec), first.call() as call:
+        outlives = asyncio.create_task(call.acquire(spec, scope="call"))
+        await asyncio.sleep(0)
+    with pytest.raises(ResourceError, match="outlived its call"):
+        await outlives
+    with pytest.raises(ResourceError, match="outlived its call"):
+        await call.acquire(spec, scope="call")
+    await context(engine, "r2").acquire(spec, timeout=5)
 
 
 async def test_two_runs_that_name_their_rollouts_alike_share_nothing(engine):

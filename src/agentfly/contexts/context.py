@@ -106,20 +106,29 @@ class Context:
 
         Raises:
             AcquireTimeout: nothing came free in time. The message names the holders.
-            ResourceError: the instance could not be started or prepared, or the engine was closed.
+            ResourceError: the instance could not be started or prepared, or has died; the wait was a deadlock; or the
+                rollout, the call that it should end with, or the engine is at its end.
+            ConfigError: the spec takes more than the engine's whole budget, or asks for what its kind does not offer.
+            UsageError: the spec is of no registered kind, or there is no call for scope ``call`` to end with.
         """
         scope = Scope(scope)
-        if scope is Scope.CALL and self._call is None:
+        call = self._call if scope is Scope.CALL else None
+        if scope is Scope.CALL and call is None:
             raise UsageError(
                 "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
                 "Write `async with context.lease(spec) as resource:` instead."
             )
-        lease = await self._request(spec, scope, timeout, (self._call, asyncio.current_task()))
-        if scope is Scope.CALL and self._call is not None:
-            self._call.leases.append(lease)
-        if prepare is not None:
-            await self._prepare_once(lease, prepare)
-        return lease.resource
+        while True:
+            if call is not None and call.ended:
+                raise self._too_late()
+            lease = await self._request(spec, scope, timeout, (self._call, asyncio.current_task()))
+            if call is not None:
+                call.leases.append(lease)
+                if call.ended:  # meanwhile, so that nobody else would end the lease
+                    await self._engine.release(lease)
+                    raise self._too_late()
+            if prepare is None or await self._prepare_once(lease, prepare):
+                return lease.resource
 
     @asynccontextmanager
     async def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> AsyncIterator[R]:
@@ -147,11 +156,13 @@ class Context:
             raise UsageError("context.wait() is for sync tools. In an async tool, write `await` instead.")
         if self._rollout.ended or (self._call is not None and self._call.ended):
             work.close()
-            raise ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")
+            raise self._too_late()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         if self._call is not None:
             self._call.works.add(future)
             future.add_done_callback(self._call.works.discard)
+            if self._call.ended:  # just now, so that it may not have been seen
+                future.cancel()
         return future.result()
 
     @asynccontextmanager
@@ -209,17 +220,21 @@ class Context:
                 spec, self._owner, scope=scope, timeout=timeout, priority=self._priority, callers=callers
             )
 
-    async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> None:
-        """Prepare what a lease is for, unless that was done. A preparation that does not end well ends the lease."""
+    async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> bool:
+        """Prepare what a lease is for, unless that was done. A preparation that does not end well ends the lease.
+
+        False if another call's preparation, which this one has waited for, ended so: the lease is over.
+        """
         preparation = self._rollout.preparations.setdefault(lease.id, _Preparation())
         async with preparation.turn:
-            if preparation.done:
-                return
+            if preparation.done or preparation.failed:
+                return preparation.done
             try:
                 result = prepare(lease.resource, self)
                 if inspect.isawaitable(result):
                     await result
             except BaseException as error:
+                preparation.failed = True
                 await self._engine.release(lease)
                 if isinstance(error, AgentFlyError) or not isinstance(error, Exception):
                     raise
@@ -229,6 +244,10 @@ class Context:
                     "prepare."
                 ) from error
             preparation.done = True
+            return True
+
+    def _too_late(self) -> ResourceError:
+        return ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")
 
 
 class _Call:
@@ -241,11 +260,12 @@ class _Call:
 
 
 class _Preparation:
-    """Whether a lease has been prepared, and whose turn it is to do it."""
+    """Whether a lease has been prepared, or that came to nothing, and whose turn it is to do it."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.done = False
+        self.failed = False
 
 
 class _Shared:

@@ -10,6 +10,7 @@ from agentfly.agents.tool import ToolResult, tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.contexts.context import Context
 from agentfly.errors import Boundary, ResourceStartError, ToolError
+from agentfly.events import EventStream, RolloutFinished
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
@@ -464,6 +465,25 @@ async def test_leaving_a_stream_cancels_what_still_runs():
         assert (await anext(stream)).rollout_id == "s-0.0"
         await stream.aclose()
     assert sorted(stopped) == ["s-1.0", "s-2.0"]
+
+
+async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished():
+    events, told, rollouts = EventStream(), [], asyncio.Queue()
+
+    class Watching(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id):
+            rollouts.put_nowait(asyncio.current_task())
+            return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+
+    with events.subscribed(told.append):
+        running = asyncio.create_task(run(agent(), ["go"], policy=Watching(["hi"], seconds=60.0), events=events))
+        rollout = await rollouts.get()
+        while not rollout.done():
+            rollout.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait({running})
+    assert isinstance(running.exception(), TooManyFailures)
+    assert [event.finish for event in told if isinstance(event, RolloutFinished)] == [FinishReason.CANCELLED]
 
 
 async def test_a_sync_tool_that_blocks_holds_nobody_else_up():

@@ -94,10 +94,12 @@ class Rollout:
             raise
         finally:
             self._around.policy.forget(trajectory.rollout_id)
-            await asyncio.shield(self._context.close())
-            trajectory.seconds["waiting"] = self._context.waited_seconds
-            trajectory.seconds["total"] = time.perf_counter() - started
-            events.emit(_finished_event(trajectory))
+            try:
+                await asyncio.shield(self._context.close())
+            finally:  # also if it is cancelled again
+                trajectory.seconds["waiting"] = self._context.waited_seconds
+                trajectory.seconds["total"] = time.perf_counter() - started
+                events.emit(_finished_event(trajectory))
         return trajectory
 
     async def _play(self) -> None:

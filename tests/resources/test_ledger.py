@@ -157,6 +157,13 @@ async def test_a_file_that_is_no_ledger_is_left_alone(tmp_path, caplog):
     assert (tmp_path / "other.ledger").exists()
 
 
+async def test_a_ledger_that_cannot_be_read_is_passed_over_and_the_others_are_reaped(tmp_path, removed, caplog):
+    (tmp_path / "another-users.ledger").mkdir()
+    dead_ledger(tmp_path, entry())
+    assert [each.instance for each in await reap(tmp_path)] == ["box-1"]
+    assert "another-users.ledger" in caplog.text
+
+
 async def test_two_reapers_remove_an_orphan_once(tmp_path, removed):
     dead_ledger(tmp_path, entry())
     assert sorted(map(len, await asyncio.gather(reap(tmp_path), reap(tmp_path)))) == [0, 1]

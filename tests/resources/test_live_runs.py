@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -163,6 +164,24 @@ async def test_those_who_look_and_never_read_cost_the_run_nothing_but_their_turn
         assert runs[0].snapshot.pools[0].capacity == 100
         for looker in idle:
             looker.close()
+
+
+async def test_a_run_without_descriptors_closes_its_window_and_opens_it_with_its_next_start(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        await engine.acquire(FakeSpec(), "a")
+        (window,) = tmp_path.glob("*.sock")
+        with socket.socket(socket.AF_UNIX) as looker:
+            looker.connect(str(window))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                while window.exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await engine.acquire(FakeSpec(name="another"), "a")
+        (run,) = await find_runs(tmp_path)
+        assert run.snapshot is not None
 
 
 def test_nothing_runs_and_the_command_says_so(tmp_path):

@@ -41,9 +41,12 @@ async def reap(directory: Path | None = None) -> list[Entry]:
     for place in state_directories(directory):
         _clear_drafts(place)
         for path in sorted(place.glob("*.ledger")):
-            with _claimed(path) as claimed:
-                if claimed:
-                    removed += await _reap_ledger(path)
+            try:
+                with _claimed(path) as claimed:
+                    if claimed:
+                        removed += await _reap_ledger(path)
+            except OSError as error:  # another user's, for instance, which is no reason to leave the others
+                logger.warning("%s, which says what a process has started, was passed over: %s", path, error)
     return removed
 
 

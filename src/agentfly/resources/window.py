@@ -51,7 +51,10 @@ class Window:
         self._answers: set[asyncio.Task[None]] = set()
 
     def open(self, ledger: Path) -> None:
-        """Open beside a ledger; nothing is done if it is open there. Where that cannot be, it is logged."""
+        """Open beside a ledger; nothing is done if it is open there. Where that cannot be, it is logged.
+
+        It closes by itself when this process has no descriptors left for those who look.
+        """
         path = window_of(ledger)
         if path == self._path:
             return
@@ -79,7 +82,11 @@ class Window:
     def _accept(self, listening: socket.socket) -> None:
         try:
             looker, _ = listening.accept()
-        except OSError:  # gone already, or this process has no descriptor left
+        except (BlockingIOError, ConnectionAbortedError):  # gone already
+            return
+        except OSError as error:  # for want of descriptors; whoever waits would keep the loop busy
+            logger.warning("`agentfly resources ps` does not see this run until it starts something: %s", error)
+            self.close()
             return
         looker.setblocking(False)
         if len(self._answers) >= LOOKERS:

@@ -20,11 +20,6 @@ StateDir = Annotated[
 ]
 
 
-@app.callback()
-def _group() -> None:
-    """Look after what runs have started on this machine."""
-
-
 @app.command("ps")
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,

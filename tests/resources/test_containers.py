@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -340,10 +341,14 @@ async def test_a_script_that_is_longer_than_the_one_before_and_one_that_is_short
         assert result.stdout == f"{lines}\n"
 
 
-async def test_a_byte_that_a_dying_starter_takes_of_the_next_request_is_not_missed(box: Container) -> None:
+async def test_a_byte_that_a_dying_starter_takes_of_the_next_request_is_not_missed(
+    box: Container, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
+) -> None:
     await box.run("true", new_process=True)
     shell = box._sandbox.shell
     os.kill(shell._starter, signal.SIGSTOP)
+    status = Path(f"/proc/{shell._starter}/status")
+    await eventually(lambda: "State:\tT" in status.read_text())
     call = asyncio.create_task(box.run("echo whole", timeout=20, new_process=True))
     async with asyncio.timeout(10):
         while True:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied
+from agentfly.errors import ResourceDied, UsageError
 from agentfly.resources.apis.account import HOST
 from agentfly.resources.apis.caller import Caller, Retries
-from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.client import ModelClient, make_ready
 from agentfly.resources.apis.completion import ChatCompletion, Completion
 from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.gate import Gate, Use
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
-from agentfly.resources.apis.spec import ModelAPISpec
+from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
+from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.resource import Resource, Status
 
 
@@ -49,7 +51,7 @@ class ModelAPI(Resource, Judge):
             ResourceDied: the resource was released.
         """
         client, caller = self._started()
-        asked = {**self.spec.parameters, **parameters}
+        asked = self._asked(parameters)
         tokens = estimate_tokens({"messages": messages, **asked})
         return await caller.call(lambda left: client.chat(messages, deadline_s=left, **asked), tokens)
 
@@ -59,7 +61,7 @@ class ModelAPI(Resource, Judge):
         Parameters and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
         """
         client, caller = self._started()
-        asked = {**self.spec.parameters, **parameters}
+        asked = self._asked(parameters)
         tokens = estimate_tokens({"prompt": prompt, **asked})
         return await caller.call(lambda left: client.complete(prompt, deadline_s=left, **asked), tokens)
 
@@ -85,6 +87,7 @@ class ModelAPI(Resource, Judge):
         """
         spec = self.spec
         credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
+        await asyncio.get_running_loop().run_in_executor(OwnThread(), make_ready)
         self._client = ModelClient(
             spec.base_url,
             model=spec.model,
@@ -112,6 +115,11 @@ class ModelAPI(Resource, Judge):
 
     def __repr__(self) -> str:
         return f"<{self.spec.model} at {self.spec.base_url}>"
+
+    def _asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        if own := NOT_SENT & parameters.keys():
+            raise UsageError(f"{min(own)} is no parameter of a call. Write ModelAPISpec({min(own)}=…).")
+        return {**self.spec.parameters, **parameters}
 
     def _started(self) -> tuple[ModelClient, Caller]:
         if self._client is None or self._caller is None:

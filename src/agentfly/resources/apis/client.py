@@ -12,6 +12,7 @@ import asyncio
 import functools
 import json
 import logging
+import operator
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -124,7 +125,9 @@ class ModelClient:
             APIMalformed: the answer is no chat completion.
             UsageError: a parameter cannot be sent.
         """
-        return await self._ask("/chat/completions", {"messages": list(messages)}, parameters, deadline_s, read_chat)
+        return await self._ask(
+            "/chat/completions", {"messages": _conversation(messages)}, parameters, deadline_s, read_chat
+        )
 
     async def complete(
         self, prompt: str | Sequence[int], *, deadline_s: float = 300.0, **parameters: Any
@@ -133,8 +136,7 @@ class ModelClient:
 
         Args and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
         """
-        given = prompt if isinstance(prompt, str) else [int(one) for one in prompt]
-        return await self._ask("/completions", {"prompt": given}, parameters, deadline_s, read_completion)
+        return await self._ask("/completions", {"prompt": _prompt(prompt)}, parameters, deadline_s, read_completion)
 
     async def models(self, *, deadline_s: float = 30.0) -> tuple[str, ...]:
         """The names of the models that the endpoint serves. Errors are those of `chat`."""
@@ -248,12 +250,33 @@ def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float)
     )
 
 
+def make_ready() -> None:
+    """Do what the first client of a process takes a while for, so that it can be done elsewhere than in the loop."""
+    _certificates()
+
+
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     """Whom to trust, read once: that takes a while, in which the event loop stands still."""
     import httpx
 
     return httpx.create_ssl_context()
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    given = messages if isinstance(messages, Sequence) else ()
+    if not given or not all(isinstance(message, Mapping) for message in given):
+        raise UsageError(f"messages={messages!r:.200}: write a list such as [{{'role': 'user', 'content': '…'}}].")
+    return list(given)
+
+
+def _prompt(prompt: str | Sequence[int]) -> str | list[int]:
+    try:
+        return prompt if isinstance(prompt, str) else [operator.index(one) for one in prompt]
+    except TypeError:
+        raise UsageError(
+            f"prompt={prompt!r:.200}: give a text or a list of token ids. Several prompts are several calls."
+        ) from None
 
 
 def _to_json(body: Json) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
@@ -10,6 +11,8 @@ from typing import Any, NoReturn, TypeGuard
 from agentfly.errors import APIMalformed
 
 Json = Mapping[str, Any]
+
+_MOST_TOKENS = 10**9  # of one call; a usage that says more is senseless, and would be counted against all others
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def read_usage(answer: Json) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens", 0)
-    if not (_is_count(prompt) and _is_count(completion)):
+    if not (_is_count(prompt) and _is_count(completion) and prompt + completion <= _MOST_TOKENS):
         return None
     return Usage(prompt, completion)
 
@@ -195,7 +198,7 @@ def _logprobs(found: Any) -> tuple[float | None, ...] | None:
     if found is None:
         return None
     # The first token of an echoed prompt has none.
-    if not isinstance(found, list) or not all(one is None or isinstance(one, int | float) for one in found):
+    if not isinstance(found, list) or not all(one is None or _is_finite(one) for one in found):
         raise APIMalformed(f"has token_logprobs that are no numbers: {_excerpt(found)}")
     return tuple(None if one is None else float(one) for one in found)
 
@@ -203,6 +206,13 @@ def _logprobs(found: Any) -> tuple[float | None, ...] | None:
 def _text_or_none(found: Json, name: str) -> str | None:
     value = found.get(name)
     return value if isinstance(value, str) else None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -10,6 +10,7 @@ from agentfly.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 _PLACEHOLDER = re.compile(r"your[-_.]|(.*\.)?(example|invalid)$|(.*\.)?example\.(com|net|org)$", re.IGNORECASE)
+_SECRET_PARTS = re.compile(r"(?<=//).*(?=@)|^(?!\w+://).*(?=@)|(?<=[?#]).*", re.DOTALL)
 _METHOD_PATHS = ("/chat/completions", "/completions", "/models")
 
 
@@ -27,7 +28,7 @@ def parse_base_url(base_url: str) -> str:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"base_url={base_url!r} is no URL: {error}. Write one such as {_SUCH_AS}.") from error
+        raise ConfigError(f"base_url={_shown(text)!r} is no URL: {error}. Write one such as {_SUCH_AS}.") from error
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
             f"base_url for host {host!r} holds a user or a password, which would be seen wherever the spec is. Put the "
@@ -35,11 +36,11 @@ def parse_base_url(base_url: str) -> str:
         )
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(
-            f"base_url={base_url!r} is no address that can be called. Write the whole of it, with http:// or https://, "
-            f"such as {_SUCH_AS}."
+            f"base_url={_shown(text)!r} is no address that can be called. Write the whole of it, with http:// or "
+            f"https://, such as {_SUCH_AS}."
         )
     if not (_is_address(host) or _HOST.fullmatch(host)) or _PLACEHOLDER.match(host):
-        raise ConfigError(f"base_url={base_url!r} is a placeholder: fill in the host of your endpoint.")
+        raise ConfigError(f"base_url={_shown(text)!r} is a placeholder: fill in the host of your endpoint.")
     if parts.query or parts.fragment:
         raise ConfigError(
             f"base_url for host {host!r} has something after a '?' or '#'. Give the base alone, such as {_SUCH_AS}; "
@@ -67,6 +68,11 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _shown(text: str) -> str:
+    """An address without what may be secret in it: a user, a password, a query."""
+    return _SECRET_PARTS.sub("…", text)
 
 
 _SUCH_AS = "'http://localhost:8000/v1'"

@@ -11,7 +11,7 @@ from typing import Any
 
 import json_repair
 
-from agentfly.errors import APIMalformed
+from agentfly.errors import APIMalformed, UsageError
 from agentfly.resources.apis.completion import ChatCompletion
 
 VERDICTS = 3
@@ -33,7 +33,8 @@ _AGAIN = 'That does not end with a JSON object such as {"reason": "…", "score"
 _DECODER = json.JSONDecoder()
 _STRAY_BRACES = 100  # that begin no object: a text with more is not read to its end, which would take too long
 _NAMED_SCORE = re.compile(r"score\W{0,4}:", re.IGNORECASE)
-_THOUGHT = re.compile(r".*</think(ing)?>", re.DOTALL)
+_THOUGHT_ENDS = ("</think>", "</thinking>")
+_REPAIRABLE = 2_000  # characters: repairing takes time that grows faster than what is repaired
 
 
 class Judge(ABC):
@@ -66,7 +67,8 @@ class Judge(ABC):
 
         Raises:
             APIMalformed: the judge was asked `VERDICTS` times and gave no score. It is never taken for a zero.
-            ModelAPIError, AcquireTimeout, UsageError, ResourceDied: as in `chat`.
+            UsageError: what is given cannot be written as JSON.
+            ModelAPIError, AcquireTimeout, ResourceDied: as in `chat`.
         """
         messages = judge_messages(response, answer, question=question, rubric=rubric)
         verdict = await self.chat(messages, **parameters)
@@ -81,7 +83,11 @@ class Judge(ABC):
 def judge_messages(response: str, answer: object, *, question: str | None, rubric: str | None) -> list[dict[str, Any]]:
     """What to ask a judge. The texts go in as JSON, so that none of them can pass for an instruction's frame."""
     given = {"question": question, "answer": answer, "response": response}
-    data = json.dumps({name: text for name, text in given.items() if text is not None}, ensure_ascii=False, default=str)
+    texts = {name: text for name, text in given.items() if text is not None}
+    try:
+        data = json.dumps(texts, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"A judge cannot be given {', '.join(texts)} as JSON: {error}. Give plain values.") from error
     return [
         {"role": "system", "content": _INSTRUCTION.format(rubric=rubric or RUBRIC)},
         {"role": "user", "content": data},
@@ -104,13 +110,17 @@ def read_score(verdict: ChatCompletion) -> float:
     """
     if verdict.finish_reason == "length":
         raise APIMalformed("The judge was cut off before its score. Raise max_tokens.")
-    text = _THOUGHT.sub("", verdict.text).strip()
+    text = _after_the_thought(verdict.text).strip()
     found = _number(text)
     if found is None:
         found = _number((_last_object(text) or _repaired_object(text)).get("score"))
     if found is None or not 0 <= found <= 1:
         raise APIMalformed(f"The judge gave no score from 0 to 1, but said: {verdict.text[-300:]!r}")
     return found
+
+
+def _after_the_thought(text: str) -> str:
+    return text[max([0, *(text.rfind(end) + len(end) for end in _THOUGHT_ENDS if end in text)]) :]
 
 
 def _last_object(text: str) -> dict[str, Any]:
@@ -130,9 +140,12 @@ def _last_object(text: str) -> dict[str, Any]:
 def _repaired_object(text: str) -> dict[str, Any]:
     """The object that was meant in a text that holds one score; else an empty one."""
     start = text.find("{")
-    if start < 0 or len(_NAMED_SCORE.findall(text)) != 1:
+    if start < 0 or len(text) - start > _REPAIRABLE or len(_NAMED_SCORE.findall(text)) != 1:
         return {}
-    found = json_repair.loads(text[start:])
+    try:
+        found = json_repair.loads(text[start:])
+    except (ValueError, RecursionError):
+        return {}
     objects = found if isinstance(found, list) else [found]
     return next((one for one in objects if isinstance(one, dict) and "score" in one), {})
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from agentfly.errors import UsageError
 
 BYTES_PER_TOKEN = 3
 """Of text, at least: tokenizers of today make four of English and three of code, and the guess must not be too low."""
@@ -33,11 +36,25 @@ class Limits:
 
 
 def estimate_tokens(body: Mapping[str, Any]) -> int:
-    """The most tokens that a request is likely to take: its prompt, and as many as it allows each answer."""
+    """The most tokens that a request is likely to take: its prompt, and as many as it allows each answer.
+
+    Raises:
+        UsageError: a number of tokens or answers is none, or the prompt has no end.
+    """
     prompt = body.get("messages", body.get("prompt", ""))
-    answer = body.get("max_completion_tokens") or body.get("max_tokens") or ANSWER_TOKENS
-    answers = body.get("n") or 1
-    return _tokens_in(prompt) + _tokens_in(body.get("tools", "")) + int(answer) * int(answers)
+    named = next((name for name in ("max_completion_tokens", "max_tokens") if body.get(name)), "")
+    answers = _whole(body, "n", 1) * _whole(body, named, ANSWER_TOKENS)
+    try:
+        return _tokens_in(prompt) + _tokens_in(body.get("tools", "")) + answers
+    except RecursionError:
+        raise UsageError("The messages, the prompt or the tools of a call are nested too deeply to be sent.") from None
+
+
+def _whole(body: Mapping[str, Any], name: str, otherwise: int) -> int:
+    try:
+        return max(0, operator.index(body.get(name) or otherwise))
+    except TypeError:
+        raise UsageError(f"{name}={body[name]!r}: write a whole number, without quotes.") from None
 
 
 def _tokens_in(part: Any) -> int:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
+from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, UsageError
 from agentfly.resources.environments.home import Home
 from agentfly.resources.environments.loop_home import LoopHome
 from agentfly.resources.environments.process_home import ProcessHome
@@ -84,6 +84,11 @@ class Environment(Resource):
     async def start(self) -> None:
         """Make the user's object, and reset it if it can be. A start that takes long is logged now and then."""
         async with self._turn:
+            if self._lost is None:
+                raise UsageError(
+                    f"{self.spec.label} {self.instance} is started, and only the engine starts it. If its object has a "
+                    "start() of its own, write call('start')."
+                )
             with self._told_while_slow():
                 self._resets_freely = await self._home.start()
                 if self._resets_freely:

@@ -109,6 +109,7 @@ def _work(keeper: int, charge: Charge) -> NoReturn:
         die_with_parent()
         if os.getppid() != keeper:
             os._exit(code)
+        os.setpgid(0, 0)  # so that it can signal its whole group, which simulators do to end what they started
         os.close(charge.life)
         with socket.socket(fileno=charge.calls) as calls:
             serve(calls, charge.bound)

@@ -20,6 +20,7 @@ from agentfly.errors import ResourceError
 from agentfly.resources.environments.keeper import Charge, Obituary
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import Nursery
+from agentfly.resources.environments.parcel import search_path
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.identity import start_time
 from agentfly.resources.own_thread import OwnThread
@@ -247,7 +248,7 @@ class KeptProcess:
 def _spawn(charge: Charge, output: int) -> Awaitable[Keeper]:
     """Start a keeper in a fresh interpreter."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(sys.path), charge.to_json()],
+        [sys.executable, "-c", _BOOT, json.dumps(search_path()), charge.to_json()],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -51,11 +51,13 @@ class LoopHome:
 
 
 async def _do(work: Callable[[], Any]) -> Any:
-    """What the user's code gives. Neither its exit nor a cancellation of its own making leaves it as such."""
+    """What the user's code gives. What it raises that is no `Exception`, such as its exit, leaves it as one."""
     try:
         result = work()
         return await result if isinstance(result, Awaitable) else result
-    except (SystemExit, asyncio.CancelledError) as error:
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise

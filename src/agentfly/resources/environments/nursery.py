@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from agentfly.resources.environments.keeper import Charge
-from agentfly.resources.environments.parcel import pack
+from agentfly.resources.environments.parcel import pack, search_path
 from agentfly.resources.identity import start_time
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ _looking = threading.Lock()
 
 def nursery_of(factory: Factory, label: str) -> Nursery:
     """The nursery that all simulators of a factory share in this event loop."""
-    key = (factory, tuple(sys.path))
+    key = (factory, tuple(search_path()))
     with _looking:
         mine = _nurseries.setdefault(asyncio.get_running_loop(), WeakValueDictionary())
     nursery = mine.get(key)
@@ -199,7 +199,7 @@ def nursery_of(factory: Factory, label: str) -> Nursery:
 def _spawn(control: socket.socket, parcel: int) -> subprocess.Popen[bytes]:
     numbers: Sequence[int] = (control.fileno(), parcel, os.getpid(), start_time(os.getpid()) or 0)
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, numbers)],
+        [sys.executable, "-c", _BOOT, json.dumps(search_path()), *map(str, numbers)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -11,10 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from agentfly.errors import UsageError
+
+_LEVELS, _PARTS = 20, 1000  # that are searched for what cannot travel
 
 # cloudpickle keeps the modules that it pickles by value in one table for the whole process.
 _BY_VALUE = threading.Lock()
@@ -46,6 +49,11 @@ def pack(parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
 def unpack(parcel: bytes) -> Any:
     """The inverse of `pack`."""
     return pickle.loads(parcel)
+
+
+def search_path() -> list[str]:
+    """Where Python looks for modules here, without what it passes over, such as a `Path` that somebody appended."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def pack_quickly(value: Any) -> bytes:
@@ -113,11 +121,11 @@ def _travels(value: Any) -> bool:
 
 
 def blame(value: Any, path: str, travels: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The deepest part of ``value`` that cannot travel, and its path."""
+    """The deepest part of ``value`` that cannot travel, and its path, as far as it is found within reasonable time."""
     seen: set[int] = set()
-    while id(value) not in seen:
+    while id(value) not in seen and len(seen) < _LEVELS:
         seen.add(id(value))
-        for name, part in _parts(value):
+        for name, part in islice(_parts(value), _PARTS):
             if id(part) not in seen and not travels(part):
                 path, value = path + name, part
                 break

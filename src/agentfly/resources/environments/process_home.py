@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied
+from agentfly.errors import ResourceDied, UsageError
 from agentfly.resources.environments.kept_process import KeptProcess
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import nursery_of
@@ -82,9 +82,16 @@ class ProcessHome:
             raise ResourceDied(f"{self._spec.label} is not running, so {what} cannot be called.")
         parcel = pack(request, ("request", "method", "args", "kwargs")[: len(request)])
         try:
-            answer = unpack(await self._process.ask(parcel))
+            reply = await self._process.ask(parcel)
         except EOFError:
             raise await self._died(self._process, what) from None
+        try:
+            answer = unpack(reply)
+        except Exception as error:
+            raise UsageError(
+                f"What {what} of {self._spec.label} gave cannot be read outside of its process: {error!r}. Let it give "
+                "plain values, or objects that pickle can restore."
+            ) from error
         match answer:
             case ("value", value):
                 return value

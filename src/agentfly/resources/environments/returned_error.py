@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from types import FunctionType
 
+from agentfly.errors import message_of
 from agentfly.resources.environments.parcel import pack, unpack
 
 Answer = tuple[bytes | None, str, str, str]
@@ -30,7 +31,7 @@ def pack_error(error: Exception) -> Answer:
         _put_together(parcel)
     except Exception:
         parcel = None
-    return parcel, type(error).__name__, str(error), trace
+    return parcel, type(error).__name__, message_of(error), trace
 
 
 def unpack_error(parcel: bytes | None, kind: str, message: str, trace: str) -> Exception:

@@ -108,7 +108,7 @@ class ThreadHome:
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
     """Do the jobs of one simulator, in order, until None comes."""
-    with asyncio.Runner() as runner:
+    with contextlib.closing(asyncio.Runner()) as runner:  # which takes descriptors only if there is something to run
         while (job := jobs.get()) is not None:
             work, loop, done = job
             try:

@@ -16,9 +16,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly.errors import UsageError
 from agentfly.resources.environments import simulator
 from agentfly.resources.environments.memory_bound import MemoryBound
-from agentfly.resources.environments.parcel import pack_quickly, unpack
+from agentfly.resources.environments.parcel import pack_quickly, search_path, unpack
 from agentfly.resources.environments.returned_error import pack_error
 
 LENGTH = struct.Struct(">Q")
@@ -29,16 +30,18 @@ def serve(calls: socket.socket, bound: MemoryBound | None) -> None:
     os.dup2(2, 1)  # what the simulator prints goes where its errors go
     if bound is not None:
         bound.enter()
-    subject = _Subject()
+    subject, own = _Subject(), os.getpid()
     while (request := _receive(calls)) is not None:
         try:
-            answer = pack_quickly(("value", subject.do(*unpack(request))))
+            answer = pack_quickly(("value", subject.do(*_opened(request))))
         except MemoryError as error:
             answer = pickle.dumps(("memory", str(error)))
         except KeyboardInterrupt:  # sent to this process, to end it
             raise
         except BaseException as error:
             answer = pickle.dumps(("error", *pack_error(simulator.as_exception(error))))
+        if os.getpid() != own:  # a fork that the simulator made and forgot to end: one process must answer, not two
+            os._exit(0)
         if bound is not None and bound.kills():  # of what it had started, which it may take for any kind of failure
             answer = pickle.dumps(("memory", "A process that it had started was killed."))
         calls.sendall(LENGTH.pack(len(answer)) + answer)
@@ -59,7 +62,7 @@ class Surroundings:
             directory = os.getcwd()  # noqa: PTH109
         except OSError:  # it was removed
             directory = "/"
-        return cls(list(sys.path), directory, dict(os.environ))
+        return cls(search_path(), directory, dict(os.environ))
 
     def enter(self) -> None:
         """Make them those of this process."""
@@ -98,6 +101,16 @@ class _Subject:
 
             self._runner = asyncio.Runner()
         return self._runner.run(simulator.outcome(result))
+
+
+def _opened(request: bytes) -> Any:
+    try:
+        return unpack(request)
+    except Exception as error:
+        raise UsageError(
+            f"The arguments of a call cannot be read in the simulator's process: {error!r}. Give plain values, or "
+            "objects that pickle can restore there."
+        ) from error
 
 
 def _receive(calls: socket.socket) -> bytes | None:

@@ -22,6 +22,7 @@ from agentfly.errors import (
     PrerequisiteError,
     ResourceDied,
     ResourceStartError,
+    UsageError,
 )
 from agentfly.events import Event, EventStream
 from agentfly.resources.apis.api import ModelAPI
@@ -89,10 +90,18 @@ def spec_of(**fields: Any) -> ModelAPISpec:
         {"headers_env": "KEY"},
         {"headers_env": {"x": 5}},
         {"headers_env": [("x",)]},
+        {"headers_env": {"a b": "KEY"}},
+        {"headers_env": {"x\n": "KEY"}},
+        {"headers_env": {"é": "KEY"}},
+        {"headers_env": {"": "KEY"}},
+        {"headers_env": {"Content-Length": "KEY"}},
+        {"headers_env": [("x", "KEY"), ("X", 5)]},
+        {"headers_env": {"Authorization": "KEY"}, "api_key_env": "KEY"},
         {"extra_body": "no JSON"},
         {"extra_body": [1]},
         {"extra_body": {"temperature": float("nan")}},
         {"extra_body": {"messages": []}},
+        {"extra_body": {"deadline_s": 5}},
     ],
 )
 def test_a_field_that_cannot_be_is_refused_when_the_spec_is_made(fields):
@@ -126,6 +135,39 @@ async def test_calls_send_what_the_spec_says_and_what_the_call_says_wins(engine,
     api = await api_of(engine, far_side, extra_body={"temperature": 0, "seed": 1})
     assert (await api.chat(HELLO, temperature=1)).text == "hello"
     assert far_side.requests[0].body == {"model": "m", "messages": HELLO, "temperature": 1, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda api: api.chat("hello"),
+        lambda api: api.chat(None),
+        lambda api: api.chat({"role": "user", "content": "hello"}),
+        lambda api: api.chat([]),
+        lambda api: api.chat(HELLO, max_tokens="many"),
+        lambda api: api.chat(HELLO, max_tokens=[1]),
+        lambda api: api.chat(HELLO, n=float("inf")),
+        lambda api: api.chat(HELLO, deadline_s=5),
+        lambda api: api.chat(endless()),
+        lambda api: api.complete(None),
+        lambda api: api.complete(["one", "another"]),
+        lambda api: api.complete([1.5]),
+        lambda api: api.score("a response", endless()),
+        lambda api: api.score("a response", {(1, 2): 3}),
+    ],
+)
+async def test_a_call_of_the_wrong_kind_is_an_error_of_its_writer_and_is_not_sent(engine, far_side, call):
+    api = await api_of(engine, far_side)
+    with pytest.raises(UsageError):
+        await call(api)
+    assert far_side.requests == []
+    assert api.use().open_calls == 0
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
 
 
 async def test_completions_go_on_from_text_and_from_token_ids(engine, far_side):
@@ -246,6 +288,8 @@ def test_a_score_is_read_from_what_judges_write(text, score):
     [
         *["", "good", "{}", "[]", "nan", "The score is 0.9 of 10", "{" * 50],
         *['{"score": null}', '{"score": true}', '{"score": NaN}', '{"score": 7}', '{"score": -1}', '{"verdict": 1}'],
+        *["word " * 100_000, "{" * 100_000 + '"score": 1', '{"score": 1, "x": ' + "[" * 100_000],
+        *['{"score": 1, "x": ' + "[" * 1900, '{"score": 1,' + '{"a":[' * 300, "<think>" * 100_000],
         *['{"score": "8/10"}', '{"score": 1e999}', "It says {'score': 1}. {'score': 0}", '{"a": ' * 5000],
     ],
 )

@@ -82,7 +82,10 @@ async def test_models_and_health_are_asked_where_servers_have_them(far_side):
     assert [request.path for request in far_side.requests] == ["/v1/models", "/health"]
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "3"}, {"prompt_tokens": -1}, {"prompt_tokens": True}, 5])
+@pytest.mark.parametrize(
+    "usage",
+    [None, {}, {"prompt_tokens": "3"}, {"prompt_tokens": -1}, {"prompt_tokens": True}, 5, {"prompt_tokens": 10**400}],
+)
 async def test_usage_that_is_missing_or_senseless_is_none(far_side, usage):
     far_side.script.append(replies(200, {**chat("hello", None), "usage": usage}))
     async with client_of(far_side) as client:
@@ -254,6 +257,15 @@ async def test_a_client_that_is_closed_is_unavailable(far_side):
         await client.chat(HELLO)
 
 
+@pytest.mark.parametrize("found", [b"1e999", b"-1e999", b"1" + b"0" * 400, b'"-1"'])
+async def test_a_log_prob_that_is_no_finite_number_is_malformed(far_side, found):
+    answer = b'{"choices": [{"text": "a", "logprobs": {"token_logprobs": [%b]}}]}' % found
+    far_side.script.append(replies(200, answer))
+    async with client_of(far_side) as client:
+        with pytest.raises(APIMalformed, match="token_logprobs"):
+            await client.complete("x")
+
+
 @pytest.mark.parametrize("parameters", [{"temperature": float("nan")}, {"tools": [object()]}, {"stream": True}])
 async def test_a_parameter_that_cannot_be_sent_is_an_error_of_its_writer(far_side, parameters):
     async with client_of(far_side) as client:
@@ -332,6 +344,12 @@ async def test_what_is_too_short_to_be_a_secret_is_left_in_answers(far_side, mon
         "http://host/v1?key=1",
         "http://host/v1/chat/completions",
         "http://user:hunter2@host/v1",
+        "user:hunter2@host/v1",
+        "http://user:hunter2@host:port/v1",
+        "http://host:port/v1?key=hunter2",
+        "http://your-host/v1?key=hunter2",
+        "http://[::1/v1#hunter2",
+        "host/v1?key=hunter2",
         None,
     ],
 )

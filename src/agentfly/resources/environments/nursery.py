@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import pack, search_path
 from agentfly.resources.identity import start_time
+from agentfly.resources.own_thread import OwnThread
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,6 @@ LINGER_S = 2.0
 
 ANSWER_S = 10.0
 """Seconds after which a zygote that has not forked is taken for stuck and is replaced."""
-
-END_S = 5.0
-"""Seconds that a killed zygote may take to be gone."""
 
 # The path is set before anything of AgentFly is imported, so that both sides run the same code.
 _BOOT = (
@@ -174,8 +172,7 @@ class Nursery:
             control.close()
         if zygote is not None:
             zygote.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                zygote.wait(END_S)
+            OwnThread().submit(zygote.wait)  # one that has imported gigabytes takes a while to be gone
         while self._awaited:
             if not (reply := self._awaited.popleft()).done():
                 reply.set_exception(ConnectionError(f"The zygote of {self._label} has ended."))

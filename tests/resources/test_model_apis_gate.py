@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
+import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -587,3 +590,35 @@ async def test_the_server_counts_no_more_tokens_in_a_window_than_allowed():
         caller = Caller(Gate(Account(None, "boot"), Limits(50, tokens=60, window_s=0.3), "m"), RETRIES)
         await asyncio.gather(*(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 30) for _ in range(16)))
     assert max(sum(used for at, used in spent if start <= at < start + 0.3) for start, _ in spent) <= 60
+
+
+async def test_the_files_of_endpoints_that_nobody_calls_any_more_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path))
+
+    def file_of(model: str) -> tuple[Account, Path]:
+        before = set(tmp_path.rglob("*.traffic"))
+        account = Host().account("http://host/v1", model, Credentials())
+        account.change(lambda traffic: None)
+        (path,) = set(tmp_path.rglob("*.traffic")) - before
+        return account, path
+
+    (forgotten, old), (_, recent) = file_of("a"), file_of("b")
+    os.utime(old, (1, 1))
+    file_of("c")
+    assert not old.exists()
+    assert recent.exists()
+    forgotten.change(lambda traffic: None)  # whoever had it makes it again
+    assert old.exists()
+
+
+def test_a_file_that_is_removed_while_it_is_waited_for_is_not_written(monkeypatch, tmp_path):
+    path = tmp_path / "traffic"
+    lock = fcntl.flock
+
+    def removed_meanwhile(file: int, how: int) -> None:
+        path.unlink(missing_ok=True)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with pytest.raises(shared_file.Busy), shared_file.hold(path):
+        pass

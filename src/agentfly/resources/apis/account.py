@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.apis.bell import ring
 from agentfly.resources.apis.credentials import Credentials
-from agentfly.resources.apis.shared_file import Busy, hold
+from agentfly.resources.apis.shared_file import Busy, hold, remove_unused
 from agentfly.resources.apis.traffic import Traffic
 from agentfly.resources.identity import ProcessIdentity
 from agentfly.resources.ledger import spare_directories, state_directories, state_directory
@@ -35,6 +35,9 @@ T = TypeVar("T")
 LOCK_PATIENCE_S = 2.0
 """Seconds for which the lock, which is held for a fraction of a millisecond, may be found held."""
 
+
+FORGOTTEN_S = 24 * 3600.0
+"""Seconds after which the file of an endpoint is removed that nobody has called; what was in it expired long before."""
 
 ALONE = "The limits of a model API are kept by this process for itself, and not together with the others of the machine"
 
@@ -191,7 +194,9 @@ def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
     reasons: list[str] = []
     for directory in _directories():
         try:
-            return directory / f"{named.fingerprint(_salt(directory))}.traffic"
+            path = directory / f"{named.fingerprint(_salt(directory))}.traffic"
+            remove_unused(directory.glob("*.traffic"), FORGOTTEN_S)
+            return path
         except OSError as error:
             reasons.append(str(error))
     logger.warning("%s (%s). Set AGENTFLY_STATE_DIR to a directory that can be written.", ALONE, "; ".join(reasons))

@@ -11,8 +11,9 @@ import contextlib
 import fcntl
 import os
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HALF = 2**20
@@ -71,11 +72,22 @@ def hold(path: Path) -> Iterator[Held]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy from None
+        if not os.fstat(file).st_nlink:  # removed a moment ago; the next one to ask makes another
+            raise Busy
         yield Held(file)
     finally:
         with contextlib.suppress(OSError):  # a fork may have copied the descriptor, so that closing it is not enough
             fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
+
+
+def remove_unused(paths: Iterable[Path], unused_s: float) -> None:
+    """Remove those of some files that nobody has written for so many seconds, as far as that can be done."""
+    for path in paths:
+        with contextlib.suppress(OSError, Busy):
+            if time.time() - path.stat().st_mtime > unused_s:
+                with hold(path):
+                    path.unlink()
 
 
 def _read_half(file: int, half: int) -> tuple[int, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from agentfly.errors import ResourceDied, UsageError, message_of
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.resource import Status
 
 Runs = Literal["loop", "thread", "process"]
 Starts = Literal["fork", "spawn"]
@@ -66,6 +68,10 @@ class Careless:
 
     def gives(self, what: str) -> Any:
         return OneWay() if what == "one way" else nested(100_000)
+
+    def says(self, text: str) -> int:
+        print(text, flush=True)
+        return os.getpid()
 
     def takes(self, value: object) -> str:
         return type(value).__name__
@@ -171,3 +177,14 @@ async def test_sync_simulators_on_threads_take_no_file_descriptors() -> None:
     async with started("thread") as environment:
         assert await environment.count() == 1
         assert psutil.Process().num_fds() == before
+
+
+async def test_how_a_simulator_died_between_calls_is_told_at_the_next_one() -> None:
+    async with started() as environment:
+        pid = await environment.says("its last words")
+        os.kill(pid, signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while await environment.status() is Status.HEALTHY:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with pytest.raises(ResourceDied, match=r"(?s)ended by SIGTERM.*its last words"):
+            await environment.count()

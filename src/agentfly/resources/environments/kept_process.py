@@ -146,6 +146,15 @@ class KeptProcess:
         if not self.ended and self._keeper is not None:
             signal_below(self._keeper.pid, signal.SIGCONT)
 
+    @property
+    def last_words(self) -> Obituary | None:
+        """How the process ended, if that is told by now."""
+        words = self._last_words
+        if words is not None and words.done() and not words.cancelled():
+            with contextlib.suppress(OSError, ValueError):
+                return Obituary(**json.loads(words.result()))
+        return None
+
     async def obituary(self) -> Obituary:
         """How the process ended."""
         with contextlib.suppress(TimeoutError, OSError, ValueError):

@@ -70,7 +70,15 @@ class ProcessHome:
     def death(self) -> str | None:
         if self._exhausted:
             return "it ran out of memory"
-        return "its process has ended" if self._process is not None and self._process.ended else None
+        process = self._process
+        if process is None or not process.ended:
+            return None
+        told = process.last_words
+        if told is not None and told.out_of_memory:
+            return "it ran out of memory"
+        how = _how(None if told is None else told.exit)
+        tail = f" The end of its output:\n{process.tail}" if process.tail else ""
+        return f"its process has ended: {how}{tail}".rstrip(".")
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
-from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments
+from agentfly.resources.containers.bubblewrap.layout import SYSTEM, common_arguments, environment
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.spec import ContainerSpec
@@ -74,8 +74,8 @@ def bare_process() -> float:
 def bare_bubblewrap(spec: ContainerSpec, number: int) -> tuple[float, float]:
     """Milliseconds from the launch of a bare ``bwrap`` to the first reply of a shell in it, and of its end.
 
-    It gets the same namespaces, an overlay of the same directories, the same private file systems, limits and filter
-    of system calls as a sandbox.
+    It gets the same namespaces, an overlay of the same directories, the same private file systems, environment, limits
+    and filter of system calls as a sandbox.
     """
     home = cgroup_home()
     filters: tuple[int, ...] = ()
@@ -123,4 +123,6 @@ def _bubblewrap_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
             arguments += ["--overlay-src", str(host), "--tmp-overlay", str(host)]
     arguments += ["--overlay-src", "/etc", "--tmp-overlay", "/etc", "--dev", "/dev"]
     arguments += ["--size", str(spec.disk_limit), "--tmpfs", spec.workdir, "--dir", "/tmp", "--dir", spec.home]
-    return [*arguments, *common_arguments(spec, exchange), "--remount-ro", "/dev"]
+    arguments += common_arguments(spec, exchange)
+    arguments += [word for name, value in environment(spec).items() for word in ("--setenv", name, value)]
+    return [*arguments, "--remount-ro", "/dev"]

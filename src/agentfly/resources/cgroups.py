@@ -37,20 +37,20 @@ class Cgroup:
         for path in self.paths:
             path.mkdir(exist_ok=True)
         memory_at, pids_at = self.directories["memory"], self.directories["pids"]
-        _write(pids_at / "pids.max", pids)
+        _write(f"{pids_at}/pids.max", pids)
         if self.version == 2:
-            _write(memory_at / "memory.max", memory)
-            _write_if_there(memory_at / "memory.swap.max", 0)
+            _write(f"{memory_at}/memory.max", memory)
+            _write_if_there(f"{memory_at}/memory.swap.max", 0)
         else:
-            _write(memory_at / "memory.limit_in_bytes", memory)
-            _write_if_there(memory_at / "memory.memsw.limit_in_bytes", memory)
+            _write(f"{memory_at}/memory.limit_in_bytes", memory)
+            _write_if_there(f"{memory_at}/memory.memsw.limit_in_bytes", memory)
         if cpus:
             quota, cpu_at = int(cpus * _CPU_PERIOD_US), self.directories["cpu"]
             if self.version == 2:
-                _write(cpu_at / "cpu.max", f"{quota} {_CPU_PERIOD_US}")
+                _write(f"{cpu_at}/cpu.max", f"{quota} {_CPU_PERIOD_US}")
             else:
-                _write(cpu_at / "cpu.cfs_period_us", _CPU_PERIOD_US)
-                _write(cpu_at / "cpu.cfs_quota_us", quota)
+                _write(f"{cpu_at}/cpu.cfs_period_us", _CPU_PERIOD_US)
+                _write(f"{cpu_at}/cpu.cfs_quota_us", quota)
 
     @property
     def freezes(self) -> bool:
@@ -83,7 +83,7 @@ class Cgroup:
     def attach(self, pid: int) -> None:
         """Move a process into the group; what it starts from then on is born there."""
         for path in self.paths:
-            _write(path / "cgroup.procs", pid)
+            _write(f"{path}/cgroup.procs", pid)
 
     def out_of_memory_kills(self) -> int:
         """How many processes of the group the kernel has killed because the group was over its memory limit."""
@@ -258,15 +258,15 @@ def _mounts() -> Iterator[tuple[str, set[str], Path]]:
         yield kind, set(options.split(",")), Path(before.split(" ")[4])
 
 
-def _write(path: Path, value: int | str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
+def _write(path: Path | str, value: int | str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, str(value).encode())
     finally:
         os.close(descriptor)
 
 
-def _write_if_there(path: Path, value: int | str) -> None:
+def _write_if_there(path: Path | str, value: int | str) -> None:
     try:
         _write(path, value)
     except OSError:

@@ -95,7 +95,6 @@ class Bubble:
                     self.kill()
                     await self.ended.wait()
                 self._close(self.launched)
-            await self.launcher.on_thread(self.launcher.drop, self.scratch)
             await self.launcher.aside(self._remove)
 
     async def _settle(self) -> None:
@@ -208,6 +207,7 @@ class Bubble:
         self._launching = None
 
     def _remove(self) -> None:
+        self.launcher.drop(self.scratch)
         if self.cgroup is not None:
             self.cgroup.remove()
         remove_scratch(self.scratch)

@@ -191,8 +191,8 @@ class Launcher:
             scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)
         exchange.mkdir(mode=0o711)
-        (exchange / _SESSION.name).write_text(self._session_script(scratch))
-        (scratch / GROUPS).write_text("".join(f"{group}\n" for group in groups))
+        _write(f"{exchange}/{_SESSION.name}", self._session_script(scratch))
+        _write(f"{scratch}/{GROUPS}", "".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
         words, environment = self._compose(spec, image, scratch)
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
@@ -238,8 +238,8 @@ class Launcher:
         return [str(program.path), *arguments], environment(spec)
 
     def drop(self, scratch: Path) -> None:
-        """Undo what `launch` mounted. On the launching thread only, after the sandbox has ended."""
-        self._trees.drop(scratch)
+        """Undo what `launch` mounted, after the sandbox has ended. On one of the launcher's other threads."""
+        self._thread.submit(self._trees.drop, scratch).result()
 
     def _start(
         self, words: list[str], variables: dict[str, str], command: list[str], log: Path, filter_: bytes | None
@@ -337,6 +337,11 @@ class Launcher:
             descriptor = os.open(f"/proc/{child[0] if child else process.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
             process.stdin.close()
         return descriptor
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "x", encoding="utf-8") as file:  # noqa: PTH123  (for each start, and pathlib is slow)
+        file.write(text)
 
 
 def memory_file(content: bytes) -> int:

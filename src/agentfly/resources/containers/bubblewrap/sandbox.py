@@ -51,8 +51,7 @@ class BubblewrapSandbox(Sandbox):
             self._next.cancel()
             await asyncio.wait({self._next})
             self._next = None
-        for life in [*self._lives]:
-            await self._end(life)
+        await asyncio.gather(*map(self._end, self._lives))
         if self._begun:
             await self._launcher.aside(self._launcher.remove_home, self._home)
 

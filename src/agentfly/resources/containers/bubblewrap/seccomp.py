@@ -14,6 +14,7 @@ import errno
 import struct
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 # linux/audit.h; both are 64-bit and little-endian
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -81,6 +82,7 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_
 _ALLOW, _REFUSE, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 
 
+@cache
 def filter_program(machine: str, *, namespaces: bool = True, network: bool = True) -> bytes | None:
     """The filter for a machine, as `platform.machine` names it; None if there is none for it.
 

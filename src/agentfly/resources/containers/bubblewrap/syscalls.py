@@ -78,7 +78,7 @@ def unshare_mounts() -> None:
     mount(None, Path("/"), None, MS_REC | MS_PRIVATE)
 
 
-def mount(source: str | None, target: Path, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(source: str | None, target: Path | str, kind: str | None, flags: int, options: str | None = None) -> None:
     """mount(2)."""
     _checked(
         _libc().mount(

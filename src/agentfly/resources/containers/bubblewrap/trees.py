@@ -77,20 +77,20 @@ class MountedTrees:
 
     def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
         """See `Trees.build`."""
-        tree = scratch / "tree"
-        tree.mkdir()
+        tree = f"{scratch}/tree"
+        os.mkdir(tree)  # noqa: PTH102  (here and below: every start does all this, and pathlib is slow)
         options = f"size={spec.disk_limit},mode=0755,uid={self._uid},gid={self._uid}"
         mount("tmpfs", tree, "tmpfs", _PLAIN, options)
         layers = self.layers(spec, image)
         self._make_private(spec, tree, layers)
         for number, (name, lower) in enumerate(layers.items()):
-            upper, work = tree / f"upper{number}", tree / f"work{number}"
-            work.mkdir()
-            where = f"lowerdir={lower},upperdir={upper},workdir={work}"
-            mount("overlay", tree / "root" / name, "overlay", _PLAIN, where)
-        arguments = ["--bind", str(tree / "root"), "/", "--dev", "/dev", "--bind", str(tree / "shm"), "/dev/shm"]
+            work = f"{tree}/work{number}"
+            os.mkdir(work)  # noqa: PTH102
+            where = f"lowerdir={lower},upperdir={tree}/upper{number},workdir={work}"
+            mount("overlay", f"{tree}/root/{name}", "overlay", _PLAIN, where)
+        arguments = ["--bind", f"{tree}/root", "/", "--dev", "/dev", "--bind", f"{tree}/shm", "/dev/shm"]
         for number, (source, target) in enumerate(spec.mounts):
-            arguments += ["--ro-bind", str(self._show(Path(source), tree / f"mount{number}")), target]
+            arguments += ["--ro-bind", str(self._show(Path(source), Path(f"{tree}/mount{number}"))), target]
         return [*arguments, *common, "--remount-ro", "/dev"]
 
     def drop(self, scratch: Path) -> None:
@@ -106,13 +106,11 @@ class MountedTrees:
             return self.snapshots.layers(spec.image)
         return {"": str(self._skeleton), **self._lowers}
 
-    def _make_private(self, spec: ContainerSpec, tree: Path, layers: dict[str, str]) -> None:
-        (tree / "root").mkdir()
-        (tree / "shm").mkdir()
-        (tree / "shm").chmod(0o1777)
+    def _make_private(self, spec: ContainerSpec, tree: str, layers: dict[str, str]) -> None:
         uppers = {name: f"{tree}/upper{number}" for number, name in enumerate(layers)}
-        for upper in uppers.values():
-            os.mkdir(upper)  # noqa: PTH102  (every start does all this, and pathlib is slow)
+        for directory in (f"{tree}/root", f"{tree}/shm", *uppers.values()):
+            os.mkdir(directory)  # noqa: PTH102
+        os.chmod(f"{tree}/shm", 0o1777)  # noqa: PTH101
         for path, mode in layout.private_directories(spec):
             first, _, rest = path[1:].partition("/")
             directory = f"{uppers[first]}/{rest}" if first in uppers else uppers[""] + path

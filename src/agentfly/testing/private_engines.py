@@ -136,7 +136,6 @@ def _running(command: list[str], directory: Path, socket: Path, settings: dict[s
     with log.open("wb") as file:
         service = subprocess.Popen(
             command,
-            cwd=directory,  # in which monitors of containers leave files
             env={**os.environ, **settings},
             stdin=subprocess.DEVNULL,
             stdout=file,

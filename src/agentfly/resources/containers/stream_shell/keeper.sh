@@ -19,11 +19,9 @@ printf '%s' "$1" >@PLACE@/@NONCE@-session
 printf '%s' "$2" >@PLACE@/@NONCE@-alone
 set --
 
-# What the directories are at the beginning of each life.
+# What the directories are at the beginning of each life. Nobody inside can give one that is his to somebody else.
 furnish() {
-    if ((${#owned[@]})); then
-        command -p chown "$owner" "${owned[@]}" && command -p chmod 755 "${owned[@]}"
-    fi
+    ((${#owned[@]} == 0)) || command -p chmod 755 "${owned[@]}"
     [[ ! -e /.agentfly.tar ]] || command -p tar -C / -xpf /.agentfly.tar
     : >@PLACE@/@NONCE@-hold
     : >@PLACE@/@NONCE@-kept
@@ -146,6 +144,7 @@ dispatch() {
     exit 3 # nobody asks any more
 }
 
+((${#owned[@]} == 0)) || command -p chown "$owner" "${owned[@]}"
 furnish
 while :; do
     if ! kill -0 "$session"; then

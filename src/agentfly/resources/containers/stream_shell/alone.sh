@@ -1,8 +1,10 @@
 # A command with a process of its own. Arguments: its id, the number of its file, who holds its outputs (0: they are
 # open as 213 and 214), its input, and the processes that have these open by right.
 if [[ $3 != 0 ]]; then
+    { : >"/proc/$3/fd/1"; } 2>/dev/null || printf '@MARK@x %s\n' "$1" >&211
     exec 213>"/proc/$3/fd/1" 214>"/proc/$3/fd/2" || exit
 fi
+exec 211>&- 212>&-
 printf '@MARK@b %s\n' "$1" >&213
 /bin/bash "@PLACE@/$2.sh" <"$4" >&213 2>&214 213>&- 214>&-
 code=$?

@@ -26,7 +26,13 @@ class Channels:
     """
 
     def __init__(
-        self, stream: Stream, scripts: Scripts, open_stream: Open, report: Report, main_closed: Callable[[], None]
+        self,
+        stream: Stream,
+        scripts: Scripts,
+        open_stream: Open,
+        report: Report,
+        main_closed: Callable[[], None],
+        abandoned: Callable[[Running], None],
     ) -> None:
         """Begin to read the keeper's stream.
 
@@ -36,11 +42,13 @@ class Channels:
             open_stream: runs another program inside.
             report: called with what is reported on any of them.
             main_closed: called when the keeper's stream has ended.
+            abandoned: called with a command whose stream has ended before it.
         """
         self._scripts = scripts
         self._open = open_stream
         self._report = report
         self._main_closed = main_closed
+        self._abandoned = abandoned
         self._others: list[Channel] = []
         self.main = Channel(stream, scripts.mark, report, self._closed)
 
@@ -95,5 +103,5 @@ class Channels:
             return
         if channel in self._others:
             self._others.remove(channel)
-        if (running := channel.running) is not None and running.own_process:
-            running.finish(137)
+        if channel.running is not None:
+            self._abandoned(channel.running)

@@ -4,6 +4,7 @@
 #   e N K      the session has ended with exit code N; the next one follows, with its variables if K is 1
 #   r N        the sandbox is as after its start (0), or could not be brought back to that (1)
 #   b ID, d ID ...  a command has begun, has ended: on the outputs of that command
+#   x ID       a command has not begun, because who was to hold its outputs is gone
 #
 # Where it has other rights than the agent, nothing that runs inside can reach it. Arguments: the source of the session,
 # the source of what runs a command alone, the user who is to own directories, those directories (a line each), the
@@ -121,7 +122,7 @@ dispatch() {
             printf '%s' "$data" >"@PLACE@/$slot.sh"
             (
                 [[ $holder != 0 ]] || exec 213>&211 214>&212
-                exec 200<&- 202<&- 211>&- 212>&-
+                exec 200<&- 202<&-
                 exec "${drop[@]}" /bin/bash @PLACE@/@NONCE@-alone "$id" "$slot" "$holder" "$input" "$known"
             ) &
             alone[$id]=$!

@@ -19,6 +19,7 @@ class Running:
             file: the number of the files that it is put into.
         """
         self.number = number
+        self.command = command
         self.own_process = command.own_process
         self.file = file
         self.spared = ""  # children of the session and of process 1 that were there before it

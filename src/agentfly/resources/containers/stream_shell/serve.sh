@@ -1,3 +1,4 @@
+__agentfly_served=1
 if [[ $__agentfly_code == - ]]; then
     builtin printf '@MARK@b %s\n' "$__agentfly_id" >&213
     {

@@ -40,6 +40,7 @@ trap __agentfly_keep EXIT
 trap 'exit 143' TERM
 builtin printf '@MARK@h %s\n' "$BASHPID" >&211
 while IFS=' ' builtin read -r -u 202 __agentfly_id __agentfly_code __agentfly_holder __agentfly_in __agentfly_known; do
+    __agentfly_served=
     if [[ $__agentfly_holder == 0 ]]; then
         {
             @SERVE@
@@ -49,4 +50,5 @@ while IFS=' ' builtin read -r -u 202 __agentfly_id __agentfly_code __agentfly_ho
             @SERVE@
         } 213>"/proc/$__agentfly_holder/fd/1" 214>"/proc/$__agentfly_holder/fd/2"
     fi
+    [[ $__agentfly_served ]] || builtin printf '@MARK@x %s\n' "$__agentfly_id" >&211
 done

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied
+from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.stream_shell.channel import Channel
 from agentfly.resources.containers.stream_shell.channels import Channels, Open
@@ -76,7 +76,7 @@ class StreamShell:
         self._served = False  # the session has finished a command since it began
         self._died_of: str | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed)
+        self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed, self._abandoned)
         self._main = self._channels.main
 
     async def begin(self, keeper: bytes) -> None:
@@ -160,16 +160,15 @@ class StreamShell:
         running = Running(next(self._numbers), command, file)
         running.spared, running.kills = self._spared, self._oom_kills
         self._running[running.number] = running
-        channel = None
         try:
             channel = await self._channels.take(running)
             code = await self._carry_out(running, command, channel, timeout)
         finally:
             self._running.pop(running.number)
-            if channel is not None:
-                if not running.ended.is_set():
-                    channel.held = True
-                channel.running = None
+            for channel in self._channels:
+                if channel.running is running:
+                    channel.held = channel.held or not running.ended.is_set()
+                    channel.running = None
         await self._check()
         kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.kills)
         return running.outcome(code, kills_before)
@@ -201,15 +200,9 @@ class StreamShell:
                 await self._ask("n", argument=running.file)
                 for piece in pieces(command.stdin):
                     await self._ask("i", argument=running.file, data=piece)
-            await self._ask(
-                "p" if running.own_process else "s",
-                number=running.number,
-                argument=running.file,
-                holder=channel.holder,
-                known=(self._keeper, self._dispatcher, self._session),
-                stdin=stdin,
-                data=source,
-            )
+            kind, known = "p" if running.own_process else "s", (self._keeper, self._dispatcher, self._session)
+            fields = {"number": running.number, "argument": running.file, "holder": channel.holder, "stdin": stdin}
+            await self._ask(kind, known=known, data=source, **fields)
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
@@ -255,6 +248,8 @@ class StreamShell:
                 case "o" if channel is not self._main and not channel.ready.is_set():
                     channel.holder = int(words[0])
                     channel.ready.set()
+                case "x" if channel is self._main:
+                    self._send_again(int(words[0]))
                 case "h" if channel is self._main:
                     self._session, self._served = int(words[0]), False
                     channel.ready.set()
@@ -270,8 +265,7 @@ class StreamShell:
             return  # not one of ours
 
     def _command_reported(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
-        running = channel.running
-        if running is None or running.number != int(words[0]):
+        if (running := self._running.get(int(words[0]))) is None:
             return
         if word == "b":
             running.begun = True
@@ -287,6 +281,19 @@ class StreamShell:
                 self._served = True
                 self._spared = " ".join(words[4:])
         running.reported(output, code)
+
+    def _send_again(self, number: int) -> None:
+        """The channel of a command is gone, which had not been noticed; it gets another."""
+        for channel in self._channels:
+            if (running := channel.running) is not None and running.number == number and not running.begun:
+                channel.running, channel.held = None, True
+                self._beside(self._send_by_another(running))
+
+    async def _send_by_another(self, running: Running) -> None:
+        try:
+            await self._send(running, running.command, await self._channels.take(running))
+        except ResourceError as error:
+            self._die(str(error))
 
     def _dispatcher_began(self, keeper: int, dispatcher: int) -> None:
         again = self._dispatcher != 0 and self._reset_done is None
@@ -307,14 +314,27 @@ class StreamShell:
                         f"the shell was started anew in {self._workdir}; its variables and functions are lost"
                     )
                 # the next session says when all that was printed has come
-                task = asyncio.create_task(self._finish_by_request(running, channel, code))
-                self._kills.add(task)
-                task.add_done_callback(self._kills.discard)
+                self._beside(self._finish_by_request(running, channel.holder, code))
 
-    async def _finish_by_request(self, running: Running, channel: Channel, code: int) -> None:
+    def _abandoned(self, running: Running) -> None:
+        """The stream of a command has ended, as when what held it was killed: what it printed from then on is lost."""
+        if running.own_process:
+            running.finish(137)
+        elif not running.ended.is_set():
+            running.lost = "what held its output was killed, so its end was not seen"
+            self._beside(self._finish_by_request(running, 0, 137))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Have something done that the next command waits for."""
+        task = asyncio.create_task(work)
+        self._kills.add(task)
+        task.add_done_callback(self._kills.discard)
+        return task
+
+    async def _finish_by_request(self, running: Running, holder: int, code: int) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             known = (self._keeper, self._dispatcher)
-            await self._ask("e", number=running.number, argument=code, holder=channel.holder, known=known)
+            await self._ask("e", number=running.number, argument=code, holder=holder, known=known)
             await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
         running.finish(code)
 
@@ -322,10 +342,7 @@ class StreamShell:
 
     def _begin_kill(self, running: Running, channel: Channel) -> asyncio.Task[None]:
         kill = self._kill_alone(running) if running.own_process else self._kill_in_session(running, channel)
-        task = asyncio.create_task(self._kill(kill))
-        self._kills.add(task)
-        task.add_done_callback(self._kills.discard)
-        return task
+        return self._beside(self._kill(kill))
 
     async def _kill(self, kill: Awaitable[None]) -> None:
         try:
@@ -342,13 +359,8 @@ class StreamShell:
         for signal in signals:
             if session and not running.ended.is_set():
                 self._ready.clear()
-                await self._ask(
-                    "k",
-                    number=session,
-                    argument=signal,
-                    holder=self._orphans,
-                    known=(self._keeper, self._dispatcher, running.spared),
-                )
+                known = (self._keeper, self._dispatcher, running.spared)
+                await self._ask("k", number=session, argument=signal, holder=self._orphans, known=known)
             if await self._restarted(_KEEP_GRACE_S if signal == "TERM" else _RESTART_GRACE_S):
                 break
         else:

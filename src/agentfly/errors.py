@@ -47,6 +47,11 @@ def message_of(error: BaseException) -> str:
     return said.encode("utf-8", errors="replace").decode()
 
 
+def say(error: BaseException) -> str:
+    """An exception for people: its type and what it says, whatever its ``__str__`` does."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
 # --- what the user wrote -------------------------------------------------------------------------------------------
 
 

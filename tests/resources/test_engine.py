@@ -496,6 +496,31 @@ def test_a_spec_that_cannot_say_what_it_has_prepared_fails_its_request_only_and_
     play(scene)
 
 
+class Unspeakable(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("operation", ["prepare", "start", "reset", "status", "release", "freeze", "thaw"])
+def test_an_error_that_cannot_say_what_it_is_costs_no_place(play, operation):
+    async def scene(engine):
+        world = FakeWorld(misbehave(operation, raising(Unspeakable())))
+        spec = FakeSpec(world=world, capacity=1, image="image", idle="freeze")
+        for owner in ("a", "b"):
+            try:
+                lease = await engine.acquire(spec, owner, timeout=100)
+                await asyncio.sleep(1)
+                await lease.resource.use()
+            except ResourceError as error:
+                assert "cannot be read" in str(error)
+            await engine.release_owner(owner)
+        await engine.acquire(spec, "c", timeout=100)
+
+    play(scene)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeechlessSpec(FakeSpec):
     """A spec that fails when it is asked what has to be prepared."""

@@ -14,7 +14,7 @@ from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
 from agentfly.agents.needs import Needs, checked_needs, needs_for
 from agentfly.agents.parameters import Parameter, Source, field_of_task, names_at, read_parameters
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, message_of
+from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, say
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
@@ -89,7 +89,7 @@ class Reward(UserFunction):
             error = failed.error
             if isinstance(error, AgentFlyError) and not error.by_policy:
                 raise error from error.__cause__
-            message = excerpt(f"{type(error).__name__}: {message_of(error)}", ECHO_CHARS)
+            message = excerpt(say(error), ECHO_CHARS)
             raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
         return self._result(value)
 

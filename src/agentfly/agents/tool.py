@@ -39,6 +39,7 @@ from agentfly.errors import (
     ToolTimeout,
     ToolUnavailable,
     message_of,
+    say,
 )
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
@@ -167,7 +168,7 @@ class Tool(UserFunction):
             raise ToolError(excerpt(said, self.max_output_chars)) from error
         if isinstance(error, AgentFlyError):
             raise error from error.__cause__
-        message = excerpt(f"{type(error).__name__}: {message_of(error)}", ECHO_CHARS)
+        message = excerpt(say(error), ECHO_CHARS)
         outage = outage_in(error)
         if outage is None:
             raise ToolCrashed(message) from error

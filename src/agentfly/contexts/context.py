@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError
+from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError, say
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
 from agentfly.resources.resource import Resource
@@ -240,7 +240,7 @@ class Context:
                     raise
                 raise ResourceStartError(
                     f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "
-                    f"{type(error).__name__}: {error}. The instance was given back; mend the function passed as "
+                    f"{say(error)}. The instance was given back; mend the function passed as "
                     "prepare."
                 ) from error
             preparation.done = True

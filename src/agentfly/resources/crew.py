@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.errors import ResourceDied, ResourceError, say
 from agentfly.events import (
     ResourceBroke,
     ResourceReset,
@@ -22,7 +22,6 @@ from agentfly.resources.decisions import Decision
 from agentfly.resources.emit import Emit
 from agentfly.resources.lifecycle import Lifecycle
 from agentfly.resources.preparations import Preparations
-from agentfly.resources.refusals import say
 from agentfly.resources.resource import Status
 from agentfly.resources.scheduler import Scheduler
 from agentfly.resources.spec import ResourceSpec

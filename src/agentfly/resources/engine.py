@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from agentfly.errors import ConfigError, ResourceError, UsageError
+from agentfly.errors import ConfigError, ResourceError, UsageError, message_of
 from agentfly.events import (
     EventStream,
     LeaseGranted,
@@ -264,7 +264,7 @@ class ResourceEngine:
                 raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
         except BaseException as error:
             self._take_back(request, answer)
-            told["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
+            told["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else message_of(error)
             for spec in specs:
                 self._emit(LeaseRefused, spec, **told, waited_seconds=loop.time() - now)
             raise

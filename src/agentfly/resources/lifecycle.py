@@ -9,12 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceResetError
+from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, say
 from agentfly.resources import orphans
 from agentfly.resources.attendance import Attendance, Occupancy, Use
 from agentfly.resources.ledger import Entry, Ledger
 from agentfly.resources.own_thread import OwnThread
-from agentfly.resources.refusals import say
 from agentfly.resources.registry import cannot_freeze, kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec

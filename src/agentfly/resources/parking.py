@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from agentfly.errors import ResourceDied
-from agentfly.resources.refusals import say
+from agentfly.errors import ResourceDied, say
 from agentfly.resources.resource import Resource
 from agentfly.resources.work import abandon, bounded
 

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any
 
-from agentfly.errors import AgentFlyError, ResourceStartError
+from agentfly.errors import AgentFlyError, ResourceStartError, say
 from agentfly.events import ResourcePrepared, ResourcePreparing
 from agentfly.resources.emit import Emit
-from agentfly.resources.refusals import say
 from agentfly.resources.registry import kind_of, prepare, require_usable
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.work import CANCEL_GRACE_S, bounded

@@ -12,6 +12,7 @@ from agentfly.errors import (
     ResourceDied,
     ResourceError,
     ResourceStartError,
+    say,
 )
 from agentfly.resources.pool import Holding, Instance, InstanceState, Pool, Request, Waiter
 
@@ -98,8 +99,3 @@ def _occupancy(pool: Pool) -> str:
     states = ", ".join(f"{pool.counts[state]} {state.value}" for state in InstanceState if pool.counts[state])
     room = "" if len(pool.instances) >= pool.spec.capacity else "; no more can start within the budget just now"
     return f"{pool.spec.capacity}, {states or 'none alive'}{room}"
-
-
-def say(error: BaseException) -> str:
-    """An error for people."""
-    return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from agentfly.errors import PolicyError
+from agentfly.errors import PolicyError, say
 from agentfly.policies.embedded.batch import Request, RunningBatch
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _as_policy_error(error: Exception) -> PolicyError:
     """An error of its own for each generation of a failed step."""
     message = str(error)
     if not isinstance(error, PolicyError):
-        message = f"The model failed: {type(error).__name__}: {error}"
+        message = f"The model failed: {say(error)}"
         if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in message:  # on a GPU, on a processor
             message += " Lower max_concurrent_generations or max_context_tokens, which bound the memory of sampling."
     failure = PolicyError(message)

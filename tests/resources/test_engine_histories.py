@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import ResourceError
-from agentfly.resources import lifecycle
 from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.resources.pool import InstanceState
+from agentfly.resources.instances import lifecycle
+from agentfly.resources.scheduler.pool import InstanceState
 from agentfly.resources.scope import Scope
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
 from agentfly.testing.virtual_time import run_in_virtual_time

@@ -19,10 +19,11 @@ import pytest
 import agentfly as af
 from agentfly.errors import ResourceDied
 from agentfly.events import EventStream, ResourceStuck
-from agentfly.resources import crew, orphans
+from agentfly.resources import orphans
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.identity import start_time
+from agentfly.resources.instances import crew
 
 
 class Catalogue:

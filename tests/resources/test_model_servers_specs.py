@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.resources.budget import cost_of
 from agentfly.resources.models import spec as spec_module
 from agentfly.resources.models.engine import command, environment, probe_vllm
 from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.scheduler.budget import cost_of
 
 
 def options(spec: ModelServerSpec) -> dict[str, str]:

@@ -63,7 +63,8 @@ async def test_what_runs_in_a_box_stands_still_while_the_model_thinks_and_goes_o
         context = Context(Trajectory("r0", "g0", Task("do it")), engine)
         async with context.call() as call:
             box = await call.acquire(SPEC)
-            await box.run("cd /tmp; X=kept; (while :; do echo >> /tmp/ticks; sleep 0.01; done) & echo started")
+            busy = "while :; do for i in {1..10000}; do :; done; echo >> /tmp/ticks; sleep 0.01; done"
+            await box.run(f"cd /tmp; X=kept; ({busy}) & echo started")
         for _ in range(3):
             await until_frozen(engine, box.instance)
             async with context.call() as call:

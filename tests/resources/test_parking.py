@@ -16,7 +16,7 @@ from agentfly.contexts.context import Context
 from agentfly.errors import ConfigError, LeaseOver, ResourceDied, ResourceStartError, UsageError
 from agentfly.events import EventStream, LeaseReleased
 from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.parking import CHANGE_TIMEOUT_S, PARK_AFTER_S
+from agentfly.resources.instances.parking import CHANGE_TIMEOUT_S, PARK_AFTER_S
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scope import Scope

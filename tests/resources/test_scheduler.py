@@ -16,13 +16,13 @@ from agentfly.errors import (
     ResourceError,
     ResourceStartError,
 )
-from agentfly.resources.budget import Budget
-from agentfly.resources.decisions import Check, End, Fail, Grant, Reset, Start, Stop
-from agentfly.resources.pool import InstanceState, Request
-from agentfly.resources.scheduler import SWEEP_S, Scheduler
+from agentfly.resources.scheduler.budget import Budget
+from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.pool import InstanceState, Request
+from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
+from agentfly.resources.scheduler.supply import PATIENCE_S
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.supply import PATIENCE_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentfly.errors import AcquireTimeout, DeadlockBroken
-from agentfly.resources.budget import Budget
-from agentfly.resources.decisions import Check, End, Fail, Grant, Reset, Start, Stop
-from agentfly.resources.pool import Request
-from agentfly.resources.scheduler import SWEEP_S, Scheduler
+from agentfly.resources.scheduler.budget import Budget
+from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.pool import Request
+from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
+from agentfly.resources.scheduler.supply import PATIENCE_S
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.supply import PATIENCE_S
 
 
 @dataclass(frozen=True, kw_only=True)

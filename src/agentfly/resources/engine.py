@@ -25,25 +25,25 @@ from agentfly.events import (
 from agentfly.interruption import held_back
 from agentfly.resources import orphans
 from agentfly.resources.answer import Answer
-from agentfly.resources.attendance import Occupancy
-from agentfly.resources.budget import Budget
-from agentfly.resources.crew import Crew
-from agentfly.resources.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
-from agentfly.resources.handle import hand_out, void
+from agentfly.resources.instances.attendance import Occupancy
+from agentfly.resources.instances.crew import Crew
+from agentfly.resources.instances.handle import hand_out, void
+from agentfly.resources.instances.lifecycle import Lifecycle
+from agentfly.resources.instances.preparations import Preparations
+from agentfly.resources.instances.work import see_through
 from agentfly.resources.lease import Lease
 from agentfly.resources.ledger import Ledger, state_directory
-from agentfly.resources.lifecycle import Lifecycle
 from agentfly.resources.own_loop import require_own
-from agentfly.resources.pool import Holding, Request
-from agentfly.resources.preparations import Preparations
 from agentfly.resources.registry import require_usable
 from agentfly.resources.resource import Resource, Status
-from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.scheduler.budget import Budget
+from agentfly.resources.scheduler.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.pool import Holding, Request
+from agentfly.resources.scheduler.scheduler import Scheduler
 from agentfly.resources.scope import Scope
 from agentfly.resources.snapshot import Snapshot, take_snapshot
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.window import Window
-from agentfly.resources.work import see_through
 
 __all__ = ["Budget", "ResourceEngine"]
 

@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agentfly.resources.attendance import Attendance, Occupancy
-from agentfly.resources.lifecycle import Lifecycle
-from agentfly.resources.pool import Instance
-from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.instances.attendance import Attendance, Occupancy
+from agentfly.resources.instances.lifecycle import Lifecycle
+from agentfly.resources.scheduler.pool import Instance
+from agentfly.resources.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

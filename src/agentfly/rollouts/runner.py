@@ -19,8 +19,8 @@ from agentfly.events import EventStream
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
-from agentfly.resources.attendance import Occupancy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.admission import Admission
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.template_format import TemplateChatFormat

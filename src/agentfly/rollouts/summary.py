@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from agentfly.resources.attendance import Occupancy
+from agentfly.resources.instances.attendance import Occupancy
 from agentfly.trajectory import FinishReason, Trajectory
 
 

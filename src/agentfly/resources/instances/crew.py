@@ -18,14 +18,14 @@ from agentfly.events import (
     ResourceStopped,
     ResourceStuck,
 )
-from agentfly.resources.decisions import Decision
 from agentfly.resources.emit import Emit
-from agentfly.resources.lifecycle import Lifecycle
-from agentfly.resources.preparations import Preparations
+from agentfly.resources.instances.lifecycle import Lifecycle
+from agentfly.resources.instances.preparations import Preparations
+from agentfly.resources.instances.work import CANCEL_GRACE_S, Work, see_through
 from agentfly.resources.resource import Status
-from agentfly.resources.scheduler import Scheduler
+from agentfly.resources.scheduler.decisions import Decision
+from agentfly.resources.scheduler.scheduler import Scheduler
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.work import CANCEL_GRACE_S, Work, see_through
 
 logger = logging.getLogger(__name__)
 

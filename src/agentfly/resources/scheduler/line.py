@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from itertools import count
 
-from agentfly.resources.pool import Pool
+from agentfly.resources.scheduler.pool import Pool
 
 
 class StartLine:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agentfly.errors import ResourceDied, say
+from agentfly.resources.instances.work import abandon, bounded
 from agentfly.resources.resource import Resource
-from agentfly.resources.work import abandon, bounded
 
 logger = logging.getLogger(__name__)
 

@@ -31,16 +31,16 @@ from functools import partial
 from typing import Any
 
 from agentfly.errors import AgentFlyError
-from agentfly.resources import refusals
-from agentfly.resources.books import Books
-from agentfly.resources.budget import Account, Budget
-from agentfly.resources.deadlock import Knot, broken, find_knot, keepers, youngest
-from agentfly.resources.decisions import Decision
-from agentfly.resources.obstacles import Obstacles
-from agentfly.resources.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scheduler import refusals
+from agentfly.resources.scheduler.books import Books
+from agentfly.resources.scheduler.budget import Account, Budget
+from agentfly.resources.scheduler.deadlock import Knot, broken, find_knot, keepers, youngest
+from agentfly.resources.scheduler.decisions import Decision
+from agentfly.resources.scheduler.obstacles import Obstacles
+from agentfly.resources.scheduler.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scheduler.supply import Supply
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.supply import Supply
 
 SWEEP_S = 1.0
 """Seconds between two searches for deadlocks that came about otherwise than by a request."""

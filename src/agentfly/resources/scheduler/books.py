@@ -10,11 +10,11 @@ from itertools import count
 from typing import Any
 
 from agentfly.errors import AgentFlyError
-from agentfly.resources.decisions import Decision, End, Fail, Grant
-from agentfly.resources.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scheduler.decisions import Decision, End, Fail, Grant
+from agentfly.resources.scheduler.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scheduler.timers import Timers
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.timers import Timers
 
 
 class Books:

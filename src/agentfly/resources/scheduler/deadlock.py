@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agentfly.errors import DeadlockBroken
-from agentfly.resources.pool import Holding, Owner, Waiter
+from agentfly.resources.scheduler.pool import Holding, Owner, Waiter
 from agentfly.resources.scope import Scope
 
 Obstacle = Holding | Waiter

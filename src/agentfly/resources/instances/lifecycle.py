@@ -11,14 +11,14 @@ from typing import Any
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, say
 from agentfly.resources import orphans
-from agentfly.resources.attendance import Attendance, Occupancy, Use
+from agentfly.resources.instances.attendance import Attendance, Occupancy, Use
+from agentfly.resources.instances.work import bounded
 from agentfly.resources.ledger import Entry, Ledger
 from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.registry import cannot_freeze, kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.window import Window
-from agentfly.resources.work import bounded
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from agentfly.errors import UsageError
-from agentfly.resources.meter import Meter
-from agentfly.resources.parking import Parking
+from agentfly.resources.instances.meter import Meter
+from agentfly.resources.instances.parking import Parking
 from agentfly.resources.resource import Resource
 
 

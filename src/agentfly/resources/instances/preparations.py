@@ -10,9 +10,9 @@ from typing import Any
 from agentfly.errors import AgentFlyError, ResourceStartError, say
 from agentfly.events import ResourcePrepared, ResourcePreparing
 from agentfly.resources.emit import Emit
+from agentfly.resources.instances.work import CANCEL_GRACE_S, bounded
 from agentfly.resources.registry import kind_of, prepare, require_usable
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.work import CANCEL_GRACE_S, bounded
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from agentfly.resources.books import Books
-from agentfly.resources.deadlock import Obstacle
-from agentfly.resources.pool import COMING, Holding, Instance, InstanceState, Waiter
+from agentfly.resources.scheduler.books import Books
+from agentfly.resources.scheduler.deadlock import Obstacle
+from agentfly.resources.scheduler.pool import COMING, Holding, Instance, InstanceState, Waiter
+from agentfly.resources.scheduler.supply import Supply
 from agentfly.resources.scope import Scope
-from agentfly.resources.supply import Supply
 
 
 class Obstacles:

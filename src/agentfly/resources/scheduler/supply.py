@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from agentfly.resources.books import Books
-from agentfly.resources.budget import Account, Budget, Cost, total_of
-from agentfly.resources.decisions import Check, Reset, Start, Stop
-from agentfly.resources.line import StartLine
-from agentfly.resources.pool import BUSY, Instance, InstanceState, Pool, Waiter
+from agentfly.resources.scheduler.books import Books
+from agentfly.resources.scheduler.budget import Account, Budget, Cost, total_of
+from agentfly.resources.scheduler.decisions import Check, Reset, Start, Stop
+from agentfly.resources.scheduler.line import StartLine
+from agentfly.resources.scheduler.pool import BUSY, Instance, InstanceState, Pool, Waiter
 
 PATIENCE_S = 5.0
 """Seconds that a request waits for the budget before a busy pool gives up an instance for it."""

@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any
 
-from agentfly.resources.budget import NOTHING, Cost, cost_of
+from agentfly.resources.scheduler.budget import NOTHING, Cost, cost_of
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
 

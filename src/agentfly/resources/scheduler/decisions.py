@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import AgentFlyError
-from agentfly.resources.pool import Holding
+from agentfly.resources.scheduler.pool import Holding
 from agentfly.resources.spec import ResourceSpec
 
 

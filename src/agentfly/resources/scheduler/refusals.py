@@ -14,7 +14,7 @@ from agentfly.errors import (
     ResourceStartError,
     say,
 )
-from agentfly.resources.pool import Holding, Instance, InstanceState, Pool, Request, Waiter
+from agentfly.resources.scheduler.pool import Holding, Instance, InstanceState, Pool, Request, Waiter
 
 SHOWN = 8
 """Holders, and those who wait, that a message names."""

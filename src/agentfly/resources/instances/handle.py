@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 from agentfly.errors import LeaseOver, UsageError
-from agentfly.resources.attendance import Use
+from agentfly.resources.instances.attendance import Use
 from agentfly.resources.resource import Resource
 
 R = TypeVar("R", bound=Resource)

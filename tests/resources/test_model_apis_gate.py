@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
-from agentfly.resources.apis import shared_file
+from agentfly.resources import shared_file
 from agentfly.resources.apis.account import Account, Host
 from agentfly.resources.apis.caller import LONGEST_PAUSE_S, Caller, Retries
 from agentfly.resources.apis.client import ModelClient
@@ -388,7 +388,7 @@ async def test_a_stopped_process_that_holds_the_file_is_not_waited_for(tmp_path,
     path = tmp_path / "x.traffic"
     program = (
         "import sys, pathlib, signal, os\n"
-        "from agentfly.resources.apis.shared_file import hold\n"
+        "from agentfly.resources.shared_file import hold\n"
         "with hold(pathlib.Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -438,7 +438,7 @@ def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path, writings)
 
 COUNT = """
 import pathlib, sys, time
-from agentfly.resources.apis.shared_file import Busy, hold
+from agentfly.resources.shared_file import Busy, hold
 
 left = int(sys.argv[2])
 while left:

@@ -15,9 +15,9 @@ from agentfly.errors import AcquireTimeout, APIRefused
 from agentfly.resources.apis.account import Account
 from agentfly.resources.apis.bell import listening
 from agentfly.resources.apis.limits import Limits
-from agentfly.resources.apis.shared_file import Busy
 from agentfly.resources.apis.traffic import Outcome, Traffic, Wait
 from agentfly.resources.identity import ProcessIdentity
+from agentfly.resources.shared_file import Busy
 
 LOOK_AGAIN_S = 0.05
 """Seconds after which is looked what other processes did, should their bell not have been heard."""

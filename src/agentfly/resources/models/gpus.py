@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.errors import ResourceStartError
-from agentfly.resources.apis.shared_file import Busy, hold
 from agentfly.resources.identity import start_time
+from agentfly.resources.shared_file import Busy, hold
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia\d+")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.resources.containers.bubblewrap.children import Children
 from agentfly.resources.containers.bubblewrap.exchange import Exchange
-from agentfly.resources.containers.bubblewrap.kin import Kin
 from agentfly.resources.containers.bubblewrap.running import Running
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.processes import children
@@ -61,8 +61,8 @@ class Shell:
         self._pause: asyncio.TimerHandle | None = None
         self._session: int | None = None  # the host's process ids
         self._starter: int | None = None
-        self._below_first = Kin(self._processes.first)
-        self._below_session: Kin | None = None
+        self._below_first = Children(self._processes.first)
+        self._below_session: Children | None = None
         self._known: frozenset[int] = frozenset()  # what was below the two before the last command of the session
         self._ready = asyncio.Event()  # there is a session
         self._served = False  # the session has finished a command since it began
@@ -252,7 +252,7 @@ class Shell:
         self._session = self._child(inside)
         if self._session is None:  # it has ended since, which will be reported
             return
-        self._below_session = Kin(self._session)
+        self._below_session = Children(self._session)
         self._served = False
         self._ready.set()
         running, self._in_doubt = self._in_doubt, None

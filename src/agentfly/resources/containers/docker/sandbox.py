@@ -17,11 +17,11 @@ from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities
 from agentfly.resources.containers.docker.client import calling, connect
 from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words, labels
+from agentfly.resources.containers.docker.fork_archive import archive_words, write_archive
 from agentfly.resources.containers.docker.forwarding import Forwarder
 from agentfly.resources.containers.docker.image import ImageFacts
 from agentfly.resources.containers.docker.own_images import OwnImages
 from agentfly.resources.containers.docker.removal import remove_container
-from agentfly.resources.containers.docker.state import pack_state, pack_words
 from agentfly.resources.containers.docker.stream import EngineStream
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.snapshot import SnapshotImage
@@ -157,7 +157,7 @@ class EngineSandbox(Sandbox):
             container = f"{self._name}-fork-{next(self._numbers)}"
             self._made.add(container)
             with tempfile.TemporaryFile() as archive:
-                await pack_state(await self._open(pack_words(self._plan.writable), "root"), archive)
+                await write_archive(await self._open(archive_words(self._plan.writable), "root"), archive)
                 await self._whole(self._create(container, {"Image": self._plan.image, "Cmd": KEEPER}))
                 async with calling(f"Filling the container {container}"):
                     await self._client.containers.container(container).put_archive("/", archive)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""Kin: the children of one process, looked at for each command."""
+"""Children: those of one process, looked at for each command."""
 
 from __future__ import annotations
 
 import os
 
 
-class Kin:
+class Children:
     """The children of a process that has one thread, as every shell has.
 
     The kernel tells of them through a file that is opened once, which is what makes looking cheap.

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from agentfly.errors import ResourceError
 from agentfly.resources.containers.stream_shell.stream import Stream
 
-STATE = ".agentfly.tar"
+ARCHIVE = ".agentfly.tar"
 """Where the keeper finds it, below the root."""
 _LIMIT_S = 120.0
 # All processes stand still meanwhile, so that it is of one moment.
@@ -25,13 +25,13 @@ printf 'ended %s' "$code" >&2
 """
 
 
-def pack_words(directories: Iterable[str]) -> list[str]:
+def archive_words(directories: Iterable[str]) -> list[str]:
     """The command line, for root inside, of what writes the archive."""
     return ["/bin/bash", "-c", _PACK, "bash", *(path.lstrip("/") for path in directories)]
 
 
-async def pack_state(stream: Stream, target: BinaryIO) -> None:
-    """Write to a file what an engine unpacks to `STATE`, from the stream of `pack_words`.
+async def write_archive(stream: Stream, target: BinaryIO) -> None:
+    """Write to a file what an engine unpacks to `ARCHIVE`, from the stream of `archive_words`.
 
     Raises:
         ResourceError: it could not be read in full.
@@ -60,7 +60,7 @@ async def pack_state(stream: Stream, target: BinaryIO) -> None:
 
 
 def _wrap(inner: BinaryIO, size: int, target: BinaryIO) -> None:
-    entry = tarfile.TarInfo(STATE)
+    entry = tarfile.TarInfo(ARCHIVE)
     entry.size, entry.mode = size, 0o600
     with tarfile.open(fileobj=target, mode="w") as outer:
         outer.addfile(entry, inner)

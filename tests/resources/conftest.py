@@ -7,6 +7,9 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from agentfly.resources.containers.bubblewrap.tiers import make_launcher
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.docker.backend import Docker, Podman
+from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
 
@@ -42,6 +46,17 @@ def _bubblewrap_of_a_user() -> Backend:
 
 _engines = contextlib.ExitStack()  # closed by the fixture `engines`
 _IMAGE = Path(__file__).parents[2] / ".test-images" / "rootfs.tar"
+_SQUASHED = _IMAGE.with_name("rootfs.sqsh")  # for enroot, which unpacks it: with no more than the tests need
+_LIBRARIES = "usr/lib/x86_64-linux-gnu"
+_LEFT_OUT = (
+    "dev",
+    "usr/share",
+    "usr/sbin",
+    "usr/lib/git-core",
+    "usr/lib/python3",
+    f"{_LIBRARIES}/perl",
+    f"{_LIBRARIES}/gconv",
+)
 
 
 @pytest.fixture
@@ -66,12 +81,57 @@ def _engine(made: type[Docker]) -> Callable[[], Backend]:
     return make
 
 
+def _enroot() -> Backend:
+    able = backend("enroot").probe()
+    if not able.works:
+        pytest.skip(" ".join(able.missing))
+    _squash_image()
+    return Enroot(store=_temporary() / "store")
+
+
+def _enroot_by_a_stand_in() -> Backend:
+    _squash_image()
+    place = _temporary()
+    return Enroot(str(_install_stand_in(place)), store=place / "store")
+
+
+def _temporary() -> Path:
+    return Path(_engines.enter_context(tempfile.TemporaryDirectory(prefix="agentfly-enroot-")))
+
+
+def _install_stand_in(place: Path) -> Path:
+    """Put the stand-in for enroot into a directory; its path."""
+    if not Path("/usr/bin/python3").exists():
+        pytest.skip("the stand-in for enroot runs on /usr/bin/python3: apt-get install python3")
+    program = place / "enroot"
+    place.chmod(0o755)  # it runs as an ordinary user
+    shutil.copy(Path(__file__).with_name("enroot_stand_in.py"), program)
+    program.chmod(0o755)
+    (place / "calls").touch()
+    (place / "calls").chmod(0o666)
+    return program
+
+
+def _squash_image() -> None:
+    if not _IMAGE.exists() or shutil.which("sqfstar") is None:
+        pytest.skip("there is no image for it: sudo python scripts/make_test_image.py, and install squashfs-tools")
+    if _SQUASHED.exists() and _SQUASHED.stat().st_mtime > _IMAGE.stat().st_mtime:
+        return
+    draft = _SQUASHED.with_suffix(f".{os.getpid()}")
+    words = ["sqfstar", "-quiet", "-no-progress", "-noI", "-noD", "-noF", "-noX", str(draft), *_LEFT_OUT]
+    with _IMAGE.open("rb") as archive:
+        subprocess.run(words, stdin=archive, check=True, capture_output=True)
+    draft.rename(_SQUASHED)
+
+
 _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
     "bubblewrap": (_bubblewrap, "host"),
     "landlock": (lambda: backend("landlock"), "host"),
     "bubblewrap of an ordinary user": (_bubblewrap_of_a_user, "host"),
     "docker": (_engine(Docker), "agentfly-test:latest"),
     "podman": (_engine(Podman), "agentfly-test:latest"),
+    "enroot": (_enroot, str(_SQUASHED)),
+    "enroot, by a stand-in": (_enroot_by_a_stand_in, str(_SQUASHED)),
 }
 """What the contract is checked on, with an image for each. A backend joins by a line here."""
 
@@ -150,6 +210,12 @@ async def start() -> AsyncIterator[Start]:
 async def contract_box(ground: Ground, start: Start) -> Container:
     """A box on each backend."""
     return await start(ground)
+
+
+@pytest.fixture
+def install_stand_in() -> Callable[[Path], Path]:
+    """Puts the stand-in for enroot into a directory, and says where."""
+    return _install_stand_in
 
 
 def _processes_with(marker: str) -> list[int]:

@@ -52,7 +52,7 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"env": (("A", "b", "c"),)}, "not a pair"),
         ({"env": (("A", "b\0c"),)}, "the value of A holds a NUL"),
         ({"user": "somebody"}, "'agent' or 'root'"),
-        ({"backend": "chroot"}, "there is 'auto', 'bubblewrap', 'docker', 'podman', 'landlock'"),
+        ({"backend": "chroot"}, "there is 'auto', 'bubblewrap', 'docker', 'podman', 'enroot', 'landlock'"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, object], message: str) -> None:

@@ -54,18 +54,18 @@ def prepare(image: str) -> None:
     try:
         if _unpacked(path).is_dir():
             return
-        with _alone(_store() / f"{_mark(path)}.lock"):
+        with _alone(store() / f"{_mark(path)}.lock"):
             if not _unpacked(path).is_dir():
                 _unpack(path)
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError) as error:
         raise ResourceStartError(
-            f"ContainerSpec(image={image!r}) could not be unpacked into {_store()}: {error or type(error).__name__}. "
+            f"ContainerSpec(image={image!r}) could not be unpacked into {store()}: {error or type(error).__name__}. "
             "Give a tar of a root file system, what 'docker save' writes, or an OCI layout. For another place, set "
             "AGENTFLY_CACHE_DIR."
         ) from error
 
 
-def _store() -> Path:
+def store() -> Path:
     """Where unpacked images are kept. Those of root are where the ordinary users that its sandboxes are can go."""
     chosen = os.environ.get("AGENTFLY_CACHE_DIR")
     if chosen:
@@ -84,7 +84,7 @@ def _mark(path: Path) -> str:
 
 def _unpacked(path: Path) -> Path:
     """Where an archive has been unpacked: a link of its mark leads there, once it is whole."""
-    return _store() / _mark(path)
+    return store() / _mark(path)
 
 
 @contextlib.contextmanager
@@ -99,11 +99,11 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _unpack(path: Path) -> None:
-    store, mark = _store(), _mark(path)
-    content = store / f"sha256-{_digest(path)}"
+    place, mark = store(), _mark(path)
+    content = place / f"sha256-{_digest(path)}"
     with _alone(Path(f"{content}.lock")):  # another archive of the same content
         if not content.is_dir():
-            draft = store / f".{content.name}"
+            draft = place / f".{content.name}"
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed at it
             try:
                 draft.mkdir(mode=0o755)
@@ -117,10 +117,10 @@ def _unpack(path: Path) -> None:
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-    link = store / f".{mark}.{os.getpid()}"
+    link = place / f".{mark}.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(content.name)
-    link.rename(store / mark)
+    link.rename(place / mark)
 
 
 def _digest(path: Path) -> str:

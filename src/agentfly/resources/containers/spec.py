@@ -24,6 +24,7 @@ BACKENDS = {
     "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
     "docker": "agentfly.resources.containers.docker.backend:Docker",
     "podman": "agentfly.resources.containers.docker.backend:Podman",
+    "enroot": "agentfly.resources.containers.enroot.backend:Enroot",
     "landlock": "agentfly.resources.containers.landlock.backend:Landlock",
 }
 """The backends by name, best first, each with the address of its class."""
@@ -76,7 +77,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     workdir: str = "/workspace"
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
-    backend: Literal["auto", "bubblewrap", "docker", "podman", "landlock"] = "auto"
+    backend: Literal["auto", "bubblewrap", "docker", "podman", "enroot", "landlock"] = "auto"
     runtime: str = ""
     isolation: Literal["full", "weak"] = "full"
 

@@ -1,0 +1,186 @@
+"""Images of enroot: fetched, packed and unpacked once, for all sandboxes and processes of this user."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfly.errors import ResourceStartError
+from agentfly.resources.containers import images
+from agentfly.resources.containers.enroot.program import environment, fetching_environment, run, sandbox_uid
+from agentfly.resources.containers.spec import ContainerSpec
+
+_MAGIC = b"hsqs"
+_WAIT_S = 0.05
+_QUICKLY = ("-noI", "-noD", "-noF", "-noX")  # what is packed to be unpacked at once is not compressed
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that sandboxes can be laid over.
+
+    Args:
+        root: the directory with its root file system, made by ``enroot create`` and never written to again.
+        variables: the environment that it asks for.
+    """
+
+    root: Path
+    variables: tuple[tuple[str, str], ...]
+
+
+def store_directory() -> Path:
+    """Where images are kept."""
+    return images.store() / "enroot"
+
+
+def known(store: Path, spec: ContainerSpec) -> Image | None:
+    """A spec's image, if it has been prepared as it is now."""
+    root = store / "data" / _mark(spec)
+    return Image(root, _variables(root / "etc" / "environment")) if root.is_dir() else None
+
+
+async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
+    """Fetch, pack and unpack a spec's image, where that has not been done. Whoever is at it already is waited for.
+
+    Args:
+        program: the path of enroot.
+        store: where images are kept.
+        spec: whose image it is.
+
+    Raises:
+        ResourceStartError: the image is not there, or is none, or has no bash.
+    """
+    data = store / "data"
+    root = data / _mark(spec)
+    if root.is_dir():
+        return
+    data.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        os.chown(data, sandbox_uid(), sandbox_uid())
+    async with _alone(store / f"{root.name}.lock"):
+        if not root.is_dir():
+            draft = root.with_name(f"draft-{root.name}")
+            packed, place = store / f"{root.name}.sqsh", store / f"{root.name}.run"
+            try:
+                await asyncio.to_thread(_remove, draft, packed, place)  # of a process that was killed at it
+                place.mkdir()
+                os.chown(place, sandbox_uid(), -1)
+                source = await _pack(program, spec, packed)
+                if source == packed:
+                    await asyncio.to_thread(packed.chmod, 0o644)
+                given = environment(place, data)
+                await run([program, "create", "--name", draft.name, str(source)], given)
+                if not any((draft / name).exists() for name in ("bin/bash", "usr/bin/bash")):
+                    raise ResourceStartError(
+                        f"ContainerSpec(image={spec.image!r}) has no /bin/bash, which the shell of a sandbox is. "
+                        "Install bash in the image."
+                    )
+                draft.rename(root)
+            finally:
+                await asyncio.to_thread(_remove, draft, packed, place)
+
+
+async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
+    """The image as a squashfs file that enroot can read: its own, or one that is made."""
+    if spec.image_kind == "name":
+        await run(
+            [program, "import", "--output", str(packed), _address(spec.image)], fetching_environment(), as_user=False
+        )
+        return packed
+    path = Path(spec.image)
+    if _is_packed(path):
+        if os.geteuid() != 0:
+            return path
+        await asyncio.to_thread(shutil.copyfile, path, packed)  # the user of sandboxes may not read it where it is
+        return packed
+    await asyncio.to_thread(images.prepare, spec.image)
+    source = images.root_directory(spec.image)
+    if shutil.which("mksquashfs") is None:
+        raise ResourceStartError(
+            f"ContainerSpec(image={spec.image!r}) must be packed for enroot, and mksquashfs is missing: install "
+            "squashfs-tools, or name a squashfs file, as 'enroot import' writes it."
+        )
+    words = [
+        "mksquashfs",
+        str(source),
+        str(packed),
+        "-all-root",
+        "-no-progress",
+        *_QUICKLY,
+        "-wildcards",
+        "-e",
+        "dev/*",
+    ]
+    await run(words, fetching_environment(), as_user=False)
+    return packed
+
+
+def _address(name: str) -> str:
+    """An image's name as enroot writes it: the registry, where one is named, is set apart by a ``#``."""
+    registry, slash, rest = name.partition("/")
+    if slash and ("." in registry or ":" in registry or registry == "localhost"):
+        return f"docker://{registry}#{rest}"
+    return f"docker://{name}"
+
+
+def _mark(spec: ContainerSpec) -> str:
+    """A name for an image as it is now. A directory counts as changed when something right below it is."""
+    known: object = spec.image
+    if spec.image_kind == "path":
+        path = Path(spec.image)
+        if not path.exists():
+            raise ResourceStartError(f"ContainerSpec(image={spec.image!r}) is not there on this host.")
+        entries = sorted(path.iterdir()) if path.is_dir() else []
+        about = [(str(each), each.lstat()) for each in (path.resolve(), *entries)]
+        known = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in about]
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
+
+
+def _is_packed(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def _variables(path: Path) -> tuple[tuple[str, str], ...]:
+    """The environment that an image asks for. What refers to variables of the host has no meaning here."""
+    if path.is_symlink() or not path.is_file():
+        return ()
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        name, equals, value = line.strip().partition("=")
+        if equals and name.isidentifier() and name.isascii() and "${" not in value:
+            found.append((name, value.strip("\"'")))
+    return tuple(found)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def _alone(lock: Path) -> AsyncIterator[None]:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                await asyncio.sleep(_WAIT_S)
+            else:
+                break
+        yield
+    finally:
+        os.close(descriptor)

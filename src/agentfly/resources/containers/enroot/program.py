@@ -1,0 +1,105 @@
+"""The program enroot, and the environment that it is run in: nothing of the host's but where programs are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentfly.errors import ResourceStartError
+from agentfly.resources.containers.bubblewrap.scratch import SANDBOX_UID
+
+NAME = "enroot"
+_REASON = 2000
+# For fetching images alone: what reaches a registry from here, and as whom.
+_FOR_FETCHING = ("HOME", "XDG_CONFIG_HOME", "ENROOT_CONFIG_PATH", "SSL_CERT_DIR", "SSL_CERT_FILE")
+_PROXIES = ("all_proxy", "no_proxy", "http_proxy", "https_proxy")
+
+
+def find() -> str | None:
+    """The path of enroot; None if there is none."""
+    return shutil.which(NAME)
+
+
+def sandbox_uid() -> int:
+    """The host's user that sandboxes are, and enroot for them: this one, but never root."""
+    return os.geteuid() or SANDBOX_UID
+
+
+def environment(place: Path, data: Path) -> dict[str, str]:
+    """What enroot is to find in its environment: its directories below a place of ours, and none of its extras.
+
+    Its configuration directories are empty but for what a sandbox has there, so that neither the mounts and hooks of
+    the machine (its home directories, its ``/dev``, its control groups) nor those of the user get into a sandbox.
+
+    Args:
+        place: the directory for what is needed while it runs.
+        data: where its containers are.
+    """
+    return {
+        **_programs(),
+        "HOME": str(place),
+        "ENROOT_RUNTIME_PATH": str(place / "run"),
+        "ENROOT_CONFIG_PATH": str(place / "config"),
+        "ENROOT_SYSCONF_PATH": str(place / "system"),
+        "ENROOT_CACHE_PATH": str(place / "cache"),
+        "ENROOT_TEMP_PATH": str(place / "run"),
+        "ENROOT_DATA_PATH": str(data),
+        # Those that the machine's configuration file may have switched on. The namespaces are made around it.
+        "ENROOT_LOGIN_SHELL": "no",
+        "ENROOT_REMAP_ROOT": "no",
+        "ENROOT_ALLOW_SUPERUSER": "no",
+        "ENROOT_MOUNT_HOME": "no",
+        "ENROOT_RESTRICT_DEV": "no",
+        "ENROOT_UNSHARE_NET": "no",
+        "ENROOT_UNSHARE_PID": "no",
+        "ENROOT_UNSHARE_UTS": "no",
+    }
+
+
+def fetching_environment() -> dict[str, str]:
+    """What enroot is to find in its environment while it fetches an image, with the user's credentials."""
+    names = (*_FOR_FETCHING, *_PROXIES, *(name.upper() for name in _PROXIES))
+    return {**_programs(), **{name: os.environ[name] for name in names if name in os.environ}}
+
+
+async def run(words: list[str], given: Mapping[str, str], *, as_user: bool = True) -> str:
+    """Run a program to its end; what it printed.
+
+    Args:
+        words: its command line.
+        given: its environment.
+        as_user: whether as the user of sandboxes, where this is root.
+
+    Raises:
+        ResourceStartError: it failed; the message has its words.
+    """
+    user = sandbox_uid() if as_user and os.geteuid() == 0 else None
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(given),
+        start_new_session=True,
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+    )
+    try:
+        output, _ = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    said = output.decode(errors="replace").strip()
+    if process.returncode:
+        raise ResourceStartError(f"'{' '.join(words)}' failed with exit code {process.returncode}: {said[-_REASON:]}")
+    return said
+
+
+def _programs() -> dict[str, str]:
+    return {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}

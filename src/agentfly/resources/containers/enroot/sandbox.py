@@ -1,0 +1,229 @@
+"""EnrootSandbox: a container of enroot, and the shell in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.resources.cgroups import Cgroup, CgroupHome
+from agentfly.resources.containers.bubblewrap.processes import kill_with_children
+from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
+from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.docker.forwarding import Forwarder
+from agentfly.resources.containers.enroot.image import Image
+from agentfly.resources.containers.enroot.namespaces import READY
+from agentfly.resources.containers.enroot.place import Place
+from agentfly.resources.containers.enroot.process import ProcessStream, namespaces
+from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
+from agentfly.resources.containers.stream_shell.shell import StreamShell
+
+_START_PATIENCE_S = 60.0
+_END_PATIENCE_S = 20.0
+_EXIT_PATIENCE_S = 2.0
+_WORDS = 4000  # bytes kept of what enroot says
+
+
+class EnrootSandbox(Sandbox):
+    """A sandbox of enroot.
+
+    Process 1 is the keeper of its shell. It has entered the root that enroot made, and has no capability and a filter
+    of system calls, like all that it starts and all that comes in beside it. With process 1 the kernel ends all the
+    others. A reset is an end and a start.
+    """
+
+    def __init__(
+        self, spec: ContainerSpec, instance: str, *, program: str, image: Image, cgroups: CgroupHome | None
+    ) -> None:
+        """Make a handle; nothing is started yet.
+
+        Args:
+            spec: what to start.
+            instance: its name, unique on the machine.
+            program: the path of enroot.
+            image: what it is laid over.
+            cgroups: where control groups can be made; None if nowhere.
+        """
+        super().__init__(spec, instance)
+        self._program, self._image = program, image
+        self._place = Place(spec, instance)
+        home = cgroups
+        self._cgroup: Cgroup | None = home.cgroup(f"agentfly-{instance}", cpus=spec.cpus) if home else None
+        self._begun = False
+        self._launching: asyncio.Future[ProcessStream] | None = None
+        self._launched: ProcessStream | None = None
+        self._first = 0  # the host's id of process 1
+        self._said = b""
+        self._shell: StreamShell | None = None
+        self._forwarders: dict[int, Forwarder] = {}
+        self._frozen = False
+
+    async def start(self) -> None:
+        """See `Sandbox.start`."""
+        self._begun, self._said, self._frozen = True, b"", False
+        try:
+            await asyncio.to_thread(self._furnish)
+            async with asyncio.timeout(_START_PATIENCE_S):
+                launched = await self._launch()
+                scripts = Scripts(secrets.token_hex(12))
+                self._shell = StreamShell(
+                    launched,
+                    scripts,
+                    self._open,
+                    workdir=self.spec.workdir,
+                    describe_end=self._describe_end,
+                )
+                await self._shell.begin(scripts.keeper(self._place.drop))
+        except TimeoutError:
+            raise ResourceStartError(
+                f"The sandbox {self.instance} was not up within {_START_PATIENCE_S:g} s. {self._words()}"
+            ) from None
+        except (OSError, ResourceDied) as error:
+            raise ResourceStartError(
+                f"The sandbox {self.instance} did not come up: {error}. {self._words()}"
+            ) from error
+
+    async def end(self) -> None:
+        """See `Sandbox.end`."""
+        for forwarder in self._forwarders.values():
+            await forwarder.close()
+        self._forwarders.clear()
+        if self._launching is not None and self._launched is None:
+            with contextlib.suppress(OSError):
+                self._launched = await self._launching
+        self._launching = None
+        if self._cgroup is not None and self._frozen:
+            await asyncio.to_thread(self._cgroup.thaw)
+            self._frozen = False
+        if self._launched is not None:
+            await self._kill(self._launched)
+        if self._shell is not None:
+            await self._shell.close()
+            self._shell = None
+        if self._launched is not None:
+            await self._launched.close()
+            self._launched = None
+        if self._begun:
+            await asyncio.to_thread(self._remove)
+
+    @property
+    def alive(self) -> bool:
+        """See `Sandbox.alive`."""
+        return self._shell is not None and not self._shell.dead
+
+    async def run(self, command: Command, timeout: float) -> Outcome:
+        """See `Sandbox.run`."""
+        if self._shell is None:
+            raise ResourceDied(f"The sandbox {self.instance} is not running.")
+        if self._cgroup is None:
+            return await self._shell.run(command, timeout)
+        before = self._cgroup.out_of_memory_kills()
+        outcome = await self._shell.run(command, timeout)
+        return replace(outcome, out_of_memory=self._cgroup.out_of_memory_kills() > before)
+
+    async def freeze(self) -> None:
+        """See `Sandbox.freeze`."""
+        if self._cgroup is None or self._shell is None:
+            raise self._cannot("freeze")
+        if not self._frozen:
+            self._frozen = True
+            self._shell.stop_clocks()
+            await asyncio.to_thread(self._cgroup.freeze)
+
+    async def thaw(self) -> None:
+        """See `Sandbox.thaw`."""
+        if self._frozen and self._cgroup is not None:
+            await asyncio.to_thread(self._cgroup.thaw)
+            self._frozen = False
+            if self._shell is not None:
+                self._shell.start_clocks()
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """See `Sandbox.port`."""
+        if inside not in self._forwarders:
+            self._forwarders[inside] = Forwarder(inside, self._open)
+            await self._forwarders[inside].start()
+        return self._forwarders[inside].address
+
+    # --- bringing up ------------------------------------------------------------------------------------------------
+
+    def _furnish(self) -> None:
+        if self._cgroup is not None:
+            spec = self.spec
+            self._cgroup.create(memory=spec.memory_limit, pids=self._place.pids, cpus=spec.cpus)
+        self._place.make(self._cgroup)
+
+    async def _launch(self) -> ProcessStream:
+        """Bring process 1 up; its stream."""
+        plan = self._place.making(self._program, KEEPER, self._image, self._cgroup)
+        read, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            made = namespaces("make", self._place.path, plan, plan["enroot_environment"], [write])
+            self._launching = asyncio.ensure_future(made)
+            self._launched = launched = await asyncio.shield(self._launching)
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        try:
+            self._first = int(await asyncio.to_thread(os.read, read, 32) or b"0")
+        finally:
+            os.close(read)
+        printed = b""
+        while READY not in printed:
+            piece = await launched.read()
+            if piece is None:
+                raise ResourceDied("it ended")
+            output, data = piece
+            if output == 1:
+                printed += data
+            else:
+                self._said = (self._said + data)[-_WORDS:]
+        return launched
+
+    async def _open(self, words: Sequence[str]) -> ProcessStream:
+        """Run a program inside, with a stream of its own."""
+        if self._launched is None or not self._first:
+            raise ResourceDied(f"The sandbox {self.instance} is not running.")
+        plan = self._place.joining(self._launched.process.pid, self._first, words, self._image, self._cgroup)
+        try:
+            return await namespaces("join", self._place.path, plan, {})
+        except OSError as error:
+            raise ResourceError(f"A program could not be run in the sandbox {self.instance}: {error}") from error
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    async def _kill(self, launched: ProcessStream) -> None:
+        if launched.process.returncode is None:
+            kill_with_children(launched.process.pid)
+        try:
+            await asyncio.wait_for(launched.process.wait(), _END_PATIENCE_S)
+        except TimeoutError:
+            raise TimeoutError(f"the processes of {self.instance} did not end within {_END_PATIENCE_S:g} s") from None
+
+    def _remove(self) -> None:
+        if self._cgroup is not None:
+            self._cgroup.remove(_END_PATIENCE_S)
+        remove_scratch(self._place.path)
+
+    async def _describe_end(self) -> str:
+        if self._launched is None:
+            return "it was released"
+        try:
+            code = await asyncio.wait_for(self._launched.process.wait(), _EXIT_PATIENCE_S)
+        except TimeoutError:
+            return "the stream to it broke"
+        if self._cgroup is not None and self._cgroup.out_of_memory_kills():
+            return f"process 1 ended with exit code {code}, over the memory limit of {self.spec.memory_limit} bytes"
+        return f"process 1 ended with exit code {code}"
+
+    def _words(self) -> str:
+        said = self._said.decode(errors="replace").strip()
+        return f"enroot said: {said}" if said else "enroot said nothing."

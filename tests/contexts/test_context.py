@@ -141,6 +141,12 @@ async def test_a_call_that_waits_for_the_preparation_of_another_that_fails_prepa
     assert len(begun) == 2
 
 
+async def test_what_is_shared_is_not_prepared_by_one_of_those_who_share_it(engine):
+    with pytest.raises(UsageError, match="not prepared by one of them"):
+        await context(engine).acquire(BoxSpec(), scope="global", prepare=lambda box, asked: None)
+    assert not engine.snapshot().pools
+
+
 async def test_every_call_prepares_the_instance_it_has_for_itself(engine):
     spec = BoxSpec(capacity=1)
     first = context(engine)

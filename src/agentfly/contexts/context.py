@@ -102,14 +102,15 @@ class Context:
             timeout: seconds to wait at most; None waits as long as it takes.
             prepare: called once with the fresh instance and this context before anybody of this rollout gets it, to
                 lay out what the task needs: ``prepare(box, context)``. A sync function is called on the event loop
-                and must not block.
+                and must not block. Not for scope ``global``.
 
         Raises:
             AcquireTimeout: nothing came free in time. The message names the holders.
             ResourceError: the instance could not be started or prepared, or has died; the wait was a deadlock; or the
                 rollout, the call that it should end with, or the engine is at its end.
             ConfigError: the spec takes more than the engine's whole budget, or asks for what its kind does not offer.
-            UsageError: the spec is of no registered kind, or there is no call for scope ``call`` to end with.
+            UsageError: the spec is of no registered kind; there is no call for scope ``call`` to end with; or
+                ``prepare`` is given for what is shared.
         """
         scope = Scope(scope)
         call = self._call if scope is Scope.CALL else None
@@ -117,6 +118,11 @@ class Context:
             raise UsageError(
                 "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
                 "Write `async with context.lease(spec) as resource:` instead."
+            )
+        if scope is Scope.GLOBAL and prepare is not None:
+            raise UsageError(
+                f"acquire({spec.label}, scope='global', prepare=…): what all rollouts share is not prepared by one of "
+                "them. Put what it needs into the spec, or acquire it with scope='rollout'."
             )
         while True:
             if call is not None and call.ended:

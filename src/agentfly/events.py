@@ -78,6 +78,8 @@ class ResourcePreparing(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourcePrepared(ResourceEvent):
+    """What was brought is there; or it is not, for ``error``. It took ``seconds``."""
+
     what: str
     seconds: float
     error: str | None
@@ -85,23 +87,31 @@ class ResourcePrepared(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStarting(ResourceEvent):
+    """An instance begins to start; a `ResourceStarted` or `ResourceStartFailed` follows, unless it is stopped."""
+
     instance: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStarted(ResourceEvent):
+    """An instance is there, after ``seconds``."""
+
     instance: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStartFailed(ResourceEvent):
+    """An instance did not start, or what it needs could not be prepared; what there is of it is removed."""
+
     instance: str
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceReset(ResourceEvent):
+    """An instance was brought back to its first state, in ``seconds``."""
+
     instance: str
     seconds: float
 
@@ -124,6 +134,8 @@ class ResourceStuck(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStopped(ResourceEvent):
+    """An instance is gone; its removal took ``seconds``."""
+
     instance: str
     seconds: float
 
@@ -138,6 +150,8 @@ class LeaseRequested(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGranted(ResourceEvent):
+    """A request got its lease, perhaps one that its owner had already."""
+
     owner: str
     scope: str
     instance: str
@@ -146,6 +160,8 @@ class LeaseGranted(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(ResourceEvent):
+    """A request came to nothing, for ``error``."""
+
     owner: str
     scope: str
     error: str
@@ -154,7 +170,10 @@ class LeaseRefused(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(ResourceEvent):
-    """A lease is over. Its owner held the instance for so long, and had something run in it for so much of that."""
+    """A lease is over, however many requests had got it, or though its owner never came to take it.
+
+    The instance was held for ``held_seconds``, and something that its owner called ran in it for ``busy_seconds``.
+    """
 
     owner: str
     scope: str

@@ -69,6 +69,13 @@ class Desk:
                 case End():
                     pass
 
+    def entangle(self, one, other):
+        """Have a and b each hold what the other asks for."""
+        self.has(one, "a")
+        self.has(other, "b")
+        self.ask(other, "a")
+        self.ask(one, "b")
+
     def ask(self, spec, owner="a", **fields):
         request = Request(id=next(self.ids), specs=(spec,), owner=owner, **fields)
         self.waiting[request.id] = request
@@ -428,10 +435,7 @@ def test_a_deadlock_over_seats_of_a_shared_instance_is_broken_too():
 def test_a_deadlock_over_the_budget_is_broken_too():
     desk = Desk(budget=Budget(cpus=2))
     one, other = ThingSpec(name="one", cpus=1), ThingSpec(name="other", cpus=1)
-    desk.has(one, "a")
-    desk.has(other, "b")
-    desk.ask(other, "a")
-    desk.ask(one, "b")
+    desk.entangle(one, other)
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
 
 
@@ -446,10 +450,7 @@ def test_an_instance_that_is_stuck_elsewhere_hides_no_deadlock_over_the_budget()
     desk = Desk(budget=Budget(cpus=2))
     have_one_stuck(desk, ThingSpec(name="elsewhere"))
     one, other = ThingSpec(name="one", cpus=1), ThingSpec(name="other", cpus=1)
-    desk.has(one, "a")
-    desk.has(other, "b")
-    desk.ask(other, "a")
-    desk.ask(one, "b")
+    desk.entangle(one, other)
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
 
 
@@ -457,10 +458,7 @@ def test_an_instance_that_is_stuck_in_a_full_pool_hides_no_deadlock_over_the_oth
     desk = Desk()
     box, judge = ThingSpec(name="box", capacity=2), ThingSpec(name="judge", capacity=1)
     have_one_stuck(desk, box)
-    desk.has(box, "a")
-    desk.has(judge, "b")
-    desk.ask(judge, "a")
-    desk.ask(box, "b")
+    desk.entangle(box, judge)
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
 
 

@@ -93,17 +93,13 @@ class Preparations:
         self._emit(ResourcePreparing, spec, what=what)
         try:
             await bounded(prepare(spec), spec.prepare_timeout_s, f"prepare() of {what}")
-        except AgentFlyError as error:
+        except BaseException as error:
             failure = error
-            raise
-        except Exception as error:
-            failure = error
+            if isinstance(error, AgentFlyError) or not isinstance(error, Exception):
+                raise
             raise ResourceStartError(
                 f"{what}, which {spec.label} needs, could not be prepared: {say(error)}"
             ) from error
-        except BaseException as error:
-            failure = error
-            raise
         else:
             self._done.add(key)
         finally:

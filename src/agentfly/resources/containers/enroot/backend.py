@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from agentfly.errors import PrerequisiteError, ResourceStartError
 from agentfly.resources.cgroups import CgroupHome, cgroup_home
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap.capabilities import CGROUPS_MISSING, FILTER_MISSING
+from agentfly.resources.containers.bubblewrap.capabilities import FILTER_MISSING
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.enroot import image as images
@@ -24,6 +24,11 @@ from agentfly.resources.containers.spec import ContainerSpec
 _PROGRAM_MISSING = (
     "enroot is not on the PATH. It is a program of NVIDIA for Linux: install a package of its releases "
     "(https://github.com/NVIDIA/enroot/releases) and squashfs-tools, or ask your cluster for it ('module load enroot')."
+)
+_CGROUPS_MISSING = (
+    "No control groups: this process may not make any, so the memory of a container as a whole and processor time are not "
+    "limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
+    "/sys/fs/cgroup writable."
 )
 _MEMORY_NOT_HELD = "the memory of its processes together has no limit, though that of each has"
 
@@ -111,7 +116,7 @@ class Enroot(Backend):
             ports=True,
             freezes="cgroup" if home and "freezer" in home.cgroup("", cpus=0).directories else "none",
             not_isolated=() if home else (_MEMORY_NOT_HELD,),
-            missing=(*(() if home else (CGROUPS_MISSING,)), *(() if filtered else (FILTER_MISSING,))),
+            missing=(*(() if home else (_CGROUPS_MISSING,)), *(() if filtered else (FILTER_MISSING,))),
         )
 
     def _absent(self, why: str) -> Capabilities:

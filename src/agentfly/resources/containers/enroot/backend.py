@@ -26,8 +26,8 @@ _PROGRAM_MISSING = (
     "(https://github.com/NVIDIA/enroot/releases) and squashfs-tools, or ask your cluster for it ('module load enroot')."
 )
 _CGROUPS_MISSING = (
-    "No control groups: this process may not make any, so the memory of a container as a whole and processor time are not "
-    "limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
+    "No control groups: this process may not make any, so the memory of a container as a whole and processor time are "
+    "not limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
     "/sys/fs/cgroup writable."
 )
 _MEMORY_NOT_HELD = "the memory of its processes together has no limit, though that of each has"

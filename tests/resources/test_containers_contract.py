@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ToolError, UsageError
+from agentfly.errors import PrerequisiteError, ResourceError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
@@ -218,6 +218,16 @@ async def test_copies_that_cannot_be_are_refused(box: Container, tmp_path: Path)
     for path in ("d", "d/zeros"):
         with pytest.raises(ToolError, match="larger than 1000000 bytes"):
             await box.download(path, tmp_path / "x", max_bytes=1_000_000)
+
+
+async def test_what_this_host_does_not_read_or_take_is_told(box: Container, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read on this host"):
+        await box.upload("/proc/self/mem", "x")
+    (tmp_path / "file").touch()
+    await box.run("mkdir d; echo x > d/f")
+    for path in ("d", "d/f"):
+        with pytest.raises(ResourceError, match=r"could not be copied to .* on this host"):
+            await box.download(path, tmp_path / "file" / "copy")
 
 
 # --- users ------------------------------------------------------------------------------------------------------------

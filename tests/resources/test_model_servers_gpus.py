@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceStartError
+from agentfly.errors import ResourceError, ResourceStartError
 from agentfly.resources.models.gpus import GPUs, visible
 from agentfly.resources.models.server import ModelServer
 from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.shared_file import hold
 
 
 @pytest.fixture
@@ -21,46 +22,60 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "gpus"
 
 
-def test_servers_get_devices_of_their_own_until_there_are_none(file: Path) -> None:
+async def test_servers_get_devices_of_their_own_until_there_are_none(file: Path) -> None:
     gpus = GPUs(file, ("0", "1", "2", "3"))
-    first, second = gpus.claim("a", 2, 2), gpus.claim("b", 2, 2)
+    first, second = await gpus.claim("a", 2, 2), await gpus.claim("b", 2, 2)
     assert {*first, *second} == {"0", "1", "2", "3"}
     with pytest.raises(ResourceStartError, match=rf"a \(process {os.getpid()}\) has 1 of {', '.join(first)}"):
-        gpus.claim("c", 1, 1)
-    gpus.free("a")
-    assert gpus.claim("c", 2, 2) == first
+        await gpus.claim("c", 1, 1)
+    await gpus.free("a")
+    assert await gpus.claim("c", 2, 2) == first
 
 
-def test_servers_that_say_so_share_a_device_and_leave_the_others_free(file: Path) -> None:
+async def test_servers_that_say_so_share_a_device_and_leave_the_others_free(file: Path) -> None:
     gpus = GPUs(file, ("0", "1"))
-    assert gpus.claim("a", 1, 0.5) == gpus.claim("b", 1, 0.5)
-    assert gpus.claim("c", 1, 1) == ("1",)
+    assert await gpus.claim("a", 1, 0.5) == await gpus.claim("b", 1, 0.5)
+    assert await gpus.claim("c", 1, 1) == ("1",)
     with pytest.raises(ResourceStartError, match=r"needs 0\.1 of each of 1 GPUs"):
-        gpus.claim("d", 1, 0.1)
+        await gpus.claim("d", 1, 0.1)
 
 
-def test_what_a_dead_process_had_is_free(file: Path) -> None:
+async def test_what_a_dead_process_had_is_free(file: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from agentfly.resources.models.gpus import GPUs; "
-        "GPUs(Path(sys.argv[1]), ('0',)).claim('a', 1, 1)"
+        "import asyncio, sys; from pathlib import Path; from agentfly.resources.models.gpus import GPUs; "
+        "asyncio.run(GPUs(Path(sys.argv[1]), ('0',)).claim('a', 1, 1))"
     )
-    subprocess.run([sys.executable, "-c", program, str(file)], check=True)
-    assert GPUs(file, ("0",)).claim("b", 1, 1) == ("0",)
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program, str(file)], check=True)
+    assert await GPUs(file, ("0",)).claim("b", 1, 1) == ("0",)
 
 
-def test_servers_that_ask_at_the_same_time_never_get_the_same(file: Path) -> None:
+async def test_servers_that_ask_at_the_same_time_never_get_the_same(file: Path) -> None:
     devices = tuple(map(str, range(16)))
-    got: list[str] = []
 
-    def ask(name: str) -> None:
-        got.extend(GPUs(file, devices).claim(name, 2, 2))
+    def ask(name: str) -> tuple[str, ...]:
+        return asyncio.run(GPUs(file, devices).claim(name, 2, 2))
 
-    threads = [threading.Thread(target=ask, args=(f"server-{number}",)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    asked = (asyncio.to_thread(ask, f"server-{number}") for number in range(8))
+    got = [device for claimed in await asyncio.gather(*asked) for device in claimed]
     assert sorted(got, key=int) == [*devices]
+
+
+async def test_a_file_that_cannot_be_used_is_named_with_the_cure(file: Path) -> None:
+    gpus = GPUs(file, ("0",))
+    with hold(file), pytest.raises(ResourceError, match=r"another process has held it.*AGENTFLY_STATE_DIR"):
+        await gpus.claim("a", 1, 1)
+    with hold(file) as held:
+        held.write(b"not ours")
+    with pytest.raises(ResourceError, match=r"gpus, in which .* remove it while no server runs"):
+        await gpus.claim("a", 1, 1)
+
+
+async def test_who_waits_for_the_file_holds_up_nobody(file: Path) -> None:
+    with hold(file):
+        waiting = asyncio.create_task(GPUs(file, ("0",)).claim("a", 1, 1))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+    assert await waiting == ("0",)
 
 
 def test_a_process_has_the_devices_that_its_environment_names_or_all(tmp_path: Path) -> None:

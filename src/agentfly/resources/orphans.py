@@ -15,7 +15,7 @@ from typing import Any
 
 from agentfly.resources import ledger
 from agentfly.resources.ledger import Entry, state_directories
-from agentfly.resources.own_thread import OwnThread
+from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.registry import Reap, load
 from agentfly.resources.window import window_of
 
@@ -60,7 +60,7 @@ async def remove(function: Reap, traces: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(function):
             await function(traces)
         else:
-            await asyncio.get_running_loop().run_in_executor(OwnThread(), function, traces)
+            await on_own_thread(function, traces)
 
 
 async def _reap_ledger(path: Path) -> list[Entry]:

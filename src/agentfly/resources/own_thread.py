@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -35,6 +37,16 @@ class OwnThread(Executor):
             else:
                 future.set_result(result)
 
-        name = getattr(fn, "__qualname__", "call")
+        name = getattr(getattr(fn, "func", fn), "__qualname__", "call")
         threading.Thread(target=work, name=f"agentfly {name}", daemon=True).start()
         return future
+
+
+async def on_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function that may block gives. If the caller is cancelled, the function goes on, and nobody hears of it.
+
+    In place of `asyncio.to_thread`, whose threads any number of sync tools may hold, and whose work the end of the
+    process waits for.
+    """
+    call = functools.partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(OwnThread(), call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from agentfly.resources.apis.gate import Gate, Use
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
 from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
-from agentfly.resources.own_thread import OwnThread
+from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
 
 
@@ -87,7 +86,7 @@ class ModelAPI(Resource, Judge):
         """
         spec = self.spec
         credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
-        await asyncio.get_running_loop().run_in_executor(OwnThread(), make_ready)
+        await on_own_thread(make_ready)
         self._client = ModelClient(
             spec.base_url,
             model=spec.model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from abc import ABC, abstractmethod
 from functools import cache
@@ -12,6 +11,7 @@ from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import BACKENDS, ContainerSpec
+from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.registry import load
 
 
@@ -83,7 +83,7 @@ async def choose(spec: ContainerSpec) -> Backend:
     first = candidates(spec)[0]
     if first.works_in == os.getpid() and _serves(first, spec):
         return first
-    return await asyncio.to_thread(_choose, spec)
+    return await on_own_thread(_choose, spec)
 
 
 def _serves(candidate: Backend, spec: ContainerSpec) -> bool:

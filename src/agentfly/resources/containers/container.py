@@ -263,7 +263,7 @@ class Container(Resource):
             inside: what its copy is called. A relative path is below the spec's workdir.
 
         Raises:
-            UsageError: there is no such file or directory on the host.
+            UsageError: there is no such file or directory on the host, or it cannot be read.
             ToolError: it cannot be written inside, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
@@ -285,6 +285,7 @@ class Container(Resource):
         Raises:
             UsageError: ``host_path`` is taken.
             ToolError: it is not there inside, cannot be read, or is larger than ``max_bytes``.
+            ResourceError: it cannot be written on the host.
             ResourceDied: the sandbox ended.
         """
         return await self._files().download(inside, Path(host_path), max_bytes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import posixpath
 import re
+import secrets
 import shlex
 import tarfile
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +18,7 @@ from agentfly.resources.containers.command import Command, Outcome, shell_word
 from agentfly.resources.containers.packing import Piece, pieces
 from agentfly.resources.containers.spec import INSIDE
 from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
+from agentfly.resources.own_thread import on_own_thread
 
 MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
@@ -56,10 +57,10 @@ class Files:
 
     async def upload(self, source: Path, path: str) -> None:
         """See `Container.upload`."""
-        if not await asyncio.to_thread(os.path.lexists, source):
+        if not await on_own_thread(os.path.lexists, source):
             raise UsageError(f"upload(): {source} is not there on this host.")
         content = pieces(source)
-        while (piece := await asyncio.to_thread(next, content, None)) is not None:
+        while (piece := await on_own_thread(_next, content)) is not None:
             await self._write(path, self._placing(path, piece), piece.content)
 
     async def download(self, path: str, target: Path, max_bytes: int) -> list[str]:
@@ -70,28 +71,31 @@ class Files:
             return await self._download_directory(path, target, max_bytes)
         if kind.stdout.kept != b"f\n":
             raise ToolError(f"{path} could not be copied: there is no such file or directory.")
-        if await asyncio.to_thread(target.is_dir):
+        if await on_own_thread(target.is_dir):
             raise UsageError(f"download(): {target} is a directory, and {path} a file. Give the name of its copy.")
         source = _PROGRAM + b"head -c %d -- %s" % (max_bytes + 1, where)
-        await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.draft")
         try:
-            with await asyncio.to_thread(draft.open, "wb") as file:
-                await self._pour(path, source, file, max_bytes)
-            await asyncio.to_thread(draft.replace, target)
-        finally:
-            await asyncio.to_thread(draft.unlink, missing_ok=True)
+            await on_own_thread(target.parent.mkdir, parents=True, exist_ok=True)
+            try:
+                with await on_own_thread(draft.open, "xb") as file:
+                    await self._pour(path, source, file, max_bytes)
+                await on_own_thread(draft.replace, target)
+            finally:
+                await on_own_thread(draft.unlink, missing_ok=True)
+        except OSError as error:
+            raise _not_copied(path, target, error) from error
         return []
 
     async def _download_directory(self, path: str, target: Path, max_bytes: int) -> list[str]:
-        if await asyncio.to_thread(_taken, target):
+        if await on_own_thread(_taken, target):
             raise UsageError(f"download(): {target} is there already. Give a directory that is not, or is empty.")
         source = _PROGRAM + b"tar -C %s -cf - . | " % self._quoted(path)
         source += _PROGRAM + b'head -c %d; exit "${PIPESTATUS[0]}"' % (max_bytes + 1)
         with tempfile.TemporaryFile() as file:
             await self._pour(path, source, file, max_bytes)
             try:
-                return await asyncio.to_thread(_unpack, file, target, max_bytes)
+                return await on_own_thread(_unpack, file, target, max_bytes)
             except TooLarge:
                 raise _too_large(path, max_bytes) from None
             except (tarfile.TarError, EOFError) as error:
@@ -99,7 +103,7 @@ class Files:
                     f"{path} could not be copied: what came out of the sandbox is no archive ({error})."
                 ) from error
             except OSError as error:
-                raise ResourceError(f"{path} could not be copied to {target} on this host: {error}") from error
+                raise _not_copied(path, target, error) from error
 
     async def _pour(self, path: str, source: bytes, file: BinaryIO, max_bytes: int) -> None:
         spool = _Spool(file, max_bytes)
@@ -170,6 +174,18 @@ def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
 
 def _taken(target: Path) -> bool:
     return os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir()))
+
+
+def _next(content: Iterator[Piece]) -> Piece | None:
+    """The next piece of what is uploaded; None after the last one."""
+    try:
+        return next(content, None)
+    except OSError as error:
+        raise UsageError(f"upload(): what is to be copied cannot be read on this host: {error}") from error
+
+
+def _not_copied(path: str, target: Path, error: OSError) -> ResourceError:
+    return ResourceError(f"{path} could not be copied to {target} on this host: {error}")
 
 
 def _too_large(path: str, max_bytes: int) -> ToolError:

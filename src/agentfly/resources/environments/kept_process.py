@@ -23,7 +23,7 @@ from agentfly.resources.environments.nursery import Nursery
 from agentfly.resources.environments.parcel import search_path
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.identity import start_time
-from agentfly.resources.own_thread import OwnThread
+from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.processes import signal_below
 
 logger = logging.getLogger(__name__)
@@ -230,8 +230,7 @@ class KeptProcess:
         while not keeper.gone():  # noqa: ASYNC110  (its sockets close an instant before it is gone)
             await asyncio.sleep(0.001)
         if self._bound is not None:
-            clear = self._bound.clear  # nothing to do unless the keeper was killed
-            await asyncio.get_running_loop().run_in_executor(OwnThread(), clear)
+            await on_own_thread(self._bound.clear)  # nothing to do unless the keeper was killed
 
     def _hang_up(self) -> None:
         for task in (self._last_words, self._listening):

@@ -6,18 +6,20 @@ user share; what a dead process had is free.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import ResourceStartError
+from agentfly.errors import ResourceError, ResourceStartError
 from agentfly.resources.identity import start_time
-from agentfly.resources.shared_file import Busy, hold
+from agentfly.resources.shared_file import Busy, Held, hold
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia\d+")
@@ -40,7 +42,7 @@ class GPUs:
         self._file = file
         self._devices = devices
 
-    def claim(self, instance: str, count: int, gpus: float) -> tuple[str, ...]:
+    async def claim(self, instance: str, count: int, gpus: float) -> tuple[str, ...]:
         """Take devices, those that are used most among those with enough left, until `free`.
 
         Args:
@@ -50,9 +52,10 @@ class GPUs:
 
         Raises:
             ResourceStartError: there are not enough; the message says who has them.
+            ResourceError: the file cannot be used.
         """
         share = min(_WHOLE, round(_WHOLE * gpus / count))
-        with self._claims() as claims:
+        async with self._claims() as claims:
             taken = dict.fromkeys(self._devices, 0)
             for claim in claims.values():
                 for device in claim["devices"]:
@@ -65,26 +68,40 @@ class GPUs:
             claims[instance] = {"pid": pid, "started": start_time(pid), "devices": chosen, "share": share}
         return chosen
 
-    def free(self, instance: str) -> None:
-        """Give back what an instance has, if it has anything."""
-        with self._claims() as claims:
+    async def free(self, instance: str) -> None:
+        """Give back what an instance has, if it has anything.
+
+        Raises:
+            ResourceError: the file cannot be used. What the instance has is free when this process has ended.
+        """
+        async with self._claims() as claims:
             claims.pop(instance, None)
 
-    @contextmanager
-    def _claims(self) -> Iterator[Claims]:
+    @asynccontextmanager
+    async def _claims(self) -> AsyncIterator[Claims]:
+        """What is claimed by the living, to be changed without waiting for anything in between."""
         deadline = time.monotonic() + _PATIENCE_S
-        while True:
+        with contextlib.ExitStack() as locked:
             try:
-                with hold(self._file) as held:
-                    claims: Claims = json.loads(held.read() or b"{}")
-                    living = {name: claim for name, claim in claims.items() if _lives(claim)}
-                    yield living
-                    held.write(json.dumps(living).encode())
-                    return
-            except Busy:
-                if time.monotonic() > deadline:
-                    raise ResourceStartError(f"{self._file}, which says who has which GPU, stays locked.") from None
-                time.sleep(0.005)
+                while (held := self._hold(locked)) is None:
+                    if time.monotonic() > deadline:
+                        raise OSError(f"another process has held it for {_PATIENCE_S:g} s")
+                    await asyncio.sleep(0.005)
+                claims: Claims = json.loads(held.read() or b"{}")
+                living = {name: claim for name, claim in claims.items() if _lives(claim)}
+                yield living
+                held.write(json.dumps(living).encode())
+            except (OSError, ValueError) as error:
+                raise ResourceError(
+                    f"{self._file}, in which model servers write down who has which GPU, cannot be used: {error}. Make "
+                    "room there, remove it while no server runs, or set AGENTFLY_STATE_DIR."
+                ) from error
+
+    def _hold(self, locked: contextlib.ExitStack) -> Held | None:
+        """The file, until the stack is closed; None if another process has it."""
+        with contextlib.suppress(Busy):
+            return locked.enter_context(hold(self._file))
+        return None
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class ModelServer(Resource, Judge):
                 await asyncio.wait({task})
         await self._end(self.spec.release_timeout_s / 2)
         if self._devices and self._gpus is not None:
-            self._gpus.free(self.instance)
+            await self._gpus.free(self.instance)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._directory)
 
@@ -306,7 +306,7 @@ class ModelServer(Resource, Judge):
         command(self.spec, 0)  # what is missing is told before anything is made
         self._directory.mkdir(parents=True, mode=0o700)
         if (gpus := self._gpus) is not None:
-            self._devices = gpus.claim(self.instance, self.spec.devices, self.spec.gpus)
+            self._devices = await gpus.claim(self.instance, self.spec.devices, self.spec.gpus)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         await self._bring_up(self._listener)
         self._lost = None

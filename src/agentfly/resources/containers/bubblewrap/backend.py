@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from agentfly.resources.containers import images
@@ -14,6 +13,7 @@ from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.own_thread import on_own_thread
 
 
 class Bubblewrap(Backend):
@@ -35,7 +35,7 @@ class Bubblewrap(Backend):
     async def prepare(self, spec: ContainerSpec) -> None:
         """Unpack the image, if it is an archive."""
         if spec.image_kind == "path":
-            await asyncio.to_thread(images.prepare, spec.image)
+            await on_own_thread(images.prepare, spec.image)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""

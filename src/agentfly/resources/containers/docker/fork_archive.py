@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from agentfly.errors import ResourceError
 from agentfly.resources.containers.stream_shell.stream import Stream
+from agentfly.resources.own_thread import on_own_thread
 
 ARCHIVE = ".agentfly.tar"
 """Where the keeper finds it, below the root."""
@@ -43,7 +44,7 @@ async def write_archive(stream: Stream, target: BinaryIO) -> None:
                 while (piece := await stream.read()) is not None:
                     output, data = piece
                     if output == 1:
-                        await asyncio.to_thread(inner.write, data)
+                        await on_own_thread(inner.write, data)
                     else:
                         said = (said + data)[-4096:]
         except TimeoutError:
@@ -56,7 +57,7 @@ async def write_archive(stream: Stream, target: BinaryIO) -> None:
             )
         size = inner.tell()
         inner.seek(0)
-        await asyncio.to_thread(_wrap, inner, size, target)
+        await on_own_thread(_wrap, inner, size, target)
 
 
 def _wrap(inner: BinaryIO, size: int, target: BinaryIO) -> None:

@@ -55,8 +55,8 @@ class Machine:
         print("last words on stderr", file=sys.stderr)
         os._exit(status)
 
-    def kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
 
     def hang(self) -> None:
         while True:
@@ -139,10 +139,13 @@ async def test_a_crash_is_told_with_its_cause_and_the_end_of_the_output() -> Non
     await machine.release()
 
 
-async def test_a_death_by_a_signal_is_told() -> None:
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, "ended by SIGKILL, perhaps for lack of memory"), (35, "ended by signal 35")]
+)
+async def test_a_death_by_a_signal_is_told(number: int, told: str) -> None:
     machine = await started()
-    with pytest.raises(ResourceDied, match="ended by SIGKILL"):
-        await machine.kill()
+    with pytest.raises(ResourceDied, match=told):
+        await machine.kill(int(number))
     await machine.release()
 
 

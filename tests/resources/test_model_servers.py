@@ -148,6 +148,14 @@ async def test_nobody_else_can_take_the_port_while_a_dead_server_is_started_agai
         assert server.base_url.endswith(f":{port}/v1")
 
 
+async def test_a_search_path_with_what_python_passes_over_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    async with started("runs") as server:
+        assert await server.status() is Status.HEALTHY
+
+
 async def test_a_server_that_dies_at_once_is_told_at_once_with_the_end_of_its_log() -> None:
     server = ModelServer(stand_in("dies at once", start_timeout_s=3600), "server")
     with pytest.raises(ResourceStartError, match=r"exited with status 3(.|\n)*ValueError: no such model"):

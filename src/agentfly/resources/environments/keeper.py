@@ -78,7 +78,12 @@ class Obituary:
     out_of_memory: bool
 
 
-def main(charge: Charge) -> NoReturn:
+def main(charge: str) -> NoReturn:
+    """Be a keeper in an interpreter of its own, with a charge as text."""
+    keep(Charge.from_json(charge))
+
+
+def keep(charge: Charge) -> NoReturn:
     """Keep one simulator's process, from its start to its end."""
     adopt_descendants()
     for descriptor in (charge.calls, charge.life):

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from agentfly.errors import ResourceError
 from agentfly.resources.environments.keeper import Charge, Obituary
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import Nursery
-from agentfly.resources.environments.parcel import search_path
 from agentfly.resources.environments.worker import LENGTH
+from agentfly.resources.fresh_python import fresh_python
 from agentfly.resources.identity import start_time
 from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.processes import signal_below
@@ -37,11 +36,6 @@ FORCE_S = 5.0
 FORK_TRIES = 2
 """How often a zygote that has died is replaced for one start."""
 
-# The path is set before anything of AgentFly is imported, so that both sides run the same code.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from agentfly.resources.environments.keeper import Charge, main; main(Charge.from_json(sys.argv[2]))"
-)
 
 Birth = asyncio.Future["Keeper"]
 Bear = Callable[[Charge, int], Awaitable["Keeper"]]
@@ -256,7 +250,7 @@ class KeptProcess:
 def _spawn(charge: Charge, output: int) -> Awaitable[Keeper]:
     """Start a keeper in a fresh interpreter."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(search_path()), charge.to_json()],
+        fresh_python("agentfly.resources.environments.keeper:main", charge.to_json()),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -9,15 +9,15 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from agentfly.resources.environments.keeper import Charge
-from agentfly.resources.environments.parcel import pack, search_path
+from agentfly.resources.environments.parcel import pack
+from agentfly.resources.fresh_python import fresh_python, search_path
 from agentfly.resources.identity import start_time
 from agentfly.resources.own_thread import OwnThread
 
@@ -29,11 +29,6 @@ LINGER_S = 2.0
 ANSWER_S = 10.0
 """Seconds after which a zygote that has not forked is taken for stuck and is replaced."""
 
-# The path is set before anything of AgentFly is imported, so that both sides run the same code.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from agentfly.resources.environments.zygote import main; main(*map(int, sys.argv[2:]))"
-)
 
 Factory = Callable[..., Any] | str
 Reply = asyncio.Future[dict[str, Any]]
@@ -194,9 +189,9 @@ def nursery_of(factory: Factory, label: str) -> Nursery:
 
 
 def _spawn(control: socket.socket, parcel: int) -> subprocess.Popen[bytes]:
-    numbers: Sequence[int] = (control.fileno(), parcel, os.getpid(), start_time(os.getpid()) or 0)
+    me = os.getpid()
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(search_path()), *map(str, numbers)],
+        fresh_python("agentfly.resources.environments.zygote:main", control.fileno(), parcel, me, start_time(me) or 0),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -51,11 +51,6 @@ def unpack(parcel: bytes) -> Any:
     return pickle.loads(parcel)
 
 
-def search_path() -> list[str]:
-    """Where Python looks for modules here, without what it passes over, such as a `Path` that somebody appended."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
-
-
 def pack_quickly(value: Any) -> bytes:
     """A value as bytes, without loading cloudpickle where plain pickling does. For the side that holds no ``__main__``.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from agentfly.resources.environments.parcel import pack, unpack
 from agentfly.resources.environments.returned_error import unpack_error
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.worker import Surroundings
+from agentfly.resources.fresh_python import end_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,7 @@ class ProcessHome:
         if told is not None and told.out_of_memory:
             return "it ran out of memory"
         how = _how(None if told is None else told.exit)
-        tail = f" The end of its output:\n{process.tail}" if process.tail else ""
-        return f"its process has ended: {how}{tail}".rstrip(".")
+        return f"its process has ended: {how}" + (f". The end of its output:\n{process.tail}" if process.tail else "")
 
     @property
     def traces(self) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class ProcessHome:
         if obituary.out_of_memory:
             self._exhausted = True
             return self._ran_out(what, f"Its processes were killed. {tail}")
-        return ResourceDied(f"The process of {self._spec.label} ended during {what}: {_how(obituary.exit)} {tail}")
+        return ResourceDied(f"The process of {self._spec.label} ended during {what}: {_how(obituary.exit)}. {tail}")
 
     def _ran_out(self, what: str, how: str) -> ResourceDied:
         of = f"its limit of {self._spec.memory}" if self._bound else "the machine's memory"
@@ -123,10 +122,4 @@ class ProcessHome:
 
 
 def _how(status: int | None) -> str:
-    """How a process ended by its exit status, in words."""
-    if status is None:
-        return "nothing tells how it ended."
-    if status >= 0:
-        return f"it exited with status {status}."
-    name = signal.Signals(-status).name
-    return f"it was ended by {name}" + (", perhaps for lack of memory." if name == "SIGKILL" else ".")
+    return "nothing tells how it ended" if status is None else end_in_words(status)

@@ -19,8 +19,9 @@ from typing import Any
 from agentfly.errors import UsageError
 from agentfly.resources.environments import simulator
 from agentfly.resources.environments.memory_bound import MemoryBound
-from agentfly.resources.environments.parcel import pack_quickly, search_path, unpack
+from agentfly.resources.environments.parcel import pack_quickly, unpack
 from agentfly.resources.environments.returned_error import pack_error
+from agentfly.resources.fresh_python import search_path
 
 LENGTH = struct.Struct(">Q")
 

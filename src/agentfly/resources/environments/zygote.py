@@ -137,7 +137,7 @@ def _keep(message: bytes, descriptors: list[int]) -> NoReturn:
         if (numbers := sys.modules.get("numpy.random")) is not None:
             numbers.seed()  # Python's own generator does so by itself
         charge = Charge.from_json(message.decode())
-        keeper.main(dataclasses.replace(charge, calls=calls, life=life))
+        keeper.keep(dataclasses.replace(charge, calls=calls, life=life))
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -7,13 +7,12 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from agentfly.resources.fresh_python import end_in_words, fresh_python
 from agentfly.resources.identity import start_time
 from agentfly.resources.models.keeper import Job
 
@@ -21,12 +20,6 @@ logger = logging.getLogger(__name__)
 
 FORCE_S = 5.0
 """Seconds that a keeper may take, beyond the grace, to end everything below it before it is killed itself."""
-
-# The path is set before anything of AgentFly is imported, so that both sides run the same code.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from agentfly.resources.models.keeper import main; main(*map(int, sys.argv[2:]))"
-)
 
 
 class KeptServer:
@@ -63,7 +56,7 @@ class KeptServer:
             return "nothing tells how it ended"
         if "failed" in words:
             return f"it could not be run: {words['failed']}"
-        return _how(words["exit"])
+        return "it was told to end" if words["exit"] is None else end_in_words(words["exit"])
 
     def kill(self) -> None:
         """Have the server killed with everything below it; `wait` tells when that is done."""
@@ -98,7 +91,7 @@ class KeptServer:
 def _spawn(job: Job, life: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
     with Path(job.log).open("ab") as errors:
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(life.fileno()), str(os.getpid())],
+            fresh_python("agentfly.resources.models.keeper:main", life.fileno(), os.getpid()),
             cwd=job.directory,
             stdin=subprocess.DEVNULL,
             stdout=errors,
@@ -106,12 +99,3 @@ def _spawn(job: Job, life: socket.socket, listener: socket.socket) -> subprocess
             pass_fds=(life.fileno(), listener.fileno()),
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
         )
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "it was told to end"
-    if status >= 0:
-        return f"it exited with status {status}"
-    name = signal.Signals(-status).name
-    return f"it was ended by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")

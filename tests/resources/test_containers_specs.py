@@ -6,6 +6,8 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from agentfly.errors import ConfigError, UsageError
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.registry import make_resource
 
 
@@ -46,13 +49,17 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"mounts": ("/data",)}, "path on the host, path inside"),
         ({"setup": ("true", "a\0b")}, "without NUL"),
         ({"mounts": [("/data", "/data")]}, "write a tuple"),
-        ({"env": {"A": "b"}}, r"tuple\(\{\.\.\.\}\.items\(\)\)"),
+        ({"env": "A=b"}, r"is a str: write a mapping, for instance \{'THREADS': '1'\}"),
+        ({"pids": "77"}, "without quotes"),
+        ({"ports": (True,)}, "is not a port"),
+        ({"image": 12}, "write a text"),
+        ({"network": "no"}, "True or False"),
         ({"env": (("A=", "b"),)}, "name of an environment variable"),
-        ({"env": (("A", 1),)}, r"\('THREADS', '1'\): numbers too"),
+        ({"env": (("A", 1),)}, r"\{'THREADS': '1'\}: numbers too"),
         ({"env": (("A", "b", "c"),)}, "not a pair"),
         ({"env": (("A", "b\0c"),)}, "the value of A holds a NUL"),
         ({"user": "somebody"}, "'agent' or 'root'"),
-        ({"backend": "chroot"}, "there is 'auto', 'bubblewrap', 'docker', 'podman', 'enroot', 'landlock'"),
+        ({"backend": "chroot"}, "write 'auto', 'bubblewrap', 'docker', 'podman', 'enroot' or 'landlock'"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, object], message: str) -> None:
@@ -65,11 +72,19 @@ def test_a_container_needs_a_name_that_can_be_a_directory() -> None:
         Container(ContainerSpec(), "../escape")
 
 
-@pytest.mark.parametrize("env", [{"TOKEN": "secret"}, (("TOKEN", "secret", 1),), (("TOKEN", "secret\0"),)])
+@pytest.mark.parametrize("env", [{"TOKEN": b"secret"}, (("TOKEN", "secret", 1),), (("TOKEN", "secret\0"),)])
 def test_no_refusal_tells_the_value_of_a_variable(env: object) -> None:
     with pytest.raises(ConfigError) as refusal:
         ContainerSpec(env=env)  # type: ignore[arg-type]
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("make", [ContainerSpec, partial(ModelServerSpec, model="m")])
+def test_variables_given_as_a_mapping_or_as_pairs_in_any_order_are_the_same(make: Callable[..., Any]) -> None:
+    spec = make(env={"B": "2", "A": "1"})
+    assert spec == make(env=(("A", "1"), ("B", "2"))) == make(env=[["B", "2"], ["A", "1"]])
+    assert dict(spec.env) == {"A": "1", "B": "2"}
+    hash(spec)
 
 
 def test_the_values_of_variables_are_not_in_the_repr() -> None:

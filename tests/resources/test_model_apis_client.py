@@ -188,8 +188,8 @@ def test_a_date_without_one_to_compare_it_with_is_taken_by_the_clock_here():
 async def test_a_deadline_ends_a_call_whatever_the_far_side_does(far_side, answer):
     far_side.script.append(answer)
     async with client_of(far_side) as client:
-        with pytest.raises(APIUnavailable, match=r"deadline of 0\.3 s"):
-            await client.chat(HELLO, deadline_s=0.3)
+        with pytest.raises(APIUnavailable, match=r"within 0\.3 s \(call_timeout_s\)"):
+            await client.chat(HELLO, call_timeout_s=0.3)
     await far_side.until(lambda: far_side.open == 0)
 
 
@@ -309,7 +309,7 @@ async def test_neither_a_cancellation_nor_a_timeout_shows_a_credential(far_side,
             async with asyncio.timeout(0.2):
                 await client.chat(HELLO)
         with pytest.raises(APIUnavailable) as too_late:
-            await client.chat(HELLO, deadline_s=0.2)
+            await client.chat(HELLO, call_timeout_s=0.2)
     assert SECRET not in rendered(timed_out.value)
     assert SECRET not in rendered(too_late.value)
 

@@ -29,7 +29,7 @@ from agentfly.testing.far_side import FarSide, after, says
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 ROOMY = Limits(max_concurrency=100)
-RETRIES = Retries(most=3, deadline_s=100.0, wait_s=1000.0)
+RETRIES = Retries(most=3, call_timeout_s=100.0, wait_s=1000.0)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -100,7 +100,7 @@ def test_tries_end_before_the_deadline_would_pass():
 
     async def main() -> float:
         with pytest.raises(APIUnavailable):
-            await Caller(gate_of(ROOMY), Retries(most=50, deadline_s=10.0, wait_s=1.0), chance=lambda: 1.0).call(
+            await Caller(gate_of(ROOMY), Retries(most=50, call_timeout_s=10.0, wait_s=1.0), chance=lambda: 1.0).call(
                 far.send, 10
             )
         return asyncio.get_running_loop().time()
@@ -176,7 +176,7 @@ def test_the_far_side_gets_as_many_calls_at_a_time_as_it_bears():
 
     async def main() -> None:
         gate = gate_of(Limits(max_concurrency=64))
-        caller = Caller(gate, Retries(most=100, deadline_s=1e6, wait_s=1e6), chance=lambda: 0.5)
+        caller = Caller(gate, Retries(most=100, call_timeout_s=1e6, wait_s=1e6), chance=lambda: 0.5)
         assert gate.use().allowed_calls == 64
         await asyncio.gather(*(caller.call(bears_four, 10) for _ in range(300)))
         assert 2 <= gate.use().allowed_calls <= 8
@@ -188,7 +188,7 @@ def test_a_call_that_is_made_again_goes_before_those_that_are_new():
     far = Far(APIUnavailable("down"), APIUnavailable("down"), takes_s=1.0)
 
     async def main() -> None:
-        retries = Retries(most=3, deadline_s=15.0, wait_s=1000.0)
+        retries = Retries(most=3, call_timeout_s=15.0, wait_s=1000.0)
         caller = Caller(gate_of(Limits(max_concurrency=1)), retries)
         await asyncio.gather(*(caller.call(far.send, 10) for _ in range(100)))
 
@@ -251,7 +251,7 @@ def test_whatever_becomes_of_calls_no_place_is_lost_and_none_is_taken_twice(fate
 
     async def main() -> None:
         loop, gate = asyncio.get_running_loop(), gate_of(limits)
-        caller = Caller(gate, Retries(most=2, deadline_s=20.0, wait_s=500.0))
+        caller = Caller(gate, Retries(most=2, call_timeout_s=20.0, wait_s=500.0))
         far = Far(takes_s=1.0)
 
         async def one(made_at: float, failure: Exception | None, tokens: int) -> None:
@@ -494,7 +494,7 @@ async def main(url, path, calls):
     limits = Limits(max_concurrency=3, requests=6, tokens=40, window_s=0.5)
     caller = Caller(Gate(Account(pathlib.Path(path), "boot"), limits, "m"), Retries(3, 60.0, 60.0))
     async with ModelClient(url, model="m") as client:
-        send = lambda left: client.chat([{"role": "user", "content": "hello"}], deadline_s=left)
+        send = lambda left: client.chat([{"role": "user", "content": "hello"}], call_timeout_s=left)
         await asyncio.gather(*(caller.call(send, 10) for _ in range(calls)))
 
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
@@ -560,7 +560,8 @@ async def test_the_server_sees_no_more_calls_at_a_time_than_allowed():
         far_side.always = after(gate, says("hello"))
         caller = Caller(Gate(Account(None, "boot"), Limits(max_concurrency=5), "m"), RETRIES)
         calls = [
-            asyncio.create_task(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 10)) for _ in range(40)
+            asyncio.create_task(caller.call(lambda left: client.chat(HELLO, call_timeout_s=left), 10))
+            for _ in range(40)
         ]
         await far_side.until(lambda: far_side.open == 5)
         gate.set()
@@ -572,7 +573,9 @@ async def test_the_server_counts_no_more_in_a_window_than_allowed():
     async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
         limits = Limits(max_concurrency=50, requests=5, window_s=0.4)
         caller = Caller(Gate(Account(None, "boot"), limits, "m"), RETRIES)
-        await asyncio.gather(*(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 10) for _ in range(17)))
+        await asyncio.gather(
+            *(caller.call(lambda left: client.chat(HELLO, call_timeout_s=left), 10) for _ in range(17))
+        )
         assert most_in_a_window(far_side, 0.4) <= 5
 
 
@@ -588,7 +591,9 @@ async def test_the_server_counts_no_more_tokens_in_a_window_than_allowed():
     async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
         far_side.always = answers
         caller = Caller(Gate(Account(None, "boot"), Limits(50, tokens=60, window_s=0.3), "m"), RETRIES)
-        await asyncio.gather(*(caller.call(lambda left: client.chat(HELLO, deadline_s=left), 30) for _ in range(16)))
+        await asyncio.gather(
+            *(caller.call(lambda left: client.chat(HELLO, call_timeout_s=left), 30) for _ in range(16))
+        )
     assert max(sum(used for at, used in spent if start <= at < start + 0.3) for start, _ in spent) <= 60
 
 

@@ -41,7 +41,7 @@ STAND_IN = str(Path(__file__).with_name("stand_in_model_server.py"))
 
 def stand_in(*how: str, **fields: Any) -> ModelServerSpec:
     """A spec of the stand-in that misbehaves as its own text says."""
-    given = {"start_timeout_s": 20, "health_timeout_s": 2, "release_timeout_s": 5, "request_timeout_s": 20, **fields}
+    given = {"start_timeout_s": 20, "health_timeout_s": 2, "release_timeout_s": 5, "call_timeout_s": 20, **fields}
     return ModelServerSpec(
         model="/models/stand-in", engine=STAND_IN, python=sys.executable, env=(("STAND_IN", ",".join(how)),), **given
     )
@@ -88,7 +88,7 @@ async def has_no_adapter(server: ModelServer) -> bool:
 
 @pytest.mark.slow
 async def test_model_servers_keep_the_contract_of_resources() -> None:
-    spec = stand_in("has children", adapters=1, capacity=2, request_timeout_s=120)
+    spec = stand_in("has children", adapters=1, capacity=2, call_timeout_s=120)
     await check_resource(
         spec, dirty=leave_an_adapter, is_clean=has_no_adapter, use=lambda server: server.complete("hang")
     )
@@ -154,6 +154,12 @@ async def test_a_search_path_with_what_python_passes_over_is_no_obstacle(
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     async with started("runs") as server:
         assert await server.status() is Status.HEALTHY
+
+
+async def test_a_call_is_not_given_what_is_a_matter_of_the_spec() -> None:
+    server = ModelServer(stand_in("runs"), "server")
+    with pytest.raises(UsageError, match=r"Write ModelServerSpec\(call_timeout_s=…\)"):
+        await server.chat([{"role": "user", "content": "hello"}], call_timeout_s=1)
 
 
 async def test_a_server_that_dies_at_once_is_told_at_once_with_the_end_of_its_log() -> None:

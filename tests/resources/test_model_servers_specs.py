@@ -72,7 +72,7 @@ def test_a_server_takes_as_many_gpus_as_it_is_spread_over_where_there_are_gpus(
         ({"log_bytes": 10}, "4096"),
         ({"arguments": "--dtype 'a b'"}, r"\('--dtype', 'a b'\)|\('--dtype', 'a b',\)"),
         ({"arguments": ["--x"]}, "a tuple of texts"),
-        ({"env": {"A": "b"}}, "tuple of pairs"),
+        ({"env": 3}, "write a mapping"),
         ({"env": (("A", 1),)}, "item 0 is not a pair of texts"),
         ({"env": (("A=B", "c"),)}, "cannot be the name"),
     ],

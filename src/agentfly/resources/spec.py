@@ -101,10 +101,8 @@ class ResourceSpec(Generic[R_co]):
         for name in ("idle_timeout_s", "check_interval_s"):
             if getattr(self, name) is not None:
                 self._require_seconds(name, otherwise=", or None for never")
-        if self.reuse not in ("reset", "recreate"):
-            raise self._wrong("reuse", "write 'reset' or 'recreate'")
-        if self.idle not in ("run", "freeze"):
-            raise self._wrong("idle", "write 'run' or 'freeze'")
+        self._require_one_of("reuse", "reset", "recreate")
+        self._require_one_of("idle", "run", "freeze")
         parse_bytes(self.memory)
 
     def _require_whole(self, name: str, *, least: int, otherwise: str = "") -> None:
@@ -115,6 +113,11 @@ class ResourceSpec(Generic[R_co]):
     def _require_seconds(self, name: str, *, otherwise: str = "") -> None:
         if not (_is_number(value := getattr(self, name)) and value > 0):
             raise self._wrong(name, f"write a number of seconds above 0, without quotes{otherwise}")
+
+    def _require_one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            *others, last = map(repr, choices)
+            raise self._wrong(name, f"write {', '.join(others)} or {last}")
 
     def _wrong(self, name: str, cure: str) -> ConfigError:
         return ConfigError(f"{type(self).__name__}({name}={getattr(self, name)!r}): {cure}.")

@@ -52,7 +52,7 @@ class ModelAPI(Resource, Judge):
         client, caller = self._started()
         asked = self._asked(parameters)
         tokens = estimate_tokens({"messages": messages, **asked})
-        return await caller.call(lambda left: client.chat(messages, deadline_s=left, **asked), tokens)
+        return await caller.call(lambda left: client.chat(messages, call_timeout_s=left, **asked), tokens)
 
     async def complete(self, prompt: str | Sequence[int], **parameters: Any) -> Completion:
         """Have the model go on from a prompt, which is a text or token ids.
@@ -62,7 +62,7 @@ class ModelAPI(Resource, Judge):
         client, caller = self._started()
         asked = self._asked(parameters)
         tokens = estimate_tokens({"prompt": prompt, **asked})
-        return await caller.call(lambda left: client.complete(prompt, deadline_s=left, **asked), tokens)
+        return await caller.call(lambda left: client.complete(prompt, call_timeout_s=left, **asked), tokens)
 
     async def models(self) -> tuple[str, ...]:
         """The names of the models that the endpoint serves, asked once and outside the limits. Errors as in `chat`."""
@@ -96,7 +96,7 @@ class ModelAPI(Resource, Judge):
         )
         account = HOST.account(spec.base_url, spec.model, credentials)
         self._gate = Gate(account, spec.limits, f"{spec.model} at {spec.base_url}")
-        retries = Retries(spec.retries, spec.deadline_s, spec.wait_timeout_s)
+        retries = Retries(spec.retries, spec.call_timeout_s, spec.wait_timeout_s)
         self._caller = Caller(self._gate, retries)
 
     async def reset(self) -> None:

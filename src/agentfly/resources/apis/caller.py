@@ -32,14 +32,14 @@ class Retries:
 
     Attributes:
         most: further tries after the first.
-        deadline_s: seconds from the first sending in which all tries must end.
+        call_timeout_s: seconds from the first sending in which all tries must end.
         wait_s: seconds that a call may wait for its first turn.
         first_pause_s: the pause before the second try, about; it doubles with each.
         longest_pause_s: no pause is longer.
     """
 
     most: int
-    deadline_s: float
+    call_timeout_s: float
     wait_s: float
     first_pause_s: float = 0.5
     longest_pause_s: float = 20.0
@@ -83,7 +83,7 @@ class Caller:
             ModelAPIError: why the last try failed.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._retries.deadline_s
+        deadline = loop.time() + self._retries.call_timeout_s
         failure: ModelAPIError | None = None
         tries = 0
         while True:
@@ -92,7 +92,7 @@ class Caller:
             try:
                 async with self._gate.passage(tokens, wait_s=wait_s, call_s=left, again=failure is not None) as passage:
                     if failure is None:
-                        deadline = loop.time() + self._retries.deadline_s  # waiting for the first turn is free
+                        deadline = loop.time() + self._retries.call_timeout_s  # waiting for the first turn is free
                     tries += 1
                     return await _watched(send(max(0.0, deadline - loop.time())), passage)
             except AcquireTimeout:
@@ -104,7 +104,7 @@ class Caller:
                 failure = error
             if not await self._pause(failure, tries, deadline - loop.time()):
                 break
-        told = f"{failure} (Tries: {tries}, within a deadline_s of {self._retries.deadline_s:g} s.)"
+        told = f"{failure} (Tries: {tries}, within a call_timeout_s of {self._retries.call_timeout_s:g} s.)"
         raise type(failure)(told, status=failure.status, retry_after_s=failure.retry_after_s)
 
     async def _pause(self, failure: ModelAPIError, tries: int, left: float) -> bool:

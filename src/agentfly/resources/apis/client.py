@@ -109,13 +109,13 @@ class ModelClient:
     # --- what an endpoint can be asked --------------------------------------------------------------------------------
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, deadline_s: float = 300.0, **parameters: Any
+        self, messages: Sequence[Mapping[str, Any]], *, call_timeout_s: float = 300.0, **parameters: Any
     ) -> ChatCompletion:
         """Have the model answer a conversation.
 
         Args:
             messages: as in ``[{"role": "user", "content": "…"}]``.
-            deadline_s: seconds that the whole call may take.
+            call_timeout_s: seconds that the whole call may take.
             parameters: anything that the endpoint takes: ``temperature``, ``max_tokens``, ``tools``, ``model`` …
 
         Raises:
@@ -126,53 +126,53 @@ class ModelClient:
             UsageError: a parameter cannot be sent.
         """
         return await self._ask(
-            "/chat/completions", {"messages": _conversation(messages)}, parameters, deadline_s, read_chat
+            "/chat/completions", {"messages": _conversation(messages)}, parameters, call_timeout_s, read_chat
         )
 
     async def complete(
-        self, prompt: str | Sequence[int], *, deadline_s: float = 300.0, **parameters: Any
+        self, prompt: str | Sequence[int], *, call_timeout_s: float = 300.0, **parameters: Any
     ) -> Completion:
         """Have the model go on from a prompt, which is a text or token ids.
 
         Args and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
         """
-        return await self._ask("/completions", {"prompt": _prompt(prompt)}, parameters, deadline_s, read_completion)
+        return await self._ask("/completions", {"prompt": _prompt(prompt)}, parameters, call_timeout_s, read_completion)
 
-    async def models(self, *, deadline_s: float = 30.0) -> tuple[str, ...]:
+    async def models(self, *, call_timeout_s: float = 30.0) -> tuple[str, ...]:
         """The names of the models that the endpoint serves. Errors are those of `chat`."""
-        return self._read(await self.request("GET", "/models", deadline_s=deadline_s), "/models", read_models)
+        return self._read(await self.request("GET", "/models", call_timeout_s=call_timeout_s), "/models", read_models)
 
-    async def health(self, *, deadline_s: float = 10.0) -> None:
+    async def health(self, *, call_timeout_s: float = 10.0) -> None:
         """Ask a server for ``/health``, which vLLM and its like have beside ``/v1``, and return if all is well.
 
         Errors are those of `chat`.
         """
-        await self.request("GET", urljoin(self.base_url, "/health"), deadline_s=deadline_s)
+        await self.request("GET", urljoin(self.base_url, "/health"), call_timeout_s=call_timeout_s)
 
-    async def request(self, method: str, path: str, body: Json | None = None, *, deadline_s: float) -> bytes:
+    async def request(self, method: str, path: str, body: Json | None = None, *, call_timeout_s: float) -> bytes:
         """Make one request and return the body of its answer, for what has no method of its own.
 
         Args:
             method: ``GET`` or ``POST``.
             path: what to append to the base, such as ``/embeddings``, or a whole URL on the same server.
             body: what to send, as JSON.
-            deadline_s: seconds that it may take.
+            call_timeout_s: seconds that it may take.
 
         Errors are those of `chat`.
         """
         url = path if "://" in path else f"{self.base_url}{path}"
         content = None if body is None else _to_json(body)
-        outcome = await self._exchange(method, url, content, deadline_s)
+        outcome = await self._exchange(method, url, content, call_timeout_s)
         if isinstance(outcome, ModelAPIError):
             raise outcome
         return outcome
 
-    async def _ask(self, path: str, body: Json, parameters: Json, deadline_s: float, read: Callable[[Json], T]) -> T:
+    async def _ask(self, path: str, body: Json, parameters: Json, limit_s: float, read: Callable[[Json], T]) -> T:
         model = {} if self.model is None else {"model": self.model}
         if parameters.get("stream"):
             raise UsageError("stream=True: an answer is returned when it is whole. Leave it out.")
         asked = {**model, **body, **parameters}
-        return self._read(await self.request("POST", path, asked, deadline_s=deadline_s), path, read)
+        return self._read(await self.request("POST", path, asked, call_timeout_s=limit_s), path, read)
 
     def _read(self, body: bytes, path: str, read: Callable[[Json], T]) -> T:
         try:
@@ -181,7 +181,7 @@ class ModelClient:
             found = str(error)
         raise APIMalformed(f"What {self.base_url}{path} answered {found}", status=200)
 
-    async def _exchange(self, method: str, url: str, content: bytes | None, deadline_s: float) -> bytes | ModelAPIError:
+    async def _exchange(self, method: str, url: str, content: bytes | None, limit_s: float) -> bytes | ModelAPIError:
         """The body of an answer that is a success, or what went wrong.
 
         Failures are returned and not raised from where they are found: the exceptions of the libraries below, and the
@@ -192,7 +192,7 @@ class ModelClient:
         said = f"{method} {url}"
         try:
             async with (
-                asyncio.timeout(deadline_s),
+                asyncio.timeout(limit_s),
                 self._http.stream(method, url, content=content, auth=self._sign, headers=_HEADERS) as response,
             ):
                 body = self._credentials.redact_bytes(await self._read_body(response))
@@ -200,7 +200,7 @@ class ModelClient:
                     return body
                 status, headers = response.status_code, response.headers
         except TimeoutError:
-            return APIUnavailable(f"{said} was not answered within the deadline of {deadline_s:g} s.")
+            return APIUnavailable(f"{said} was not answered within {limit_s:g} s (call_timeout_s).")
         except httpx.TimeoutException as error:
             return APIUnavailable(f"{said} was given up after {self._limit_in(error)}.")
         except (httpx.HTTPError, httpx.StreamError, OSError, RuntimeError) as error:  # the last: it was closed

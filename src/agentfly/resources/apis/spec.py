@@ -32,7 +32,7 @@ _THE_CALLS = {"messages", "prompt", "model", "stream"}
 _LONG = 24  # a name in lower case that is longer is rather a key
 
 
-NOT_SENT = {"deadline_s", "wait_timeout_s", "retries", "connect_timeout_s", "read_timeout_s", "extra_body"}
+NOT_SENT = {"call_timeout_s", "wait_timeout_s", "retries", "connect_timeout_s", "read_timeout_s", "extra_body"}
 """Fields of the spec that are easily taken for parameters of a call."""
 
 
@@ -55,7 +55,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
             take, which is its prompt and ``max_tokens``, and gives back what it did not.
         max_concurrency: calls at a time; None for no limit. When the far side asks for less it is halved, and grows
             again with the calls that go well. Any number of owners share one ``global`` instance.
-        deadline_s: seconds that a call may take from its first sending, with all further tries.
+        call_timeout_s: seconds that a call may take from its first sending, with all further tries.
         wait_timeout_s: seconds that a call may wait for its turn under the limits.
         retries: further tries of a call that failed in a way that may pass.
         connect_timeout_s: seconds that a connection may take to be made.
@@ -74,7 +74,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrency: int | None = 16
-    deadline_s: float = 300.0
+    call_timeout_s: float = 300.0
     wait_timeout_s: float = 600.0
     retries: int = 5
     connect_timeout_s: float = 10.0
@@ -91,7 +91,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
             if getattr(self, name) is not None:
                 self._require_whole(name, least=1, otherwise=", or None for no limit")
         self._require_whole("retries", least=0)
-        for name in ("deadline_s", "wait_timeout_s", "connect_timeout_s", "read_timeout_s"):
+        for name in ("call_timeout_s", "wait_timeout_s", "connect_timeout_s", "read_timeout_s"):
             self._require_seconds(name)
         self._settle_credentials()
         self._settle_extra_body()

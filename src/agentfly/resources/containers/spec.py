@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,7 @@ from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.containers.snapshot import PREFIX as SNAPSHOT
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.variables import Variables, repr_without_values, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.container import Container  # noqa: F401  (named in the base class)
@@ -54,8 +55,8 @@ class ContainerSpec(ResourceSpec["Container"]):
         network: whether the sandbox shares the host's network. Without it there is the loopback only.
         ports: TCP ports inside that the host is to reach, by ``await box.port(8000)``, also where there is no network.
         mounts: read-only views of host paths, as pairs of the host's path and the path inside.
-        env: environment variables, as pairs. Nothing of the host's environment is seen inside. Their values may be
-            secrets, and are not in the spec's repr.
+        env: environment variables, as a mapping or as pairs. Nothing of the host's environment is seen inside. Their
+            values may be secrets, and are not in the spec's repr.
         workdir: the directory, writable, in which the shell starts.
         user: the ordinary user ``"agent"``, or ``"root"`` for programs that insist on user id 0. Either is an
             ordinary user of the host, without any capability.
@@ -73,7 +74,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     network: bool = False
     ports: tuple[int, ...] = ()
     mounts: tuple[tuple[str, str], ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
+    env: Variables = ()
     workdir: str = "/workspace"
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
@@ -84,14 +85,14 @@ class ContainerSpec(ResourceSpec["Container"]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_words()
+        self._check_tuples()
+        settle_variables(self)
         self._check_image()
         self._check_limits()
         self._check_paths()
 
     def __repr__(self) -> str:
-        shown = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
-        shown["env"] = "(" + "".join(f"({name!r}, …), " for name, _ in self.env) + ")"
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        return repr_without_values(self)
 
     @property
     def memory_limit(self) -> int:
@@ -132,8 +133,7 @@ class ContainerSpec(ResourceSpec["Container"]):
             )
 
     def _check_limits(self) -> None:
-        if self.pids < 8:
-            raise ConfigError(f"ContainerSpec(pids={self.pids}): the shell itself needs some; give it at least 8.")
+        self._require_whole("pids", least=8)  # the shell itself needs some
         if self.memory_limit < 16 * 2**20:
             raise ConfigError(f"ContainerSpec(memory={self.memory!r}): a sandbox needs at least 16MiB.")
         if self.disk_limit >= self.memory_limit:
@@ -157,14 +157,19 @@ class ContainerSpec(ResourceSpec["Container"]):
                 raise ConfigError(f"ContainerSpec(mounts=…): the host path {source!r} is not absolute.")
 
     def _check_words(self) -> None:
-        if not isinstance(self.env, tuple):
-            raise ConfigError(
-                f"ContainerSpec(env=…) is a {type(self.env).__name__}: specs are hashable values, so write a tuple of "
-                "pairs, for instance tuple({...}.items())."
-            )
-        for name, words in (("setup", self.setup), ("mounts", self.mounts), ("ports", self.ports)):
-            if not isinstance(words, tuple):
-                raise ConfigError(f"ContainerSpec({name}={words!r}): specs are hashable values, so write a tuple.")
+        self._require_one_of("isolation", "full", "weak")
+        self._require_one_of("user", "agent", "root")
+        self._require_one_of("backend", "auto", *BACKENDS)
+        for name in ("image", "workdir", "runtime"):
+            if not isinstance(getattr(self, name), str):
+                raise self._wrong(name, "write a text")
+        if not isinstance(self.network, bool):
+            raise self._wrong("network", "write True or False")
+
+    def _check_tuples(self) -> None:
+        for name in ("setup", "mounts", "ports"):
+            if not isinstance(getattr(self, name), tuple):
+                raise self._wrong(name, "specs are hashable values, so write a tuple")
         for command in self.setup:
             if not isinstance(command, str) or "\0" in command:
                 raise ConfigError(f"ContainerSpec(setup=…): {command!r} is not a command; write text without NUL.")
@@ -174,27 +179,9 @@ class ContainerSpec(ResourceSpec["Container"]):
                     f"ContainerSpec(mounts=…): {mount!r} is not a pair of texts. Write (path on the host, path "
                     "inside); what is mounted is always read-only."
                 )
-        for number, variable in enumerate(self.env):
-            if not _is_pair(variable):
-                raise ConfigError(
-                    f"ContainerSpec(env=…): its item {number} is not a pair of texts. Write (name, value), for "
-                    "instance ('THREADS', '1'): numbers too are text there."
-                )
-            name, value = variable
-            if not name or "=" in name or "\0" in name:
-                raise ConfigError(f"ContainerSpec(env=…): {name!r} cannot be the name of an environment variable.")
-            if "\0" in value:
-                raise ConfigError(f"ContainerSpec(env=…): the value of {name} holds a NUL, which no variable can.")
         for port in self.ports:
-            if not isinstance(port, int) or not 0 < port < 2**16:
+            if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 2**16:
                 raise ConfigError(f"ContainerSpec(ports=…): {port!r} is not a port; write whole numbers of 1 to 65535.")
-        if self.isolation not in ("full", "weak"):
-            raise ConfigError(f"ContainerSpec(isolation={self.isolation!r}): write 'full' or 'weak'.")
-        if self.user not in ("agent", "root"):
-            raise ConfigError(f"ContainerSpec(user={self.user!r}): the user inside is 'agent' or 'root'.")
-        if self.backend not in ("auto", *BACKENDS):
-            there_is = ", ".join(map(repr, ("auto", *BACKENDS)))
-            raise ConfigError(f"ContainerSpec(backend={self.backend!r}): there is {there_is}.")
 
 
 def _is_pair(item: object) -> bool:

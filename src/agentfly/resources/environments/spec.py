@@ -65,37 +65,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runs not in ("loop", "thread", "process"):
-            raise ConfigError(f"EnvironmentSpec(runs={self.runs!r}): write 'loop', 'thread' or 'process'.")
-        if self.starts not in ("fork", "spawn"):
-            raise ConfigError(f"EnvironmentSpec(starts={self.starts!r}): write 'fork' or 'spawn'.")
-        if self.starts == "spawn" and self.runs != "process":
-            raise ConfigError(
-                f"EnvironmentSpec(starts='spawn', runs={self.runs!r}): only a process can be spawned. Write "
-                "runs='process', or leave out starts."
-            )
-        if self.idle == "freeze" and self.runs != "process":
-            raise ConfigError(
-                f"EnvironmentSpec(idle='freeze', runs={self.runs!r}): only a process can be frozen. Write "
-                "runs='process', or leave out idle."
-            )
-        if not (isinstance(self.call_timeout_s, (int, float)) and self.call_timeout_s > 0):
-            raise ConfigError(
-                f"EnvironmentSpec(call_timeout_s={self.call_timeout_s!r}): a call needs some time, in seconds."
-            )
-        if isinstance(self.factory, str):
-            module, colon, name = self.factory.partition(":")
-            if not (module and colon and name):
-                raise ConfigError(
-                    f"EnvironmentSpec(factory={self.factory!r}): a factory given by name is written 'module:name'."
-                )
-        elif not callable(self.factory):
-            raise ConfigError(
-                f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
-                "Give what makes the environment, not an environment."
-            )
-        if self.runs != "process":
-            simulator.require_thread_safe(self.factory, self.label)
+        self._require_one_of("runs", "loop", "thread", "process")
+        self._require_one_of("starts", "fork", "spawn")
+        self._require_seconds("call_timeout_s")
+        self._check_combinations()
+        self._check_factory()
         self._settle_arguments()
         self._require_hashable()
         if self.runs == "process":
@@ -120,6 +94,33 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             UsageError: something in it cannot travel; the message names it.
         """
         return pack((self.factory, self.args, self.keywords), ("factory", "args", "kwargs"))
+
+    def _check_combinations(self) -> None:
+        if self.starts == "spawn" and self.runs != "process":
+            raise ConfigError(
+                f"EnvironmentSpec(starts='spawn', runs={self.runs!r}): only a process can be spawned. Write "
+                "runs='process', or leave out starts."
+            )
+        if self.idle == "freeze" and self.runs != "process":
+            raise ConfigError(
+                f"EnvironmentSpec(idle='freeze', runs={self.runs!r}): only a process can be frozen. Write "
+                "runs='process', or leave out idle."
+            )
+
+    def _check_factory(self) -> None:
+        if isinstance(self.factory, str):
+            module, colon, name = self.factory.partition(":")
+            if not (module and colon and name):
+                raise ConfigError(
+                    f"EnvironmentSpec(factory={self.factory!r}): a factory given by name is written 'module:name'."
+                )
+        elif not callable(self.factory):
+            raise ConfigError(
+                f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
+                "Give what makes the environment, not an environment."
+            )
+        if self.runs != "process":
+            simulator.require_thread_safe(self.factory, self.label)
 
     def _settle_arguments(self) -> None:
         """Give the arguments one form, so that specs that mean the same are equal."""

@@ -163,14 +163,17 @@ class ModelServer(Resource, Judge):
             parameters: what the API takes, such as ``temperature`` and ``max_tokens``; ``model`` for an adapter.
 
         Raises:
+            UsageError: a parameter cannot be sent.
             ResourceDied: the server is gone and will not be started again.
             ModelAPIError: it refuses or fails; see `agentfly.resources.apis.client.ModelClient`.
         """
-        return await self._ask(lambda client, left: client.chat(messages, deadline_s=left, **parameters))
+        asked = _asked(parameters)
+        return await self._ask(lambda client, left: client.chat(messages, call_timeout_s=left, **asked))
 
     async def complete(self, prompt: str | Sequence[int], **parameters: Any) -> Completion:
         """Have the model go on from a prompt, a text or token ids. The rest is as in `chat`."""
-        return await self._ask(lambda client, left: client.complete(prompt, deadline_s=left, **parameters))
+        asked = _asked(parameters)
+        return await self._ask(lambda client, left: client.complete(prompt, call_timeout_s=left, **asked))
 
     async def generate(
         self,
@@ -242,7 +245,7 @@ class ModelServer(Resource, Judge):
         """Ask for something beside the OpenAI API."""
         url = self.base_url.removesuffix("/v1") + path
         return await self._ask(
-            lambda client, left: client.request("POST", url, dict(body or {}), deadline_s=min(left, CONTROL_S))
+            lambda client, left: client.request("POST", url, dict(body or {}), call_timeout_s=min(left, CONTROL_S))
         )
 
     async def _forget_prompts(self) -> None:
@@ -250,9 +253,9 @@ class ModelServer(Resource, Judge):
             await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
 
     async def _ask(self, ask: Callable[[ModelClient, float], Awaitable[T]]) -> T:
-        """Ask, and once more if the server dies meanwhile, all within ``request_timeout_s``."""
+        """Ask, and once more if the server dies meanwhile, all within ``call_timeout_s``."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self.spec.request_timeout_s
+        deadline = clock() + self.spec.call_timeout_s
         run = await self._live(deadline - clock())
         try:
             return await ask(run.client, deadline - clock())
@@ -371,3 +374,10 @@ class ModelServer(Resource, Judge):
     @property
     def _name(self) -> str:
         return f"{self.spec.label} {self.instance}"
+
+
+def _asked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters of a call, without what is a matter of the spec."""
+    if "call_timeout_s" in parameters:
+        raise UsageError("call_timeout_s is no parameter of a call. Write ModelServerSpec(call_timeout_s=…).")
+    return parameters

@@ -65,7 +65,7 @@ class ServerRun:
             f"http://{host}:{port}/v1",
             model=spec.served_name,
             credentials=Credentials({"Authorization": f"Bearer {key}"}, [key]),
-            read_timeout_s=spec.request_timeout_s,
+            read_timeout_s=spec.call_timeout_s,
         )
 
     async def start(self, adapters: Mapping[str, str]) -> None:
@@ -112,7 +112,7 @@ class ServerRun:
     async def is_well(self) -> bool:
         """Whether it says so, within ``health_timeout_s``."""
         try:
-            await self.client.health(deadline_s=self._spec.health_timeout_s)
+            await self.client.health(call_timeout_s=self._spec.health_timeout_s)
         except ModelAPIError:
             return False
         return not self.succeeded.is_set()  # else the answer came from the next run, at the same socket
@@ -131,7 +131,7 @@ class ServerRun:
         """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
         while True:
             try:
-                await self.client.health(deadline_s=_LONG_POLL_S)
+                await self.client.health(call_timeout_s=_LONG_POLL_S)
                 break
             except APIUnavailable:
                 await asyncio.sleep(0.1)
@@ -159,4 +159,4 @@ def log_file(directory: Path) -> Path:
 async def load_adapter(client: ModelClient, name: str, path: str) -> None:
     """Have a server load an adapter, or put it in the place of the one with that name."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": True}
-    await client.request("POST", "/load_lora_adapter", body, deadline_s=CONTROL_S)
+    await client.request("POST", "/load_lora_adapter", body, call_timeout_s=CONTROL_S)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from agentfly.errors import ConfigError
 from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.variables import Variables, repr_without_values, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.models.server import ModelServer  # noqa: F401  (named in the base class)
@@ -50,15 +50,15 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         adapter_rank: the highest rank of an adapter.
         seed: seeds the engine.
         arguments: further arguments of the engine's command line, one text a word.
-        env: environment variables of the server, as pairs. They are added to those of this process. Their values may
-            be secrets, and are not in the spec's repr.
+        env: environment variables of the server, as a mapping or as pairs. They are added to those of this process.
+            Their values may be secrets, and are not in the spec's repr.
         served_name: the name that requests give for the model; empty takes the last part of ``model``.
         restarts: how often a server that dies is started again within ``restart_window_s``, before the instance
             counts as broken.
         restart_window_s: see there, in seconds.
         health_timeout_s: seconds that a server may take to say that it is well. One that does not, and has not ended so
             many seconds later, is killed and started again.
-        request_timeout_s: seconds that one request may take, waiting for a restart included.
+        call_timeout_s: seconds that one request may take, waiting for a restart included.
         log_bytes: how much of the end of the server's log is kept.
 
     ``gpus`` is the product of the three kinds of parallelism where the device is ``"gpu"``, unless it is given: servers
@@ -90,12 +90,12 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
     adapter_rank: int = 16
     seed: int = 0
     arguments: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
+    env: Variables = ()
     served_name: str = ""
     restarts: int = 3
     restart_window_s: float = 600.0
     health_timeout_s: float = 10.0
-    request_timeout_s: float = 600.0
+    call_timeout_s: float = 600.0
     log_bytes: int | str = 2**20
 
     def __post_init__(self) -> None:
@@ -103,6 +103,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         self._check_model()
         self._check_numbers()
         self._check_words()
+        settle_variables(self)
         if self.device == "auto":
             object.__setattr__(self, "device", "gpu" if any(path.exists() for path in _GPU_DRIVERS) else "cpu")
         if self.device == "gpu" and not self.gpus:
@@ -111,9 +112,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             object.__setattr__(self, "served_name", self.model.rstrip("/").rpartition("/")[2])
 
     def __repr__(self) -> str:
-        shown = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
-        shown["env"] = "(" + "".join(f"({name!r}, …), " for name, _ in self.env) + ")"
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        return repr_without_values(self)
 
     @property
     def label(self) -> str:
@@ -136,8 +135,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             raise self._wrong("model", "write a directory with a model, or a model's name on the hub")
         if self.engine != "vllm" and not (isinstance(self.engine, str) and self.engine.startswith("/")):
             raise self._wrong("engine", "there is 'vllm'; a program of your own is given by its absolute path")
-        if self.device not in ("auto", "cpu", "gpu"):
-            raise self._wrong("device", "write 'auto', 'cpu' or 'gpu'")
+        self._require_one_of("device", "auto", "cpu", "gpu")
 
     def _check_numbers(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "adapter_rank"):
@@ -147,7 +145,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         for name in ("context_length", "max_num_seqs"):
             if getattr(self, name) is not None:
                 self._require_whole(name, least=1, otherwise=", or None to leave it to the engine")
-        for name in ("restart_window_s", "health_timeout_s", "request_timeout_s"):
+        for name in ("restart_window_s", "health_timeout_s", "call_timeout_s"):
             self._require_seconds(name)
         if not (_is_real(self.memory_fraction) and 0 < self.memory_fraction <= 1):
             raise self._wrong("memory_fraction", "write a share above 0 and of at most 1, for instance 0.9")
@@ -161,21 +159,6 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             raise self._wrong("arguments", f"write a tuple with one text a word: ({words},)")
         if not isinstance(self.arguments, tuple) or not all(_is_word(word) for word in self.arguments):
             raise self._wrong("arguments", "specs are hashable values, so write a tuple of texts")
-        if not isinstance(self.env, tuple):
-            raise ConfigError(
-                f"{type(self).__name__}(env=…) is a {type(self.env).__name__}: specs are hashable values, so write a "
-                "tuple of pairs, for instance tuple({...}.items())."
-            )
-        for number, variable in enumerate(self.env):
-            if not (isinstance(variable, tuple) and len(variable) == 2 and all(_is_word(word) for word in variable)):
-                raise ConfigError(
-                    f"{type(self).__name__}(env=…): its item {number} is not a pair of texts. Write (name, value), for "
-                    "instance ('OMP_NUM_THREADS', '1'): numbers too are text there."
-                )
-            if not variable[0] or "=" in variable[0]:
-                raise ConfigError(
-                    f"{type(self).__name__}(env=…): {variable[0]!r} cannot be the name of an environment variable."
-                )
 
 
 def _is_word(value: object) -> bool:

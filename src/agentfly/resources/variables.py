@@ -1,0 +1,45 @@
+"""Variables: the environment variables that a spec asks for, in one form, and hidden where the spec is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+from agentfly.errors import ConfigError
+
+Variables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
+"""A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
+
+
+def settle_variables(spec: Any) -> None:
+    """Give a spec's ``env`` its one form, so that specs that mean the same are equal.
+
+    Raises:
+        ConfigError: something in it is no environment variable. No message has a value, which may be a secret.
+    """
+    given, where = spec.env, f"{type(spec).__name__}(env=…)"
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise ConfigError(f"{where} is a {type(given).__name__}: write a mapping, for instance {{'THREADS': '1'}}.")
+    variables: dict[str, str] = {}
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
+            raise ConfigError(
+                f"{where}: its item {number} is not a pair of texts. Write a name and a value, for instance "
+                "{'THREADS': '1'}: numbers too are text there."
+            )
+        name, value = pair
+        if not name or "=" in name or "\0" in name:
+            raise ConfigError(f"{where}: {name!r} cannot be the name of an environment variable.")
+        if "\0" in value:
+            raise ConfigError(f"{where}: the value of {name} holds a NUL, which no variable can.")
+        variables[name] = value
+    object.__setattr__(spec, "env", tuple(sorted(variables.items())))
+
+
+def repr_without_values(spec: Any) -> str:
+    """A spec as text, with the names of its variables and without their values, which may be secrets."""
+    shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec)}
+    shown["env"] = "{" + ", ".join(f"{name!r}: …" for name in dict(spec.env)) + "}"
+    return f"{type(spec).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

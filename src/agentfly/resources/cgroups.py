@@ -118,14 +118,19 @@ class KillCounter:
             self._descriptor = os.open(f"{group.directories['memory']}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._descriptor = -1
+        self._text = b""
+        self._kills = 0
 
     def kills(self) -> int:
         """How many, as `Cgroup.out_of_memory_kills` says."""
         try:
-            found = _OOM_KILLS.search(os.pread(self._descriptor, 4096, 0))
+            text = os.pread(self._descriptor, 4096, 0)
         except OSError:  # the group is gone
             return 0
-        return int(found[1]) if found else 0
+        if text != self._text:
+            found = _OOM_KILLS.search(text)
+            self._text, self._kills = text, int(found[1]) if found else 0
+        return self._kills
 
     def close(self) -> None:
         """Look no more."""

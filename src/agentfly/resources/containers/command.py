@@ -41,6 +41,8 @@ class Command:
     @property
     def preparation(self) -> bytes:
         """Bash source that comes before the command, in a subshell with it; empty if there is none."""
+        if self.cwd is None and not self.env:
+            return b""
         steps = [] if self.cwd is None else [f"cd -- {shlex.quote(self.cwd)} || exit"]
         steps += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
         return "; ".join(steps).encode("utf-8", "surrogateescape")

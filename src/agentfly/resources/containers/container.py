@@ -358,10 +358,11 @@ def _result(outcome: Outcome, timeout: float) -> CommandResult:
     elif outcome.exit_code == 137:
         killed_by = "SIGKILL"
     omitted = outcome.stdout.omitted + outcome.stderr.omitted
+    complaints = outcome.stderr.text()
     return CommandResult(
         exit_code=outcome.exit_code,
         stdout=outcome.stdout.text(),
-        stderr=_OUR_SCRIPTS.sub("bash: ", outcome.stderr.text()),
+        stderr=_OUR_SCRIPTS.sub("bash: ", complaints) if complaints else "",
         truncated=omitted > 0,
         timed_out=outcome.timed_out,
         killed_by=killed_by,

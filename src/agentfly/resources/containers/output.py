@@ -9,6 +9,8 @@ from collections.abc import Callable
 class BoundedOutput:
     """Bytes of which the head and the tail are kept, in bounded memory, and the rest is counted."""
 
+    __slots__ = ("_head", "_head_limit", "_sink", "_tail", "_tail_limit", "total")
+
     def __init__(self, limit: int, sink: Callable[[bytes], None] | None = None) -> None:
         """Keep at most `limit` bytes, half of them from each end; or none, if there is a sink that takes all."""
         self._sink = sink
@@ -38,9 +40,8 @@ class BoundedOutput:
     @property
     def omitted(self) -> int:
         """Bytes that were left out."""
-        if self._sink is not None:
-            return 0
-        return max(0, self.total - self._head_limit - self._tail_limit)
+        too_many = self.total - self._head_limit - self._tail_limit
+        return too_many if too_many > 0 and self._sink is None else 0
 
     @property
     def kept(self) -> bytes:
@@ -51,6 +52,8 @@ class BoundedOutput:
 
     def text(self) -> str:
         """The bytes kept as text, with a line in place of what was left out."""
+        if not self.total:
+            return ""
         if not self.omitted:
             return self.kept.decode("utf-8", "replace")
         self._cut()

@@ -98,10 +98,7 @@ def _guarded(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            _live(handle)
-            async with _use(handle):
-                _live(handle)
-                return await method(*args, **kwargs)
+            return await _called(handle, method, args, kwargs)
 
         return call_async
 
@@ -131,6 +128,13 @@ def _guarded(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+async def _called(handle: Handle, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _live(handle)
+    async with _use(handle):
+        _live(handle)
+        return await method(*args, **kwargs)
+
+
 async def _attended(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
     """What a function that is no coroutine function returned to be awaited."""
     try:
@@ -148,18 +152,43 @@ def _use(handle: Any) -> Use:
 
 @functools.cache
 def _handle_type(kind: type[Resource]) -> type[Handle]:
-    """The class of handles of one kind. It passes special methods on too, which Python looks up on classes alone."""
+    """The class of handles of one kind. It passes special methods on too, which Python looks up on classes alone.
+
+    Coroutine methods are made here, once for all handles, because nearly every use is a call of one.
+    """
     special = {
         name: _passed_on(name)
         for name in dir(kind)
         if name[:2] == name[-2:] == "__" and name not in _OWN and isinstance(getattr(kind, name), FunctionType)
     }
     is_a = property(lambda handle: kind)
-    return type(f"HandleOf{kind.__name__}", (Handle,), {"__slots__": (), "__class__": is_a, **special})
+    methods = {
+        name: _CoroutineMethod(name, method)
+        for name in dir(kind)
+        if name not in _THE_ENGINES and name[:2] != "__"
+        if inspect.iscoroutinefunction(method := inspect.getattr_static(kind, name))
+    }
+    return type(f"HandleOf{kind.__name__}", (Handle,), {"__slots__": (), "__class__": is_a, **special, **methods})
 
 
 _THE_ENGINES = frozenset({"freeze", "thaw"})
 _OWN = frozenset({*dir(Handle), "__del__"})
+
+
+class _CoroutineMethod:
+    """What `_guarded` would make of a coroutine method at each use, made once for a class of handles."""
+
+    def __init__(self, name: str, method: Callable[..., Any]) -> None:
+        @functools.wraps(method)
+        async def call_async(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+            return await _called(handle, getattr(_live(handle), name), args, kwargs)
+
+        self._name = name
+        self._call = call_async
+
+    def __get__(self, handle: Handle, _: type[Handle]) -> Any:
+        own = getattr(_live(handle), "__dict__", {}).get(self._name)  # of the instance, in place of its class's
+        return MethodType(self._call, handle) if own is None else Handle.__getattr__(handle, self._name)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:

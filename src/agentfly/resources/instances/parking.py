@@ -37,6 +37,7 @@ class Parking:
         self._is_quiet = is_quiet
         self._report_lost = lost
         self._uses = 0
+        self._used_until = 0.0  # by the event loop's clock
         self._frozen = False
         self._change: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +53,6 @@ class Parking:
     def begin(self) -> None:
         """Somebody is about to use it."""
         self._uses += 1
-        self._drop_timer()
 
     async def running(self) -> None:
         """Return when it runs, and stays so until the use that has begun ends.
@@ -72,12 +72,13 @@ class Parking:
     def end(self) -> None:
         """A use is over."""
         self._uses -= 1
+        self._used_until = asyncio.get_running_loop().time()
         self.rest()
 
     def rest(self) -> None:
         """Perhaps nobody needs it now: freeze it in a moment, unless somebody does by then."""
         if not (self._uses or self._frozen or self._over or self._timer):
-            self._timer = asyncio.get_running_loop().call_later(PARK_AFTER_S, self._park)
+            self._park_in(PARK_AFTER_S)
 
     async def close(self, within_s: float) -> None:
         """It is about to be removed: thaw it, because what is frozen may not die, and let it run from now on.
@@ -98,9 +99,15 @@ class Parking:
             else:
                 self._frozen = False
 
+    def _park_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._park)
+
     def _park(self) -> None:
         self._timer = None
-        if not (self._uses or self._frozen or self._over) and self._is_quiet():
+        left = self._used_until + PARK_AFTER_S - asyncio.get_running_loop().time()
+        if left > 0:  # it has been used since; uses are many, and do not each set a timer
+            self._park_in(left)
+        elif not (self._uses or self._frozen or self._over) and self._is_quiet():
             self._frozen = True
             self._change = self._spawn(self._freeze(), "freeze")
 

@@ -124,7 +124,13 @@ class Bubble:
         assert self.processes is not None
         self.frozen = True
         group = self.cgroup
-        await self.launcher.aside(group.freeze if group is not None and group.freezes else self.processes.stop)
+        stop = group.freeze if group is not None and group.freezes else self.processes.stop
+        freezing = asyncio.ensure_future(self.launcher.aside(stop))
+        try:
+            await asyncio.shield(freezing)
+        except asyncio.CancelledError:
+            await asyncio.wait({freezing})  # the thread goes on: whoever thaws must not come before it
+            raise
 
     async def thaw(self) -> None:
         """Let every process go on."""

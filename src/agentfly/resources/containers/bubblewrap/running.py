@@ -32,12 +32,12 @@ class Running:
         self.lost = ""
         self.exit_code: int | None = None  # None: it has not ended
         self.expired = False  # it has run out of time
-        self.ended = asyncio.Event()
         self.pipes = pipes
         self.stdout, self.stderr = command.outputs()
         self._waiter: asyncio.Future[int | None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left = 0.0  # seconds that it may still take
+        self._end: asyncio.Event | None = None  # for those who wait for the end without being its caller
         pipes.begin(self.stdout, self.stderr)
 
     async def end(self, timeout: float) -> int | None:
@@ -50,7 +50,9 @@ class Running:
         try:
             exit_code = await self._waiter
         finally:
-            self.stop_clock()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         self.expired = exit_code is None
         return exit_code
 
@@ -70,8 +72,15 @@ class Running:
         """It has ended."""
         if self.exit_code is None:
             self.exit_code = exit_code
-            self.ended.set()
+            if self._end is not None:
+                self._end.set()
             self._wake(exit_code)
+
+    async def ended(self) -> None:
+        """Return when it has ended."""
+        if self.exit_code is None:
+            self._end = self._end or asyncio.Event()
+            await self._end.wait()
 
     def outcome(self, exit_code: int | None) -> Outcome:
         """How it ended; an exit code of None means that it ran out of time."""

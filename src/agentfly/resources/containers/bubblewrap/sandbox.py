@@ -91,8 +91,8 @@ class BubblewrapSandbox(Sandbox):
         """See `Sandbox.fork`."""
         life = self._present()
         frozen = life.bubble.frozen
-        await life.freeze()
         try:
+            await life.freeze()
             return await self._launcher.snapshot(life.bubble.scratch, self.spec, life.bubble.image)
         finally:
             if not frozen:

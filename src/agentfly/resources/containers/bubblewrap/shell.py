@@ -175,7 +175,7 @@ class Shell:
             if exit_code is None:
                 await asyncio.shield(self._begin_kill(running))
         except asyncio.CancelledError:
-            if not running.ended.is_set():
+            if running.exit_code is None:
                 self._begin_kill(running)
             raise
         return exit_code
@@ -225,13 +225,13 @@ class Shell:
 
     def _report(self, word: bytes, numbers: list[int]) -> None:
         match word, numbers:
-            case b"b", [name, process]:
-                if running := self._running.get(name):
-                    running.begun, running.process = True, process
             case b"d", [name, exit_code] if exit_code in range(256):
                 if running := self._running.get(name):
                     self._served = self._served or not running.own_process
                     running.finish(exit_code)
+            case b"b", [name, process]:
+                if running := self._running.get(name):
+                    running.begun, running.process = True, process
             case b"h", [inside, asked] if self._session is None:  # nobody waits for another
                 self._session_began(inside, asked)
             case b"f", [inside] if self._starter is None or not self._lives(self._starter):
@@ -256,7 +256,7 @@ class Shell:
         self._served = False
         self._ready.set()
         running, self._in_doubt = self._in_doubt, None
-        if running is None or running.ended.is_set():
+        if running is None or running.exit_code is not None:
             return
         if running.name == asked:
             if self._running.get(asked) is running and not running.expired:
@@ -339,7 +339,7 @@ class Shell:
         """Kill a command that has a process of its own."""
         await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
+            await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
         if not running.begun and self._session is not None and self._starter not in children(self._processes.first):
             self._processes.signal(self._session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)

@@ -176,6 +176,20 @@ async def test_directories_are_copied_both_ways(box: Container, tmp_path: Path) 
     assert (copy / "sub" / "empty").is_dir()
 
 
+async def test_directories_that_nobody_may_write_are_copied_with_all_that_is_in_them(
+    box: Container, tmp_path: Path
+) -> None:
+    place = tmp_path / "in" / "sealed"
+    place.mkdir(parents=True)
+    for name in ("a", "b"):
+        (place / name).write_bytes(os.urandom(5_000_001))
+    place.chmod(0o555)
+    await box.upload(tmp_path / "in", "there")
+    await box.run("chmod 555 there/sealed")
+    assert await box.download("there", tmp_path / "out") == []
+    assert (tmp_path / "out" / "sealed" / "b").read_bytes() == (place / "b").read_bytes()
+
+
 async def test_single_files_are_copied_both_ways(box: Container, tmp_path: Path) -> None:
     source, copy = tmp_path / "large", tmp_path / "new" / "copy"
     source.write_bytes(os.urandom(9_000_001))
@@ -209,6 +223,12 @@ async def test_copies_that_cannot_be_are_refused(box: Container, tmp_path: Path)
     await box.run("mkdir d; head -c 3000000 /dev/zero > d/zeros")
     with pytest.raises(UsageError, match="not there on this host"):
         await box.upload(tmp_path / "none", "x")
+    (tmp_path / "nowhere").symlink_to("none")
+    with pytest.raises(UsageError, match="not there on this host"):
+        await box.upload(tmp_path / "nowhere", "x")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="neither a file nor a directory"):
+        await asyncio.wait_for(box.upload(tmp_path / "pipe", "x"), 10)
     with pytest.raises(UsageError, match="is there already"):
         await box.download("d", tmp_path / "taken")
     with pytest.raises(UsageError, match="is a directory"):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import signal
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,25 @@ async def test_programs_that_the_agent_put_first_are_not_those_that_files_go_thr
     assert await box.read_file("deep/file") == b"content"
 
 
+@pytest.mark.parametrize("names", [("a", "a/b"), ("n" * 300,), ()])
+async def test_an_archive_that_an_agents_own_tar_made_up_is_a_matter_for_the_model(
+    box: Container, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as made:
+        for name in names:
+            made.addfile(tarfile.TarInfo(name))
+    if not names:
+        archive = io.BytesIO(b"1" * 100_000)
+    await box.write_file("/tmp/archive", archive.getvalue())
+    await box.write_file("/tmp/tar", "#!/bin/sh\ncat /tmp/archive")
+    forged = await box.run("mkdir d; chmod +x /tmp/tar; mv -f /tmp/tar /usr/bin")
+    if forged.exit_code:
+        pytest.skip("programs cannot be replaced inside")
+    with pytest.raises(ToolError, match="could not be copied"):
+        await box.download("d", tmp_path / "copy")
+
+
 async def test_output_is_given_as_it_is_even_where_it_names_the_shells_scripts(box: Container) -> None:
     line = "/run/agentfly/1.sh: line 1: no\n"
     assert (await box.run(f"echo '{line[:-1]}'")).stdout == line
@@ -146,3 +168,28 @@ async def test_a_name_that_is_not_utf8_is_written_as_python_writes_it(box: Conta
     assert (await box.run("cat $'b\\xff'")).stdout == "text"
     assert (await box.run(f"cat {path}", cwd="/workspace")).stdout == "text"
     assert await box.read_file(path) == b"text"
+
+
+# --- signals to whoever is near ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["STOP", "KILL"])
+async def test_a_signal_to_the_process_group_reaches_nobody_outside(box: Container, number: str) -> None:
+    await box.run(f"kill -{number} 0", timeout=1)
+    assert (await box.run("echo alive")).stdout == "alive\n"
+    assert box._sandbox.bubble.launched is not None
+    outside = Path(f"/proc/{box._sandbox.bubble.launched.process.pid}/stat").read_text()
+    assert outside.rpartition(")")[2].split()[0] == "S"
+
+
+async def test_what_attends_to_a_box_is_stopped_and_the_box_is_released_all_the_same(box: Container) -> None:
+    assert box._sandbox.bubble.launched is not None
+    os.kill(box._sandbox.bubble.launched.process.pid, signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        await box.release()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), None, "5"])
+async def test_a_time_that_cannot_be_is_a_matter_for_the_model(box: Container, timeout: float) -> None:
+    with pytest.raises(ToolError, match="seconds above 0"):
+        await box.run("true", timeout=timeout)

@@ -22,7 +22,7 @@ from agentfly.resources.containers import images
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.images import prepare, root_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.unpacking import TooLarge, Unpacker
+from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
 from agentfly.resources.engine import ResourceEngine
 
 Entries = dict[str, bytes | tuple[bytes, str]]  # content of a file; or the type of something else, and its target
@@ -270,6 +270,62 @@ def test_a_sparse_giant_is_too_large(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     with tarfile.open(tmp_path / "giant.tar") as archive, pytest.raises(TooLarge):
         Unpacker(tmp_path / "target", max_bytes=10**6).add(archive)
+
+
+def header(name: bytes, kind: bytes, size: int = 0, content: bytes = b"", mtime: int = 0) -> bytes:
+    """A member of a tar as nobody's program writes it."""
+    made = tarfile.TarInfo(name.decode())
+    made.type = kind
+    block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
+    for start, number in ((124, size or len(content)), (136, mtime)):
+        block[start : start + 12] = (b"\x80" if number >= 0 else b"\xff") + (number % 256**11).to_bytes(11, "big")
+    block[148:156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * 32)
+    return bytes(block) + content + b"\0" * (-len(content) % 512)
+
+
+def attribute(name: str, value: str) -> bytes:
+    rest = f" {name}={value}\n"
+    length = next(n for n in range(len(rest), len(rest) + 9) if n == len(rest) + len(str(n)))
+    return header(b"p", tarfile.XHDTYPE, content=f"{length}{rest}".encode())
+
+
+FILE = header(b"f", tarfile.REGTYPE, content=b"x")
+SPARSE = attribute("GNU.sparse.map", "a,b") + attribute("GNU.sparse.size", "z")
+GARBLED = {
+    "a size below zero": header(b"f", tarfile.REGTYPE, -512) + FILE,
+    "a size further below zero": FILE + header(b"f", tarfile.REGTYPE, -1536),
+    "a size below zero in an attribute": FILE + attribute("size", "-1024") + FILE,
+    "a name of a gigabyte": header(b"n", tarfile.GNUTYPE_LONGNAME, 2**30),
+    "a name longer than any": header(b"n", tarfile.GNUTYPE_LONGNAME, content=b"a/" * 100_000) + FILE,
+    "a name longer than any in an attribute": attribute("path", "a/" * 100_000) + FILE,
+    "a name with a NUL": attribute("path", "a\0b") + FILE,
+    "a chain without end": attribute("a", "b") * 3000 + FILE,
+    "a map that is none": SPARSE + FILE,
+}
+
+
+@pytest.mark.parametrize("attributes", [False, True])
+@pytest.mark.parametrize("content", GARBLED.values(), ids=[*GARBLED])
+def test_an_archive_made_to_break_whoever_reads_it_is_refused_as_broken(
+    tmp_path: Path, content: bytes, attributes: bool
+) -> None:
+    file = io.BytesIO(content + b"\0" * 1024)
+    with pytest.raises(tarfile.TarError), open_archive(file, "r:", attributes=attributes) as archive:
+        Unpacker(tmp_path).add(archive)
+
+
+def test_a_time_that_no_file_can_have_is_not_kept(tmp_path: Path) -> None:
+    times = [attribute("mtime", value) + FILE for value in ("inf", "nan", "1e300")]
+    file = io.BytesIO(b"".join(times) + header(b"g", tarfile.REGTYPE, mtime=2**80) + b"\0" * 1024)
+    with open_archive(file, "r:") as archive:
+        Unpacker(tmp_path).add(archive)
+    assert (tmp_path / "f").read_bytes() == b"x"
+
+
+def test_of_a_sandbox_no_attributes_are_read_in_which_a_search_could_take_hours() -> None:
+    file = io.BytesIO(header(b"p", tarfile.XHDTYPE, content=b"1" * 200_000) + FILE + b"\0" * 1024)
+    with pytest.raises(tarfile.TarError, match="header of 200000 bytes"):
+        open_archive(file, "r:", attributes=False).next()
 
 
 # --- the whole of it --------------------------------------------------------------------------------------------------

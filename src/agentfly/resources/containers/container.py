@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from agentfly.errors import ResourceDied, ResourceStartError, UsageError
+from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend, candidates, choose
 from agentfly.resources.containers.command import Command, Outcome, encoded, shell_word
 from agentfly.resources.containers.files import Files
@@ -218,11 +218,16 @@ class Container(Resource):
         Raises:
             ResourceDied: the sandbox ended.
             ResourceError: the host has no room for what is passed in.
-            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character.
-            UsageError: a name in ``env`` is not one of a variable, another user is to run in the session, or the
-                container is frozen.
+            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is no
+                number above 0.
+            UsageError: a name in ``env`` is not one of a variable, ``max_output`` is below 0, another user is to run
+                in the session, or the container is frozen.
             PrerequisiteError: the backend has no other user here.
         """
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise ToolError(f"run(timeout={timeout!r}): give a number of seconds above 0.")
+        if max_output < 0:
+            raise UsageError(f"run(max_output={max_output}): give a number of bytes, or 0 to keep none.")
         variables = dict(env or {})
         for name in variables:
             if not _VARIABLE.fullmatch(name):
@@ -258,8 +263,8 @@ class Container(Resource):
         """Copy a file or a directory of the host into the sandbox, in bounded memory.
 
         Args:
-            host_path: a file, or a directory, whose content is added to what the one inside has. Links are copied as
-                links; devices, pipes and sockets are left out.
+            host_path: a file, or a directory, whose content is added to what the one inside has. Links in it are
+                copied as links; devices, pipes and sockets are left out. Its directories can be written inside.
             inside: what its copy is called. A relative path is below the spec's workdir.
 
         Raises:
@@ -283,7 +288,7 @@ class Container(Resource):
             What was left out of a directory: links that lead out of it, devices, pipes and sockets.
 
         Raises:
-            UsageError: ``host_path`` is taken.
+            UsageError: ``host_path`` is taken, or cannot be.
             ToolError: it is not there inside, cannot be read, or is larger than ``max_bytes``.
             ResourceError: it cannot be written on the host.
             ResourceDied: the sandbox ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -25,6 +26,8 @@ _MAX_ERRORS = 64 * 1024
 _FILE_TIMEOUT_S = 60.0
 _DOWNLOAD_TIMEOUT_S = 600.0
 _OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
+# what a name or a link in an archive can be the cause of; the host is that of other errors
+_MADE_INSIDE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EILSEQ, errno.EINVAL)
 # "command -p" looks in the system's directories only, whatever the agent put into those before them
 _PROGRAM = b"builtin command -p "
 
@@ -57,8 +60,6 @@ class Files:
 
     async def upload(self, source: Path, path: str) -> None:
         """See `Container.upload`."""
-        if not await on_own_thread(os.path.lexists, source):
-            raise UsageError(f"upload(): {source} is not there on this host.")
         content = pieces(source)
         while (piece := await on_own_thread(_next, content)) is not None:
             await self._write(path, self._placing(path, piece), piece.content)
@@ -74,7 +75,7 @@ class Files:
         if await on_own_thread(target.is_dir):
             raise UsageError(f"download(): {target} is a directory, and {path} a file. Give the name of its copy.")
         source = _PROGRAM + b"head -c %d -- %s" % (max_bytes + 1, where)
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.draft")
+        draft = target.with_name(f".{secrets.token_hex(8)}.draft")
         try:
             await on_own_thread(target.parent.mkdir, parents=True, exist_ok=True)
             try:
@@ -103,6 +104,8 @@ class Files:
                     f"{path} could not be copied: what came out of the sandbox is no archive ({error})."
                 ) from error
             except OSError as error:
+                if error.errno in _MADE_INSIDE:
+                    raise ToolError(f"{path} could not be copied: {error}") from error
                 raise _not_copied(path, target, error) from error
 
     async def _pour(self, path: str, source: bytes, file: BinaryIO, max_bytes: int) -> None:
@@ -166,7 +169,7 @@ class _Spool:
 def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
     target.mkdir(parents=True, exist_ok=True)
     unpacker = Unpacker(target, max_bytes=max_bytes, leaving_links=False)
-    with open_archive(file, "r:") as archive:
+    with open_archive(file, "r:", attributes=False) as archive:
         unpacker.add(archive)
     unpacker.finish()
     return unpacker.left_out
@@ -180,6 +183,8 @@ def _next(content: Iterator[Piece]) -> Piece | None:
     """The next piece of what is uploaded; None after the last one."""
     try:
         return next(content, None)
+    except FileNotFoundError as error:
+        raise UsageError(f"upload(): {error.filename} is not there on this host.") from error
     except OSError as error:
         raise UsageError(f"upload(): what is to be copied cannot be read on this host: {error}") from error
 

@@ -31,20 +31,22 @@ class Piece:
 
 
 def pieces(source: Path) -> Iterator[Piece]:
-    """Take a file, a link or a directory apart. Devices, pipes and sockets are left out.
+    """Take a file or a directory apart. Devices, pipes and sockets in it are left out.
 
     Raises:
-        OSError: something of it cannot be read.
+        OSError: something of it cannot be read, or it is neither.
     """
     if source.is_dir():
         yield from _of_directory(source)
-    else:
+    elif stat.S_ISREG(source.stat().st_mode):
         yield from _of_file(source, "")
+    else:
+        raise OSError(f"{source} is neither a file nor a directory")
 
 
 def _of_directory(source: Path) -> Iterator[Piece]:
     tar = _Tar()
-    for directory, folders, files in os.walk(source):
+    for directory, folders, files in os.walk(source, onerror=_fail):
         below = Path(directory).relative_to(source)
         for name in (*sorted(folders), *sorted(files)):
             path, inside = Path(directory) / name, str(below / name)
@@ -68,6 +70,10 @@ def _of_file(path: Path, inside: str) -> Iterator[Piece]:
             first = False
 
 
+def _fail(error: OSError) -> None:
+    raise error
+
+
 class _Tar:
     def __init__(self) -> None:
         self._content = io.BytesIO()
@@ -78,6 +84,8 @@ class _Tar:
         member = self._archive.gettarinfo(path, inside)
         if member is None or member.isdev():  # a socket, a device, a pipe
             return 0
+        if member.isdir():
+            member.mode |= stat.S_IRWXU  # more is to be put into it
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         if member.isreg():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from tarfile import InvalidHeaderError, ReadError, TruncatedHeaderError  # type: ignore[attr-defined]
 from typing import IO, Literal, Self
@@ -15,6 +16,13 @@ from typing import IO, Literal, Self
 _HIDES = ".wh."  # before the name of what a layer hides of those below it
 _HIDES_ALL = ".wh..wh..opq"
 _MOST_LINKS = 40  # followed for one path, as the kernel does
+_LONGEST_NAME = 4096  # bytes, as the kernel's
+_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_ATTRIBUTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_MOST_ATTRIBUTES = 2**20  # bytes of them for one member
+_LATEST = 2**40  # seconds; what is no number is not below it
+# what `tarfile` lets out of archives that were made to break it, beside its own errors
+_BREAKS = (ArithmeticError, LookupError, RecursionError, ValueError)
 
 
 class TooLarge(Exception):
@@ -22,23 +30,56 @@ class TooLarge(Exception):
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive that ends where it says; `tarfile` takes what is broken off in its middle for whole."""
+    """A member of an archive that ends where it says; `tarfile` takes what is broken off in its middle for whole.
+
+    It takes any size too: a negative one, at which it reads the same member for ever; names and attributes of
+    gigabytes, which it reads into memory.
+    """
+
+    most_attributes = _MOST_ATTRIBUTES
 
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        before = tarfile.offset
         try:
-            return super().fromtarfile(tarfile)
+            member = super().fromtarfile(tarfile)
         except (TruncatedHeaderError, InvalidHeaderError) as error:
             raise ReadError(f"it is broken off or garbled at byte {tarfile.offset}: {error}") from None
+        except _BREAKS as error:
+            raise ReadError(f"it is garbled at byte {before}: {error}") from None
+        if member.size < 0 or tarfile.offset <= before or max(len(member.name), len(member.linkname)) > _LONGEST_NAME:
+            raise ReadError(f"what it says at byte {before} of a name or a size cannot be")
+        return member
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        most = {_LONG_NAMES: _LONGEST_NAME + 1, _ATTRIBUTES: cls.most_attributes}
+        limit = next((size for kinds, size in most.items() if header.type in kinds), header.size)
+        if not 0 <= header.size <= limit:
+            raise ReadError(f"it has a header of {header.size} bytes; the most is {limit}")
+        return header
 
 
-def open_archive(file: IO[bytes], mode: Literal["r:", "r|*"]) -> tarfile.TarFile:
+class _PlainMember(_Member):
+    """A member without attributes, in which `tarfile` may look for a number for hours and keep all threads waiting."""
+
+    most_attributes = 0
+
+
+def open_archive(file: IO[bytes], mode: Literal["r:", "r|*"], *, attributes: bool = True) -> tarfile.TarFile:
     """A tar to be unpacked, of which every part is checked.
+
+    Args:
+        file: where it is.
+        mode: how `tarfile` is to read it.
+        attributes: whether it may be in the format with extended attributes. Those cannot be read safely, and GNU tar
+            makes none unless it is asked to.
 
     Raises:
         tarfile.TarError: it is none.
     """
-    return tarfile.open(fileobj=file, mode=mode, tarinfo=_Member)
+    return tarfile.open(fileobj=file, mode=mode, tarinfo=_Member if attributes else _PlainMember)
 
 
 class Unpacker:
@@ -82,7 +123,7 @@ class Unpacker:
             OSError: the disk is full, or a name cannot be.
         """
         fresh: set[str] = set()
-        for member in archive:
+        for member in _members(archive):
             parent, _, name = member.name.rstrip("/").rpartition("/")
             directory = self._directory(parent)
             path = f"{directory}/{name}"
@@ -139,7 +180,8 @@ class Unpacker:
             shutil.copyfileobj(content, file, 2**20)
             file.flush()
             os.fchmod(descriptor, member.mode & 0o777)
-            os.utime(descriptor, (member.mtime, member.mtime))
+            if abs(member.mtime) < _LATEST:
+                os.utime(descriptor, (member.mtime, member.mtime))
 
     def _make_directory(self, path: str, mode: int) -> None:
         if os.path.islink(path) and os.path.isdir(self._directory(path[len(self._root) :])):
@@ -199,3 +241,12 @@ class Unpacker:
                 here = []
             ahead += target.split("/")[::-1]
         return here
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive, of which any number may be looked at: none is kept in memory."""
+    while (member := archive.next()) is not None:
+        if "\0" in member.name or "\0" in member.linkname:
+            raise ReadError(f"the name {member.name!r} holds a NUL")
+        yield member
+        archive.members.clear()  # type: ignore[attr-defined]

@@ -145,6 +145,8 @@ class Bubble:
             self.cgroup.thaw()
         if self.processes is not None:
             self.processes.signal(self.processes.first, signal.SIGKILL)  # the kernel then kills the whole namespace
+            if self.launched is not None and not self.ended.is_set():
+                os.kill(self.launched.process.pid, signal.SIGCONT)  # it must see that, and somebody may have stopped it
         elif self.launched is not None:
             kill_with_children(self.launched.process.pid)
 

@@ -48,6 +48,7 @@ ISOLATION = (
     "--unshare-uts",
     "--unshare-cgroup",
     "--disable-userns",
+    "--new-session",  # a signal to its own process group would reach bubblewrap, which is outside
 )
 
 FILES = {

@@ -127,6 +127,7 @@ def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
     libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # the shell is to its processes what process 1 would be
     if options.block_fd >= 0 and not os.read(options.block_fd, 1):
         return  # nobody wants it any more
+    os.setsid()  # a signal to its own process group would reach what attends to it
     os.chdir(options.chdir)
     os.umask(0o022)
     if options.pids > 0:

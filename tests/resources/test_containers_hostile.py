@@ -34,6 +34,10 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 async def input_on_its_way(box: Container) -> asyncio.Task[object]:
     """A command whose input is just being passed in."""
     call: asyncio.Task[object] = asyncio.create_task(box.run("wc -c", stdin=HUGE))
@@ -178,8 +182,7 @@ async def test_a_signal_to_the_process_group_reaches_nobody_outside(box: Contain
     await box.run(f"kill -{number} 0", timeout=1)
     assert (await box.run("echo alive")).stdout == "alive\n"
     assert box._sandbox.bubble.launched is not None
-    outside = Path(f"/proc/{box._sandbox.bubble.launched.process.pid}/stat").read_text()
-    assert outside.rpartition(")")[2].split()[0] == "S"
+    assert state_of(box._sandbox.bubble.launched.process.pid) == "S"
 
 
 async def test_what_attends_to_a_box_is_stopped_and_the_box_is_released_all_the_same(box: Container) -> None:

@@ -18,6 +18,7 @@ from agentfly.errors import (
 )
 from agentfly.resources.scheduler.budget import Budget
 from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.obstacles import Obstacles
 from agentfly.resources.scheduler.pool import InstanceState, Request
 from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
 from agentfly.resources.scheduler.supply import PATIENCE_S
@@ -430,6 +431,23 @@ def test_a_deadlock_over_seats_of_a_shared_instance_is_broken_too():
     for owner in ("c", "d"):
         desk.ask(box, owner)
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
+
+
+def test_to_see_that_somebody_will_go_on_takes_no_look_at_everybody_who_waits(monkeypatch):
+    desk = Desk()
+    looks, look = [], Obstacles.in_the_way
+    monkeypatch.setattr(Obstacles, "in_the_way", lambda self, waiter: looks.append(waiter) or look(self, waiter))
+    box, judge = ThingSpec(name="box", capacity=50), ThingSpec(name="judge", capacity=50)
+    for n in range(50):
+        desk.has(box, f"a{n}")
+        desk.has(judge, f"b{n}")
+    for n in range(50):
+        desk.ask(judge, f"a{n}")
+    desk.has(ThingSpec(name="lamp"), "c")
+    looks.clear()
+    desk.ask(box, "c")
+    assert not desk.failed
+    assert len(looks) <= 3
 
 
 def test_a_deadlock_over_the_budget_is_broken_too():

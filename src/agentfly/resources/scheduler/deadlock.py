@@ -9,6 +9,7 @@ things at once is stuck as soon as one of these waits is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 from agentfly.errors import DeadlockBroken
 from agentfly.resources.scheduler.pool import Holding, Owner, Waiter
@@ -27,25 +28,47 @@ Knot = dict[Waiter, list[Obstacle]]
 def find_knot(waiter: Waiter, owners: Mapping[str, Owner], in_the_way: InTheWay) -> Knot:
     """Who waits in vain because of whom, if ``waiter`` or a partner of it waits in vain; otherwise nothing.
 
-    It looks no further than a holder who can go on, so that it costs next to nothing where there is no deadlock.
+    It looks no further than it takes to see that the waiter will go on, so that it costs next to nothing where there is
+    no deadlock, however many wait.
     """
-    stuck: Knot = {}
-    unseen = _lacking(waiter)
+    stuck: Knot = {}  # nothing is in the way of those who go on
+    behind: dict[Waiter, list[tuple[Waiter, Waiter]]] = {}  # who goes on once a wait has ended, by what that needs
+    first = _lacking(waiter)
+    unseen = list(first)
     while unseen:
         current = unseen.pop()
-        if current not in stuck:
-            obstacles = list(in_the_way(current))
-            waits = [_waits_before(obstacle, owners) for obstacle in obstacles]
-            stuck[current] = obstacles if all(waits) else []
-            if stuck[current]:
-                unseen += [partner for several in waits for wait in several for partner in _lacking(wait)]
-    while free := [one for one, obstacles in stuck.items() if any(_goes_on(o, owners, stuck) for o in obstacles)]:
-        stuck.update({one: [] for one in free})
+        if current in stuck:
+            continue
+        obstacles = list(in_the_way(current))
+        waits = [_waits_before(obstacle, owners) for obstacle in obstacles]
+        stuck[current] = (
+            obstacles if all(waits) and not any(_ends(wait, stuck) for wait in chain.from_iterable(waits)) else []
+        )
+        if not stuck[current]:
+            _let_go_on(current, stuck, behind)
+            if not any(stuck.get(one, True) for one in first):
+                return {}
+            continue
+        for wait in chain.from_iterable(waits):
+            for partner in _lacking(wait):
+                behind.setdefault(partner, []).append((current, wait))
+                unseen.append(partner)
     return _reachable(waiter, owners, stuck)
 
 
-def _goes_on(obstacle: Obstacle, owners: Mapping[str, Owner], stuck: Knot) -> bool:
-    return any(not any(stuck[one] for one in _lacking(wait)) for wait in _waits_before(obstacle, owners))
+def _ends(wait: Waiter, stuck: Knot) -> bool:
+    """Whether all that a wait needs is known to come."""
+    return not any(stuck.get(one, True) for one in _lacking(wait))
+
+
+def _let_go_on(waiter: Waiter, stuck: Knot, behind: dict[Waiter, list[tuple[Waiter, Waiter]]]) -> None:
+    """Note that those go on too who have a waiter, that goes on, in their way."""
+    going = [waiter]
+    while going:
+        for one, wait in behind.pop(going.pop(), ()):
+            if stuck[one] and _ends(wait, stuck):
+                stuck[one] = []
+                going.append(one)
 
 
 def _reachable(waiter: Waiter, owners: Mapping[str, Owner], stuck: Knot) -> Knot:

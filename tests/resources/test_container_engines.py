@@ -183,6 +183,20 @@ async def test_no_capability_is_left_and_nobody_inside_reaches_the_keeper(engine
 # --- resets -----------------------------------------------------------------------------------------------------------
 
 
+async def test_commands_of_another_user_at_the_same_time_share_what_runs_them(
+    engine_ground: Ground, start: Start
+) -> None:
+    begun_from_outside = r"grep -lP '^PPid:\t0$' /proc/[0-9]*/status | xargs dirname"
+    keepers = f"for it in $({begun_from_outside}); do grep -ac keeper $it/cmdline; done | grep -c 1"
+    counts = []
+    for at_once in (1, 3):
+        box = await start(engine_ground)
+        asked = (box.run("id -u", user="root", new_process=True) for _ in range(at_once))
+        assert [result.stdout for result in await asyncio.gather(*asked)] == ["0\n"] * at_once
+        counts.append((await box.run(keepers, user="root", new_process=True)).stdout)
+    assert counts[0] == counts[1]
+
+
 async def test_an_agents_box_is_reset_in_its_container_and_roots_in_a_new_one(
     engine_ground: Ground, start: Start
 ) -> None:

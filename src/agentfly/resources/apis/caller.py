@@ -56,7 +56,7 @@ class Retries:
 
 
 class Caller:
-    """See the module.
+    """Makes calls under the limits of one endpoint, and again as long as that may help.
 
     Args:
         gate: lets calls through.

@@ -63,7 +63,7 @@ class Passage:
 
 
 class Gate:
-    """See the module. It belongs to the event loop that it is used in.
+    """Lets calls through one at a time, in order. It belongs to the event loop that it is used in.
 
     Args:
         account: the traffic of the endpoint.

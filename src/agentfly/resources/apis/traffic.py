@@ -51,7 +51,7 @@ class Wait:
 
 @dataclass
 class Traffic:
-    """See the module.
+    """The calls of one endpoint: those under way, and of those that ended what still counts.
 
     Attributes:
         open: the calls under way, by id.

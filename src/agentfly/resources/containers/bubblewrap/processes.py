@@ -41,7 +41,7 @@ class ProcessNamespace:
         except OSError:
             return False
         try:
-            if Path(f"/proc/{pid}/ns/pid").stat().st_ino != self.inode:
+            if not self._has(pid):
                 return False
             signal.pidfd_send_signal(descriptor, number)
         except OSError:
@@ -62,14 +62,7 @@ class ProcessNamespace:
         """Stop all processes; none gets away by forking. One that is stopped can be let go on by another of its user's
         that was not, so this holds only what does not mind.
         """
-        stopped: set[int] = set()
-        for _ in range(_ROUNDS):
-            fresh = self.everybody() - stopped
-            if not fresh:
-                break
-            for pid in fresh:
-                self.signal(pid, signal.SIGSTOP)
-            stopped |= fresh
+        self._stop_all({self.first})
 
     def go_on(self) -> None:
         """Let all processes go on, those too that somebody else has stopped."""
@@ -78,19 +71,28 @@ class ProcessNamespace:
 
     def kill_trees(self, roots: set[int]) -> None:
         """Kill processes and all that descend from them. None gets away by forking: all are stopped before any dies."""
+        for pid in self._stop_all(roots):
+            self.signal(pid, signal.SIGKILL)
+
+    def _stop_all(self, roots: set[int]) -> set[int]:
+        """Stop processes and all that descend from them, those too that are being forked meanwhile; who they are."""
         stopped: set[int] = set()
         for _ in range(_ROUNDS):
-            found = set(roots)
-            for root in roots:
-                found |= descendants(root)
-            fresh = found - stopped
+            fresh = roots.union(*map(descendants, roots)) - stopped
             if not fresh:
                 break
             for pid in fresh:
                 self.signal(pid, signal.SIGSTOP)
             stopped |= fresh
-        for pid in stopped:
-            self.signal(pid, signal.SIGKILL)
+        return stopped
+
+    def _has(self, pid: int) -> bool:
+        """Whether a process is of this namespace.
+
+        Raises:
+            OSError: it is gone.
+        """
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino == self.inode
 
 
 def kill_with_children(pid: int) -> None:

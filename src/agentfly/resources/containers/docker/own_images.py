@@ -43,7 +43,7 @@ class OwnImages:
             ResourceError: the engine has no room for it, or the container is gone.
         """
         if not self._made:
-            atexit.register(self._remove_all)
+            atexit.register(self._remove_all, os.getpid())
         tag = f"{os.getpid()}-{os.urandom(4).hex()}-{next(self._numbers)}"
         name = f"{REPOSITORY}:{tag}"
         self._made[name] = address
@@ -69,7 +69,9 @@ class OwnImages:
             else:
                 self._made.pop(name, None)
 
-    def _remove_all(self) -> None:
+    def _remove_all(self, pid: int) -> None:
+        if pid != os.getpid():  # a fork that comes to its end, whose parent needs them still
+            return
         for address in set(self._made.values()):
             names = [name for name, where in self._made.items() if where == address]
             try:

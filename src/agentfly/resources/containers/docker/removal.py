@@ -40,8 +40,12 @@ async def remove_container(client: Docker, name: str) -> None:
 
 
 async def _gone(client: Docker, name: str) -> None:
-    """Wait until a container whose removal was accepted is not there any more."""
-    async with asyncio.timeout(_GONE_PATIENCE_S):
+    """Wait until a container whose removal was accepted is not there any more.
+
+    Raises:
+        ResourceError: it stays.
+    """
+    async with calling(f"The removal of the container {name}", _GONE_PATIENCE_S):
         while True:
             try:
                 async with calling(f"Asking for the container {name}"):

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Forked = Callable[[ImageFacts], SnapshotImage]
 """Makes an image that a fork has made known."""
 _RESET_PATIENCE_S = 10.0
+_SHELL_PATIENCE_S = 10.0
 _FILES_OF_OTHERS = 1000
 
 
@@ -68,6 +69,7 @@ class EngineSandbox(Sandbox):
         self._made: set[str] = set()  # names of containers that may be there
         self._work: set[asyncio.Task[None]] = set()  # what must not be cut short, or goes on in the background
         self._shells: dict[str, StreamShell] = {}  # by user
+        self._beginning = asyncio.Lock()  # of a shell for another user than the spec's
         self._forwarders: dict[int, Forwarder] = {}
         self._scripts = Scripts("")
         self._paused = False
@@ -199,17 +201,26 @@ class EngineSandbox(Sandbox):
 
     async def _shell_of(self, user: str) -> StreamShell:
         """The shell of a user; one for another user than the spec's is started when it is needed."""
-        shell = self._shells.get(user)
-        if shell is not None and not (shell.dead and user != self.spec.user):
-            return shell
         if user == self.spec.user:
-            raise ResourceDied(f"The sandbox {self.instance} is not running.")
+            if user not in self._shells:
+                raise ResourceDied(f"The sandbox {self.instance} is not running.")
+            return self._shells[user]
+        async with self._beginning:
+            shell = self._shells.get(user)
+            if shell is None or shell.dead:
+                if shell is not None:
+                    await shell.close()
+                shell = self._shells[user] = await self._begin_shell(user)
+            return shell
+
+    async def _begin_shell(self, user: str) -> StreamShell:
+        """A shell beside that of the spec's user."""
         scripts = Scripts(secrets.token_hex(12))
 
         async def open_stream(words: Sequence[str]) -> EngineStream:
             return await self._open(words, user)
 
-        shell = self._shells[user] = StreamShell(
+        shell = StreamShell(
             await open_stream(KEEPER),
             scripts,
             open_stream,
@@ -218,7 +229,17 @@ class EngineSandbox(Sandbox):
             first=False,
             files_from=_FILES_OF_OTHERS,
         )
-        await asyncio.wait_for(shell.begin(scripts.keeper()), _RESET_PATIENCE_S)
+        try:
+            async with asyncio.timeout(_SHELL_PATIENCE_S):
+                await shell.begin(scripts.keeper())
+        except TimeoutError:
+            await shell.close()
+            raise ResourceError(
+                f"A shell for {user!r} in the container {self._name} did not begin within {_SHELL_PATIENCE_S:g} s."
+            ) from None
+        except BaseException:
+            await shell.close()
+            raise
         return shell
 
     async def _open_as_agent(self, words: Sequence[str]) -> EngineStream:

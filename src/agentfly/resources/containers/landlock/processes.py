@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
 from agentfly.resources.processes import descendants
 
@@ -12,18 +9,5 @@ from agentfly.resources.processes import descendants
 class ProcessTree(ProcessNamespace):
     """The first process of a sandbox, which adopts what its descendants leave behind, and all below it."""
 
-    def signal(self, pid: int, number: signal.Signals) -> bool:
-        """See `ProcessNamespace.signal`."""
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            return False
-        try:
-            if pid != self.first and pid not in descendants(self.first):
-                return False
-            signal.pidfd_send_signal(descriptor, number)
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
+    def _has(self, pid: int) -> bool:
+        return pid == self.first or pid in descendants(self.first)

@@ -17,7 +17,6 @@ from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.spec import ContainerSpec
 
-_LINE = b"true; echo $?\n"
 _SHELL = ("/bin/bash", "--norc", "--noprofile")
 
 
@@ -34,25 +33,26 @@ class BareShell:
         self._bash.kill()
         self._bash.communicate()
 
-    def blocking(self) -> float:
+    def blocking(self, command: str) -> float:
         """Milliseconds of one line written and its reply read by a program that does nothing else meanwhile."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
+        line = f"{command}; echo $?\n".encode()
         before = time.perf_counter()
-        self._bash.stdin.write(_LINE)
+        self._bash.stdin.write(line)
         self._bash.stdout.read(16)
         return (time.perf_counter() - before) * 1e3
 
-    async def in_the_loop(self) -> float:
+    async def in_the_loop(self, command: str) -> float:
         """The same in a program that goes on meanwhile: the reply is waited for by its event loop."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
-        loop = asyncio.get_running_loop()
+        loop, line = asyncio.get_running_loop(), f"{command}; echo $?\n".encode()
         loop.add_reader(self._bash.stdout.fileno(), self._read)  # once for many commands in a real one: not timed
         try:
             before = time.perf_counter()
             self._answer = loop.create_future()
-            self._bash.stdin.write(_LINE)
+            self._bash.stdin.write(line)
             await self._answer
             return (time.perf_counter() - before) * 1e3
         finally:

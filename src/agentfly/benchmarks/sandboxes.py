@@ -29,6 +29,8 @@ BareStart = Callable[[ContainerSpec, int], tuple[float, float]]
 
 Timed = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[None]]
 
+_USED_S = 0.1  # seconds of a container's use between two resets, in which backends may get ready for the next
+
 # Adds up what the processes of a container take of memory, pages that several share counted in parts. It runs in the
 # session, so that nothing is counted that is only there to count.
 _MEMORY = """
@@ -69,11 +71,13 @@ def measure_backend(
 
     Returns:
         Medians in milliseconds, and ratios of them to the bare ones. ``cold_start`` is from the launch to the first
-        reply of the shell, ``warm_acquire`` what the engine takes to hand over one that stands ready. ``session_run``
-        is the command ``true``, a call of ``Container.run`` from begin to end. There are two bare ones: a line
-        ``true; echo $?`` to a bash on a pipe and its reply, read by a program that does nothing else meanwhile
-        (``bare_session_run``), and by an event loop (``looped_session_run``). ``process_run`` is the same command in a
-        process of its own, beside a bash that is started for it without a sandbox.
+        reply of the shell, ``reset`` of a container that has been used for a moment since the one before,
+        ``warm_acquire`` what the engine takes to hand over one that stands ready. ``session_run`` is the command
+        ``true``, which bash has built in, a call of ``Container.run`` from begin to end; ``session_program`` is
+        ``/bin/true``, a program, as most commands are. There are two bare ones of each: a line ``true; echo $?`` to a
+        bash on a pipe and its reply, read by a program that does nothing else meanwhile (``bare_session_run``), and by
+        an event loop (``looped_session_run``). ``process_run`` is ``true`` in a process of its own, beside a bash that
+        is started for it without a sandbox.
 
     Raises:
         PrerequisiteError: such containers cannot be started on this machine.
@@ -109,6 +113,7 @@ async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: in
         if bare_start is not None:
             for name, took in zip(("bare_cold_start", "bare_release"), bare_start(spec, number), strict=True):
                 times.setdefault(name, []).append(took)
+    await _reset_often(Container(spec, f"bench-{os.getpid()}-reset"), rounds, timed)
     await _acquire_warm(spec, rounds, timed)
     box, shell = Container(spec, f"bench-{os.getpid()}-session"), BareShell()
     try:
@@ -124,6 +129,8 @@ async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: in
         ("release", "bare_release"),
         ("session_run", "bare_session_run"),
         ("session_run", "looped_session_run"),
+        ("session_program", "bare_session_program"),
+        ("session_program", "looped_session_program"),
         ("process_run", "bare_process_run"),
     ):
         if bare in times:
@@ -134,10 +141,19 @@ async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: in
 async def _live_once(box: Container, timed: Timed) -> None:
     try:
         await timed("cold_start", box.start)
-        await timed("reset", box.reset)
         await timed("release", box.release)
     finally:
         await box.release()  # a second time where all went well, which is nothing
+
+
+async def _reset_often(box: Container, rounds: int, timed: Timed) -> None:
+    try:
+        await box.start()
+        for _ in range(rounds):
+            await timed("reset", box.reset)
+            await asyncio.sleep(_USED_S)
+    finally:
+        await box.release()
 
 
 async def _acquire_warm(spec: ContainerSpec, rounds: int, timed: Timed) -> None:
@@ -165,10 +181,11 @@ async def _run_commands(
     box: Container, shell: BareShell, commands: int, timed: Timed, times: dict[str, list[float]]
 ) -> None:
     """What is compared takes turns, so that whatever else the machine does at the time is shared."""
-    for _ in range(commands):
-        times.setdefault("bare_session_run", []).append(shell.blocking())
-        times.setdefault("looped_session_run", []).append(await shell.in_the_loop())
-        await timed("session_run", lambda: box.run("true"))
+    for name, command in (("session_run", "true"), ("session_program", "/bin/true")):
+        for _ in range(commands):
+            times.setdefault(f"bare_{name}", []).append(shell.blocking(command))
+            times.setdefault(f"looped_{name}", []).append(await shell.in_the_loop(command))
+            await timed(name, partial(box.run, command))
     for _ in range(max(1, commands // 4)):
         times.setdefault("bare_process_run", []).append(bare_process())
         await timed("process_run", lambda: box.run("true", new_process=True))

@@ -55,7 +55,8 @@ class Files:
     async def write(self, path: str, content: bytes) -> None:
         """See `Container.write_file`."""
         where, parent = self._quoted(path), self._quoted(posixpath.dirname(path))
-        source = _PROGRAM + b"mkdir -p -- %s && " % parent + _PROGRAM + b"cat > %s" % where
+        source = b"{ [[ -d %s ]] || %s; } && " % (parent, _PROGRAM + b"mkdir -p -- %s" % parent)
+        source += _PROGRAM + b"cat > %s" % where
         await self._write(path, source, content)
 
     async def upload(self, source: Path, path: str) -> None:

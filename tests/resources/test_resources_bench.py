@@ -6,15 +6,16 @@ import io
 import itertools
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentfly.benchmarks import occupancy, resources, sandboxes
+from agentfly.benchmarks import engines, occupancy, resources, sandboxes
 from agentfly.benchmarks.occupancy import PooledWork, best_seconds, measure_occupancy
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.bubblewrap.tiers import probe
 
@@ -26,14 +27,39 @@ def test_the_bench_measures_the_engine_and_says_why_a_backend_is_missing(monkeyp
     def missing():
         raise PrerequisiteError("no user namespaces")
 
-    monkeypatch.setattr(sandboxes, "BACKENDS", {"bubblewrap": missing})
+    monkeypatch.setattr(sandboxes, "measure_bubblewrap", missing)
     monkeypatch.setattr(occupancy, "measure_occupancy", lambda: measure_occupancy(SMALL, [2]))
-    result = json.loads(json.dumps(resources.run_resources_bench()))
+    parts = ["engine", "occupancy", "bubblewrap", "docker"]
+    result = json.loads(json.dumps(resources.run_resources_bench(parts)))
+    assert list(result) == parts
     assert set(result["engine"]["per_operation_us"]) == {"1", "10", "100", "1000", "10000"}
     assert all(us > 0 for us in result["engine"]["per_operation_us"].values())
     text = rendered(result)
     assert f"{result['engine']['warm_us']:.1f} µs" in text
     assert "no user namespaces" in text
+    assert "Add --image" in text
+
+
+def test_a_part_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"'dokcer'.*docker, podman"):
+        resources.run_resources_bench(["dokcer"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_an_engine_of_its_own_is_measured_beside_its_program(name, monkeypatch):
+    archive = Path(__file__).parents[2] / ".test-images" / "rootfs.tar"
+    if not archive.exists():
+        pytest.skip("There is no image. Make one: python scripts/make_test_image.py")
+    monkeypatch.delenv(engines.ENGINES[name], raising=False)
+    try:
+        measured = engines.measure_engine_backend(name, str(archive), rounds=1, commands=2, count=2)
+    except PrerequisiteError as error:
+        pytest.skip(str(error))
+    assert {"cold_start_over_bare_cold_start", "session_run_over_bare_session_run"} <= measured.keys()
+    assert "churn" not in measured  # the image has no repositories
+    assert engines.ENGINES[name] not in os.environ
 
 
 @pytest.mark.slow
@@ -51,7 +77,7 @@ def test_a_backend_is_measured_against_the_bare_program_and_nothing_is_left():
     pools = {"8": {"best_s": 1.0, "measured_s": 1.1, "semaphore_s": 1.0, "occupancy": 0.909}}
     engine = {"warm_us": 1.0, "cycle_us": 1.0, "per_operation_us": {}, "growth": 1.0}
     occupied = {"target": 0.95, "rollouts": 256, "pools": pools}
-    text = rendered({"engine": engine, "occupancy": occupied, "containers": {"bubblewrap": measured}})
+    text = rendered({"engine": engine, "occupancy": occupied, "bubblewrap": measured})
     assert "90.9%" in text
     assert f"{measured['session_run_ms']:.3f} ms" in text
 

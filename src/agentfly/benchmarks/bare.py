@@ -8,7 +8,9 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
@@ -21,12 +23,22 @@ _SHELL = ("/bin/bash", "--norc", "--noprofile")
 
 
 class BareShell:
-    """A bash on two pipes: no sandbox, no limit, no time-out, no output of its own, and nothing that could go wrong."""
+    """A bash on two pipes: no limit, no time-out, no output of its own, and nothing that could go wrong.
 
-    def __init__(self) -> None:
+    Args:
+        command: starts it, for instance inside a container; by default on the host.
+    """
+
+    def __init__(self, command: Sequence[str] = _SHELL) -> None:
         """Start it."""
-        self._bash = subprocess.Popen(_SHELL, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._bash = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._answer: asyncio.Future[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End it."""

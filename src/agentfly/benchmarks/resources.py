@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from agentfly import interruption
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.resources.engine import ResourceEngine
 from agentfly.testing.fake_resource import FakeSpec
 
@@ -85,25 +86,43 @@ async def _contend(engine: ResourceEngine, owners: int) -> float:
     return median(times)
 
 
-def run_resources_bench() -> dict[str, Any]:
-    """Measure the engine, how well pools are used, and every backend of containers that this machine can run.
+PARTS = ("engine", "occupancy", "environments", "bubblewrap", "docker", "podman")
+"""What can be measured, in order."""
+
+
+def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None) -> dict[str, Any]:
+    """Measure the engine, how well pools are used, environments, and containers of each backend.
+
+    Args:
+        parts: what of `PARTS` to measure.
+        image: for docker and podman, see `agentfly.benchmarks.engines.measure_engine_backend`.
 
     Returns:
-        ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.occupancy.measure_occupancy`.
-        ``containers``: by backend, what `agentfly.benchmarks.sandboxes.BACKENDS` gives, or ``{"missing": why}``.
-    """
-    from agentfly.benchmarks import occupancy, sandboxes
+        By part. ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.occupancy`.
+        ``environments``: see `agentfly.benchmarks.environments`. The backends: see `agentfly.benchmarks.sandboxes` and
+        `agentfly.benchmarks.engines`. What cannot be measured here is ``{"missing": why}``.
 
-    result: dict[str, Any] = {
-        "engine": interruption.run(measure_engine()),
-        "occupancy": occupancy.measure_occupancy(),
-        "containers": {},
+    Raises:
+        ConfigError: there is no such part.
+    """
+    from agentfly.benchmarks import engines, environments, occupancy, sandboxes
+
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ConfigError(f"There is nothing called {unknown[0]!r} to measure. There is: {', '.join(PARTS)}.")
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "engine": lambda: interruption.run(measure_engine()),
+        "occupancy": occupancy.measure_occupancy,
+        "environments": environments.measure_environments,
+        "bubblewrap": sandboxes.measure_bubblewrap,
+        **engines.measures_of(image),
     }
-    for name, measure in sandboxes.BACKENDS.items():
-        try:
-            result["containers"][name] = measure()
-        except PrerequisiteError as error:
-            result["containers"][name] = {"missing": str(error)}
+    result: dict[str, Any] = {}
+    for part in PARTS:
+        if part in parts:
+            try:
+                result[part] = measures[part]()
+            except PrerequisiteError as error:
+                result[part] = {"missing": str(error)}
     return result
 
 
@@ -111,13 +130,17 @@ def render(result: dict[str, Any]) -> RenderableType:
     """The measurements as tables for people."""
     from rich.console import Group
 
-    tables = [_table("Resource engine", _engine_rows(result["engine"])), _occupancy_table(result["occupancy"])]
-    for name, measured in result["containers"].items():
-        if "missing" in measured:
-            tables.append(f"Containers of {name} were not measured: {measured['missing']}")
-        else:
-            tables.append(_table(f"Containers of {name}", _container_rows(measured)))
-    return Group(*tables)
+    return Group(*(_render_part(part, measured) for part, measured in result.items()))
+
+
+def _render_part(part: str, measured: dict[str, Any]) -> RenderableType:
+    title = {"engine": "Resource engine", "environments": "Environments in processes"}
+    if "missing" in measured:
+        return f"{part} was not measured: {measured['missing']}\n"
+    if part == "occupancy":
+        return _occupancy_table(measured)
+    rows = _engine_rows(measured) if part == "engine" else _container_rows(measured)
+    return _table(title.get(part, f"Containers of {part}"), rows)
 
 
 def _engine_rows(engine: dict[str, Any]) -> list[tuple[str, str]]:
@@ -149,7 +172,14 @@ def _container_rows(measured: dict[str, Any]) -> list[tuple[str, str]]:
     """One row a figure: milliseconds, ratios to the bare program, and what many at once take."""
     rows = []
     for name, value in measured.items():
-        if name == "many":
+        if name.startswith("churn"):
+            what = "with their tests" if value["tests"] else "without tests"
+            rows += [
+                (f"episodes {what}, {way.replace('_', ' ')}", f"{value[f'{way}_episodes_per_minute']:.1f} a minute")
+                for way in ("warm", "cold")
+            ]
+            rows.append((f"episodes {what}, warm over cold", f"{value['ratio']:.2f} times"))
+        elif name == "many":
             rows += [(f"{value['count']} alive at once: {part.replace('_', ' ')}", str(value[part])) for part in value]
         elif name.endswith("_ms"):
             rows.append((name.removesuffix("_ms").replace("_", " "), f"{value:.3f} ms"))

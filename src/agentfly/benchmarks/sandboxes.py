@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ from agentfly.resources.engine import ResourceEngine
 
 BareStart = Callable[[ContainerSpec, int], tuple[float, float]]
 """Starts and ends the bare program of a backend; gives the milliseconds of both. The number is of the round."""
+
+BareSession = Callable[[], AbstractContextManager[BareShell]]
+"""A bash of the backend's bare program, on pipes, for a block."""
 
 Timed = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[None]]
 
@@ -59,13 +63,19 @@ def measure_bubblewrap(rounds: int = 30, commands: int = 200, count: int = 64) -
 
 
 def measure_backend(
-    spec: ContainerSpec, *, bare_start: BareStart | None = None, rounds: int = 30, commands: int = 200
+    spec: ContainerSpec,
+    *,
+    bare_start: BareStart | None = None,
+    bare_shell: BareSession = BareShell,
+    rounds: int = 30,
+    commands: int = 200,
 ) -> dict[str, Any]:
     """Start, use, reset and release containers, each beside the bare program doing the same, in turns.
 
     Args:
         spec: what to start; its ``backend`` says on what.
         bare_start: the bare program of that backend.
+        bare_shell: a bash on a pipe that its sessions are compared with; by default one on the host.
         rounds: how many containers.
         commands: how many commands in a session.
 
@@ -82,7 +92,7 @@ def measure_backend(
     Raises:
         PrerequisiteError: such containers cannot be started on this machine.
     """
-    return interruption.run(_measure(spec, bare_start, rounds, commands))
+    return interruption.run(_measure(spec, bare_start, bare_shell, rounds, commands))
 
 
 def measure_many(spec: ContainerSpec, count: int = 64) -> dict[str, Any]:
@@ -100,7 +110,9 @@ def measure_many(spec: ContainerSpec, count: int = 64) -> dict[str, Any]:
     return interruption.run(_measure_many(spec, count))
 
 
-async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: int, commands: int) -> dict[str, Any]:
+async def _measure(
+    spec: ContainerSpec, bare_start: BareStart | None, bare_shell: BareSession, rounds: int, commands: int
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
 
     async def timed(name: str, call: Callable[[], Awaitable[Any]]) -> None:
@@ -115,12 +127,12 @@ async def _measure(spec: ContainerSpec, bare_start: BareStart | None, rounds: in
                 times.setdefault(name, []).append(took)
     await _reset_often(Container(spec, f"bench-{os.getpid()}-reset"), rounds, timed)
     await _acquire_warm(spec, rounds, timed)
-    box, shell = Container(spec, f"bench-{os.getpid()}-session"), BareShell()
+    box = Container(spec, f"bench-{os.getpid()}-session")
     try:
         await box.start()
-        await _run_commands(box, shell, commands, timed, times)
+        with bare_shell() as shell:
+            await _run_commands(box, shell, commands, timed, times)
     finally:
-        shell.close()
         await box.release()
     result: dict[str, Any] = {"rounds": rounds}
     result |= {f"{name}_ms": round(median(values), 4) for name, values in times.items()}
@@ -225,7 +237,3 @@ def _available_memory() -> int:
     """Bytes that programs could still take on this machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
-BACKENDS: dict[str, Callable[[], dict[str, Any]]] = {"bubblewrap": measure_bubblewrap}
-"""What measures each backend. It raises `PrerequisiteError` where the backend does not work."""

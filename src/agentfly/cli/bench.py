@@ -25,11 +25,28 @@ def rollouts(as_json: AsJson = False) -> None:
 
 
 @app.command("resources")
-def resources(as_json: AsJson = False) -> None:
-    """Cost of the engine, use of pools against the optimum, and containers against the bare program of each backend."""
-    from agentfly.benchmarks.resources import render, run_resources_bench
+def resources(
+    only: Annotated[
+        str | None,
+        typer.Option(help="Measure these parts only, separated by commas.", metavar="PART,…", show_default="all"),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(
+            help="For docker and podman: an image that they have, or the path of a root file system, with which "
+            "engines of their own are run for the measurement (as root)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cost of the engine, use of pools against the optimum, and containers against the bare program of each backend.
 
-    _show(run_resources_bench(), render, as_json)
+    The parts are engine, occupancy, environments, bubblewrap, docker and podman.
+    """
+    from agentfly.benchmarks.resources import PARTS, render, run_resources_bench
+
+    parts = PARTS if only is None else [part.strip() for part in only.split(",")]
+    _show(run_resources_bench(parts, image), render, as_json)
 
 
 def _show(result: dict[str, Any], render: Callable[[dict[str, Any]], RenderableType], as_json: bool) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import io
 import os
 import signal
+import socket
 import tarfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceDied, ToolError
+from agentfly.errors import ResourceDied, ResourceError, ToolError
 from agentfly.resources.containers.bubblewrap.exchange import MAX_LEFT_BEHIND
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
@@ -22,6 +27,8 @@ from agentfly.resources.containers.spec import ContainerSpec
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
 SPEC = ContainerSpec(memory="256MiB", pids=128)
+Name = Callable[[], str]
+ProcessesWith = Callable[[str], list[int]]
 HUGE = b"x" * 80_000_000
 
 
@@ -196,3 +203,67 @@ async def test_what_attends_to_a_box_is_stopped_and_the_box_is_released_all_the_
 async def test_a_time_that_cannot_be_is_a_matter_for_the_model(box: Container, timeout: float) -> None:
     with pytest.raises(ToolError, match="seconds above 0"):
         await box.run("true", timeout=timeout)
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+async def test_who_is_connected_to_a_port_is_told_when_the_box_goes(name: Name) -> None:
+    box = Container(replace(SPEC, ports=(8000,)), name())
+    await box.start()
+    try:
+        where = await box.port(8000)
+        listen = (
+            "import socket; s = socket.create_server(('127.0.0.1', 8000)); c, _ = s.accept(); c.recv(9); c.send(b'y')"
+        )
+        await box.run(f'python3 -c "{listen}; c.recv(1)" > /dev/null 2>&1 &')
+        async with asyncio.timeout(20):
+            said = b""
+            while not said:
+                reader, writer = await asyncio.open_connection(*where)
+                writer.write(b"x")
+                said = await reader.read(1)
+    finally:
+        await box.release()
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3, 10])
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_release_while_a_port_is_opened_leaves_nothing_that_listens(
+    name: Name, processes_with: ProcessesWith, turns: int, cancelled: bool
+) -> None:
+    box = Container(replace(SPEC, ports=(8000,)), name())
+    await box.start()
+    before = open_files(), processes_with("sockets_inside.py")
+    opening = asyncio.create_task(box.port(8000))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if cancelled:
+        opening.cancel()
+    await box.release()
+    with contextlib.suppress(ResourceDied, asyncio.CancelledError):
+        await opening
+    assert processes_with("sockets_inside.py") == before[1]
+    assert open_files() <= before[0]
+
+
+async def test_a_port_for_which_there_are_no_files_left_is_refused_as_infrastructure(
+    name: Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Container(replace(SPEC, ports=(8000,)), name())
+    await box.start()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socketpair", _no_files)
+            with pytest.raises(ResourceError, match="Too many open files"):
+                await box.port(8000)
+        assert await box.port(8000)
+    finally:
+        await box.release()
+
+
+def _no_files() -> None:
+    raise OSError(errno.EMFILE, "Too many open files")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentfly.errors import ResourceDied
+from agentfly.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 
 _HOST = "127.0.0.1"
@@ -29,39 +29,48 @@ class Ports:
     def __init__(self, bubble: Bubble) -> None:
         """Attach to a sandbox that has been started; nothing is opened yet."""
         self._bubble = bubble
-        self._servers: dict[int, asyncio.Server] = {}
+        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # which no caller's cancellation cuts short
         self._connections: set[asyncio.Task[None]] = set()
         self._maker: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._turn = asyncio.Lock()
+        self._closed = False
 
     async def open(self, inside: int) -> tuple[str, int]:
         """Host and port that lead to a port inside; the same for every call.
 
         Raises:
             ResourceDied: the sandbox is gone.
+            ResourceError: this process has too many files open.
         """
         if self._bubble.spec.network:
             return _HOST, inside
-        async with self._turn:
-            if inside not in self._servers:
-                if self._channel is None:
-                    await self._bubble.launcher.aside(self._join)
-
-                def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                    task = asyncio.create_task(self._pass_on(inside, reader, writer))
-                    self._connections.add(task)
-                    task.add_done_callback(self._connections.discard)
-
-                self._servers[inside] = await asyncio.start_server(connected, _HOST, 0)
-        host, port = self._servers[inside].sockets[0].getsockname()
+        if self._closed:
+            raise ResourceDied(f"The sandbox {self._bubble.name} is gone, and its ports with it.")
+        if inside not in self._listening:
+            self._listening[inside] = asyncio.create_task(self._listen(inside))
+        listening = self._listening[inside]
+        try:
+            server = await asyncio.shield(listening)
+        except (OSError, ResourceDied) as error:
+            if self._listening.get(inside) is listening:
+                del self._listening[inside]
+            if isinstance(error, ResourceDied):
+                raise
+            raise ResourceError(f"The port {inside} of {self._bubble.name} could not be opened: {error}") from error
+        if self._closed:
+            raise ResourceDied(f"The sandbox {self._bubble.name} was released while its port {inside} was opened.")
+        host, port = server.sockets[0].getsockname()
         return str(host), int(port)
 
     async def close(self) -> None:
         """Close every port and connection."""
-        for server in self._servers.values():
-            server.close()
-        self._servers.clear()
+        self._closed = True
+        if self._listening:
+            await asyncio.wait(self._listening.values())
+        for listening in self._listening.values():
+            if not listening.cancelled() and listening.exception() is None:
+                listening.result().close()
         for task in self._connections:
             task.cancel()
         if self._connections:
@@ -70,6 +79,17 @@ class Ports:
             self._channel.close()  # at which the maker ends
             self._channel = None
             await self._bubble.launcher.aside(_ended, self._maker)
+
+    async def _listen(self, inside: int) -> asyncio.Server:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._pass_on(inside, reader, writer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+        async with self._turn:
+            if self._channel is None:
+                await self._bubble.launcher.aside(self._join)
+        return await asyncio.start_server(connected, _HOST, 0)
 
     def _join(self) -> None:
         """Start the maker of sockets. Its user is the one that owns the sandbox's namespaces."""
@@ -111,7 +131,7 @@ class Ports:
         return socket.socket(fileno=descriptors[0])
 
     async def _pass_on(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.closing(writer):
             async with self._turn:
                 made = await self._bubble.launcher.aside(self._socket)
             made.setblocking(False)
@@ -121,11 +141,8 @@ class Ports:
             except BaseException:
                 made.close()
                 raise
-            try:
+            with contextlib.closing(far_writer):
                 await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
-            finally:
-                far_writer.close()
-        writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

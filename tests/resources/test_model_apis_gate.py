@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import itertools
 import os
 import sys
@@ -17,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
-from agentfly.resources import shared_file
 from agentfly.resources.apis.account import Account, Host
 from agentfly.resources.apis.caller import LONGEST_PAUSE_S, Caller, Retries
 from agentfly.resources.apis.client import ModelClient
@@ -418,68 +415,6 @@ def test_a_file_that_is_not_whole_is_begun_anew(tmp_path, spoilt):
     assert Account(path, "another boot").change(lambda traffic: traffic.allowance) is None
 
 
-@pytest.mark.parametrize("writings", [1, 2, 3])
-def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path, writings):
-    path = tmp_path / "shared"
-    for number in range(writings):
-        with shared_file.hold(path) as file:
-            file.write(f"whole {number}".encode())
-    before = path.read_bytes()
-    with shared_file.hold(path) as file:
-        file.write(b"cut" * 5000)
-    whole = path.read_bytes()
-    (start,) = [place for place in (0, shared_file.HALF) if before[place : place + 8] != whole[place : place + 8]]
-    with path.open("r+b") as spoil:  # as if its end had never been reached
-        spoil.seek(start + 6000)
-        spoil.write(bytes(9000))
-    with shared_file.hold(path) as file:
-        assert file.read() == f"whole {writings - 1}".encode()
-
-
-COUNT = """
-import pathlib, sys, time
-from agentfly.resources.shared_file import Busy, hold
-
-left = int(sys.argv[2])
-while left:
-    try:
-        with hold(pathlib.Path(sys.argv[1])) as file:
-            file.write(b"%d" % (int(file.read() or 0) + 1) + b" " * 20000)
-        left -= 1
-    except Busy:
-        time.sleep(0.0001)
-"""
-
-
-@pytest.mark.slow
-async def test_nothing_is_lost_between_processes_nor_spoilt_by_one_that_is_killed(tmp_path):
-    path = tmp_path / "shared"
-    run = (sys.executable, "-c", COUNT, str(path))
-    counting = [await asyncio.create_subprocess_exec(*run, "400") for _ in range(2)]
-    for _ in range(8):
-        killed = await asyncio.create_subprocess_exec(*run, "1000000")
-        await asyncio.sleep(0.15)
-        killed.kill()
-        await killed.wait()
-        while True:
-            with contextlib.suppress(shared_file.Busy), shared_file.hold(path) as file:
-                assert file.read().rstrip().isdigit() or not file.read()
-                break
-    assert [await one.wait() for one in counting] == [0, 0]
-    with shared_file.hold(path) as file:
-        before = int(file.read())
-    assert before >= 800
-    for one in [await asyncio.create_subprocess_exec(*run, "300") for _ in range(3)]:
-        assert await one.wait() == 0
-    with shared_file.hold(path) as file:
-        assert int(file.read()) == before + 900
-
-
-def test_no_more_than_fits_is_written(tmp_path):
-    with shared_file.hold(tmp_path / "shared") as file, pytest.raises(OSError, match="more than"):
-        file.write(b"x" * shared_file.HALF)
-
-
 # --- over HTTP, and between processes -------------------------------------------------------------------------------
 
 CALLS = """
@@ -614,16 +549,3 @@ async def test_the_files_of_endpoints_that_nobody_calls_any_more_are_removed(mon
     assert recent.exists()
     forgotten.change(lambda traffic: None)  # whoever had it makes it again
     assert old.exists()
-
-
-def test_a_file_that_is_removed_while_it_is_waited_for_is_not_written(monkeypatch, tmp_path):
-    path = tmp_path / "traffic"
-    lock = fcntl.flock
-
-    def removed_meanwhile(file: int, how: int) -> None:
-        path.unlink(missing_ok=True)
-        lock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    with pytest.raises(shared_file.Busy), shared_file.hold(path):
-        pass

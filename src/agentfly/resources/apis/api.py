@@ -11,7 +11,7 @@ from agentfly.resources.apis.caller import Caller, Retries
 from agentfly.resources.apis.client import ModelClient, make_ready
 from agentfly.resources.apis.completion import ChatCompletion, Completion
 from agentfly.resources.apis.credentials import Credentials
-from agentfly.resources.apis.gate import Gate, Use
+from agentfly.resources.apis.gate import EndpointUse, Gate
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
 from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
@@ -68,7 +68,7 @@ class ModelAPI(Resource, Judge):
         """The names of the models that the endpoint serves, asked once and outside the limits. Errors as in `chat`."""
         return await self._started()[0].models()
 
-    def use(self) -> Use:
+    def use(self) -> EndpointUse:
         """How much the endpoint is used now, by everybody on this host together.
 
         Raises:

@@ -31,7 +31,7 @@ SURE_END_S = 5.0
 
 
 @dataclass(frozen=True)
-class Use:
+class EndpointUse:
     """How much an endpoint is used at a moment, by everybody on this host together.
 
     Attributes:
@@ -126,7 +126,7 @@ class Gate:
         finally:
             self._leave(lambda traffic: self._settle(traffic, passage))
 
-    def use(self) -> Use:
+    def use(self) -> EndpointUse:
         """How much the endpoint is used now."""
         with contextlib.suppress(Busy):
             return self._account.change(self._read)
@@ -209,9 +209,9 @@ class Gate:
             pause_s=passage.pause_s,
         )
 
-    def _read(self, traffic: Traffic) -> Use:
+    def _read(self, traffic: Traffic) -> EndpointUse:
         now, limits = self._clock(), self._limits
-        return Use(
+        return EndpointUse(
             open_calls=len(traffic.open),
             allowed_calls=traffic.allowed(limits),
             requests=traffic.requests_in_window(limits, now),

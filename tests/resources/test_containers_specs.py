@@ -48,7 +48,9 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"mounts": (("/data", "/data", "ro"),)}, r"path on the host, path inside\); what is mounted"),
         ({"mounts": ("/data",)}, "path on the host, path inside"),
         ({"setup": ("true", "a\0b")}, "without NUL"),
-        ({"mounts": [("/data", "/data")]}, "write a tuple"),
+        ({"setup": "make"}, r"for a single one, setup=\('make',\)"),
+        ({"ports": 80}, r"for a single one, ports=\(80,\)"),
+        ({"mounts": {"/data": "/data"}}, "write a tuple"),
         ({"env": "A=b"}, r"is a str: write a mapping, for instance \{'THREADS': '1'\}"),
         ({"pids": "77"}, "without quotes"),
         ({"ports": (True,)}, "is not a port"),
@@ -85,6 +87,14 @@ def test_variables_given_as_a_mapping_or_as_pairs_in_any_order_are_the_same(make
     assert spec == make(env=(("A", "1"), ("B", "2"))) == make(env=[["B", "2"], ["A", "1"]])
     assert dict(spec.env) == {"A": "1", "B": "2"}
     hash(spec)
+
+
+def test_lists_are_kept_as_tuples() -> None:
+    spec = ContainerSpec(setup=["make"], ports=[80], mounts=[["/data", "/mnt/data"]])  # type: ignore[arg-type]
+    assert spec == ContainerSpec(setup=("make",), ports=(80,), mounts=(("/data", "/mnt/data"),))
+    hash(spec)
+    served = ModelServerSpec(model="m", arguments=["--enforce-eager"])  # type: ignore[arg-type]
+    assert served == ModelServerSpec(model="m", arguments=("--enforce-eager",))
 
 
 def test_the_values_of_variables_are_not_in_the_repr() -> None:

@@ -71,7 +71,7 @@ def test_a_server_takes_as_many_gpus_as_it_is_spread_over_where_there_are_gpus(
         ({"health_timeout_s": 0}, "seconds above 0"),
         ({"log_bytes": 10}, "4096"),
         ({"arguments": "--dtype 'a b'"}, r"\('--dtype', 'a b'\)|\('--dtype', 'a b',\)"),
-        ({"arguments": ["--x"]}, "a tuple of texts"),
+        ({"arguments": ("--seed", 1)}, "numbers too are text"),
         ({"env": 3}, "write a mapping"),
         ({"env": (("A", 1),)}, "item 0 is not a pair of texts"),
         ({"env": (("A=B", "c"),)}, "cannot be the name"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -118,6 +118,13 @@ class ResourceSpec(Generic[R_co]):
         if getattr(self, name) not in choices:
             *others, last = map(repr, choices)
             raise self._wrong(name, f"write {', '.join(others)} or {last}")
+
+    def _settle_tuple(self, name: str) -> None:
+        """Keep a field that was given as a list as a tuple, which can be hashed."""
+        given = getattr(self, name)
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise self._wrong(name, f"write a tuple; for a single one, {name}=({given!r},)")
+        object.__setattr__(self, name, tuple(given))
 
     def _wrong(self, name: str, cure: str) -> ConfigError:
         return ConfigError(f"{type(self).__name__}({name}={getattr(self, name)!r}): {cure}.")

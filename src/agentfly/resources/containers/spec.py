@@ -85,7 +85,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_words()
-        self._check_tuples()
+        self._settle_tuples()
         settle_variables(self)
         self._check_image()
         self._check_limits()
@@ -166,10 +166,11 @@ class ContainerSpec(ResourceSpec["Container"]):
         if not isinstance(self.network, bool):
             raise self._wrong("network", "write True or False")
 
-    def _check_tuples(self) -> None:
+    def _settle_tuples(self) -> None:
         for name in ("setup", "mounts", "ports"):
-            if not isinstance(getattr(self, name), tuple):
-                raise self._wrong(name, "specs are hashable values, so write a tuple")
+            self._settle_tuple(name)
+        mounts = tuple(tuple(mount) if isinstance(mount, list) else mount for mount in self.mounts)
+        object.__setattr__(self, "mounts", mounts)
         for command in self.setup:
             if not isinstance(command, str) or "\0" in command:
                 raise ConfigError(f"ContainerSpec(setup=…): {command!r} is not a command; write text without NUL.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,11 +124,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     def _settle_arguments(self) -> None:
         """Give the arguments one form, so that specs that mean the same are equal."""
-        if isinstance(self.args, (str, bytes, Mapping)) or not isinstance(self.args, Iterable):
-            raise ConfigError(
-                f"EnvironmentSpec(args={self.args!r}): the positional arguments of the factory are given as a tuple; "
-                f"for a single one write args=({self.args!r},)."
-            )
+        self._settle_tuple("args")
         try:
             keywords = dict(self.kwargs)
         except (TypeError, ValueError):
@@ -138,7 +134,6 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 f"EnvironmentSpec(kwargs={self.kwargs!r}): the keyword arguments of the factory are given as a mapping "
                 "from names to values, for instance {'level': 3}, or as pairs, (('level', 3),)."
             )
-        object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", tuple(sorted(keywords.items())))
 
     def _require_hashable(self) -> None:

@@ -157,8 +157,9 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         if isinstance(self.arguments, str):
             words = ", ".join(map(repr, shlex.split(self.arguments)))
             raise self._wrong("arguments", f"write a tuple with one text a word: ({words},)")
-        if not isinstance(self.arguments, tuple) or not all(_is_word(word) for word in self.arguments):
-            raise self._wrong("arguments", "specs are hashable values, so write a tuple of texts")
+        self._settle_tuple("arguments")
+        if not all(_is_word(word) for word in self.arguments):
+            raise self._wrong("arguments", "write a tuple of texts: numbers too are text there")
 
 
 def _is_word(value: object) -> bool:

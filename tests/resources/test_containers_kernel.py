@@ -81,6 +81,23 @@ async def test_calls_that_no_program_inside_needs_are_refused(box: Container) ->
 
 
 @filtered
+async def test_no_socket_leads_out_of_the_namespaces(box: Container) -> None:
+    # to the hypervisor, to the machine itself and to other boxes; to the kernel's ciphers; around the filter
+    source = """
+import socket
+def made(family, kind):
+    try:
+        socket.socket(family, kind)
+        return "made"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+print(made(socket.AF_VSOCK, socket.SOCK_STREAM), made(socket.AF_ALG, socket.SOCK_SEQPACKET), call(425, 4, 0))
+print({made(family, socket.SOCK_STREAM) for family in (socket.AF_UNIX, socket.AF_INET)})
+"""
+    assert (await box.run(python(source))).stdout == "EAFNOSUPPORT EAFNOSUPPORT EPERM\n{'made'}\n"
+
+
+@filtered
 async def test_no_call_makes_a_namespace(box: Container) -> None:
     clone = seccomp._CLONE[platform.machine()]
     calls = f"for flags in (0x10000000, 0x20000, 0x40000000): print(call({clone}, flags | 17, 0, 0, 0, 0))"
@@ -175,14 +192,20 @@ def test_a_filter_answers_by_architecture_number_and_flags(machine: str, archite
     assert program is not None
     allow, refuse = 0x7FFF0000, 0x00050000
     refused = {row[column] for row in seccomp._REFUSED.values()}
-    clone = seccomp._CLONE[machine]
-    for number in set(range(500)) - {clone, 435}:
+    clone, socket = seccomp._CLONE[machine], seccomp._SOCKET[machine]
+    for number in set(range(500)) - {clone, socket, 435}:
         expected = refuse | errno.EPERM if number in refused else allow
         assert answer(program, architecture, number) == expected, number
     assert answer(program, architecture, 435) == refuse | errno.ENOSYS
     assert answer(program, architecture, clone, 0x003D0F00) == allow  # a thread
     assert answer(program, architecture, clone, 0x10000011) == refuse | errno.EPERM
+    for family in range(64):
+        expected = allow if family in (1, 2, 10, 16) else refuse | errno.EAFNOSUPPORT
+        assert answer(program, architecture, socket, family) == expected, family
     assert answer(program, 0x40000003, 20) == 0x80000000
+    without = filter_program(machine, namespaces=False, network=False)
+    assert without is not None
+    assert answer(without, architecture, socket, 1) == refuse | errno.EPERM
 
 
 # --- keyrings ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    # calls that no filter sees, sockets among them
+    "io_uring_setup": (425, 425),
     # mounts
     "mount": (165, 40),
     "umount2": (166, 39),
@@ -71,7 +73,11 @@ _WITHOUT_NAMESPACES: dict[str, tuple[int, int]] = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-_WITHOUT_NETWORK: dict[str, tuple[int, int]] = {"socket": (41, 198), "io_uring_setup": (425, 425)}
+_WITHOUT_NETWORK: dict[str, tuple[int, int]] = {"socket": (41, 198)}
+# the kinds of sockets that there are: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Of the rest, some belong to no network
+# namespace, such as those to other virtual machines and to the one that this is a guest of (AF_VSOCK)
+_FAMILIES = (1, 2, 10, 16)
+_SOCKET = {"x86_64": 41, "aarch64": 198}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _X32 = 0x40000000  # set in the number of a call by the x32 ABI, whose calls have a table of their own
@@ -91,9 +97,10 @@ def filter_program(machine: str, *, namespaces: bool = True, network: bool = Tru
         namespaces: whether the processes have namespaces of their own; without them more is refused.
         network: whether they may make sockets; where they are in namespaces, those see to that.
 
-    Refused calls fail with EPERM; `clone3` and calls of the x32 ABI fail with ENOSYS, as on a kernel without them:
-    then the C library makes its threads with `clone`, whose flags a filter can see. A process that calls the kernel in
-    the way of another architecture, which has other numbers, is killed.
+    Refused calls fail with EPERM, and sockets of families that are not among `_FAMILIES` with EAFNOSUPPORT; `clone3` and
+    calls of the x32 ABI fail with ENOSYS, as on a kernel without them: then the C library makes its threads with
+    `clone`, whose flags a filter can see. A process that calls the kernel in the way of another architecture, which has
+    other numbers, is killed.
     """
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         return None
@@ -102,16 +109,15 @@ def filter_program(machine: str, *, namespaces: bool = True, network: bool = Tru
     rows += [] if namespaces else _WITHOUT_NAMESPACES.values()
     rows += [] if network else _WITHOUT_NETWORK.values()
     numbers = [row[0] if x86 else row[1] for row in rows]
-    return _assembled(
-        _ARCHITECTURES[machine], [number for number in numbers if number is not None], _CLONE[machine], x32=x86
-    )
+    refused = [number for number in numbers if number is not None]
+    return _assembled(_ARCHITECTURES[machine], refused, _CLONE[machine], _SOCKET[machine], x32=x86)
 
 
-def _assembled(architecture: int, refused: Iterable[int], clone: int, *, x32: bool) -> bytes:
+def _assembled(architecture: int, refused: Iterable[int], clone: int, socket: int, *, x32: bool) -> bytes:
     """The program: comparisons that jump, by the kind of answer, to one of the instructions at the end."""
     tests = [(_IF_AT_LEAST, _X32, "absent")] if x32 else []
     tests += [(_IF_EQUAL, _CLONE3, "absent"), (_IF_EQUAL, clone, "clone")]
-    tests += [(_IF_EQUAL, number, "refuse") for number in refused]
+    tests += [(_IF_EQUAL, number, "refuse") for number in refused] + [(_IF_EQUAL, socket, "socket")]
     end = [
         (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),  # the flags of clone, all of them in the lower half
@@ -119,8 +125,12 @@ def _assembled(architecture: int, refused: Iterable[int], clone: int, *, x32: bo
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE | errno.EPERM),
         (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),  # the family
+        *((_IF_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)),
+        (_RETURN, 0, 0, _REFUSE | errno.EAFNOSUPPORT),
+        (_RETURN, 0, 0, _ALLOW),
     ]
-    places = {"clone": 1, "refuse": 4, "absent": 5}
+    places = {"clone": 1, "refuse": 4, "absent": 5, "socket": 6}
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, architecture),

@@ -97,8 +97,8 @@ def filter_program(machine: str, *, namespaces: bool = True, network: bool = Tru
         namespaces: whether the processes have namespaces of their own; without them more is refused.
         network: whether they may make sockets; where they are in namespaces, those see to that.
 
-    Refused calls fail with EPERM, and sockets of families that are not among `_FAMILIES` with EAFNOSUPPORT; `clone3` and
-    calls of the x32 ABI fail with ENOSYS, as on a kernel without them: then the C library makes its threads with
+    Refused calls fail with EPERM, and sockets of families that are not among `_FAMILIES` with EAFNOSUPPORT. `clone3`
+    and calls of the x32 ABI fail with ENOSYS, as on a kernel without them: then the C library makes its threads with
     `clone`, whose flags a filter can see. A process that calls the kernel in the way of another architecture, which has
     other numbers, is killed.
     """

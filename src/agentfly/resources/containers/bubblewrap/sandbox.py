@@ -53,7 +53,7 @@ class BubblewrapSandbox(Sandbox):
             self._next = None
         await asyncio.gather(*map(self._end, self._lives))
         if self._begun:
-            await self._launcher.aside(self._launcher.remove_home, self._home)
+            self._launcher.remove_home(self._home)
 
     @property
     def bubble(self) -> Bubble | None:

@@ -82,6 +82,23 @@ async def test_no_command_can_wedge_the_session(box: Container, command: str) ->
     assert await box.read_file("/etc/passwd")
 
 
+@pytest.mark.parametrize("command", ["exec 242<&- 243>&- 244>&-", "ulimit -n 64", "ulimit -n 3"])
+async def test_a_session_without_its_files_is_replaced_and_the_next_command_is_not_taken_for_run(
+    box: Container, command: str
+) -> None:
+    await box.run(command)
+    result = await box.run("touch ran; echo alive")
+    assert (result.exit_code, result.stdout) in ((0, "alive\n"), (126, ""))
+    assert (await box.run("ls")).stdout == ("ran\n" if result.stdout else "")
+
+
+async def test_files_are_within_reach_again_after_a_command_that_stopped_every_process(box: Container) -> None:
+    await box.run("kill -STOP -1", timeout=1)
+    await box.run("true", timeout=0.5, new_process=True)
+    await box.write_file("file", "content")
+    assert await box.read_file("file") == b"content"
+
+
 async def test_a_session_that_stops_reading_is_replaced(box: Container) -> None:
     first = await box.run("cd /tmp; set -n", timeout=1)
     second = await box.run("echo alive", timeout=1)

@@ -97,10 +97,14 @@ while :; do
                     __agentfly_connect "$__agentfly_id"
                     continue
                 }
+                __agentfly_ran=0
                 {
+                    __agentfly_ran=1
                     builtin . /run/agentfly/command
                 } <&242 >&243 2>&244
-                builtin echo "d $__agentfly_id $?" || exit
+                __agentfly_code=$?
+                ((__agentfly_ran)) || exit 126 # a command before has closed what this one needs
+                builtin echo "d $__agentfly_id $__agentfly_code" || exit
             done
         ) &
         __agentfly_session=$!

@@ -111,7 +111,10 @@ async def started(**fields: Any) -> Environment:
 
 def gone(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )  # the latter while it is reaped
     except psutil.NoSuchProcess:
         return True
 

@@ -340,8 +340,9 @@ class Shell:
         await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
-        if not running.begun and self._starter is not None:
-            self._processes.signal(self._starter, signal.SIGCONT)  # somebody inside may have stopped it
+        if not running.begun:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
+            for keeper in children(self._processes.first):
+                self._processes.signal(keeper, signal.SIGCONT)
         if not running.begun and self._session is not None and self._starter not in children(self._processes.first):
             self._processes.signal(self._session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)

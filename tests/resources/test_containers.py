@@ -100,6 +100,38 @@ async def test_files_are_within_reach_again_after_a_command_that_stopped_every_p
     assert await box.read_file("file") == b"content"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "kill 0",
+        "kill -9 0",
+        "kill -9 $PPID",
+        "kill -9 $$",
+        "trap 'kill 0' EXIT; sleep 60 & exit",
+        "sh -c 'kill 0'",
+        "kill -INT 0; kill -HUP 0",
+    ],
+)
+async def test_a_command_that_kills_its_own_kind_ends_itself_and_not_the_container(
+    box: Container, command: str
+) -> None:
+    for beside in (False, True):
+        result = await box.run(command, timeout=2, new_process=beside)
+        assert result.exit_code or "$$" in command
+        assert (await box.run("echo alive", timeout=20)).stdout == "alive\n"
+        assert (await box.run("echo beside", timeout=20, new_process=True)).stdout == "beside\n"
+
+
+async def test_a_command_beside_the_session_that_kills_its_group_costs_the_session_nothing(box: Container) -> None:
+    await box.run("KEPT=5")
+    assert (await box.run("kill -9 0", timeout=20, new_process=True)).killed_by == "SIGKILL"
+    assert (await box.run("echo $KEPT")).stdout == "5\n"
+
+
+async def test_programs_can_be_interrupted(box: Container) -> None:
+    assert (await box.run("timeout -s INT 0.1 sleep 60; echo $?", timeout=20)).stdout == "124\n"
+
+
 async def test_a_session_that_stops_reading_is_replaced(box: Container) -> None:
     first = await box.run("cd /tmp; set -n", timeout=1)
     second = await box.run("echo alive", timeout=1)

@@ -74,6 +74,18 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
     assert not Path(f"/dev/shm/new-{os.getpid()}").exists()
 
 
+@pytest.mark.parametrize(
+    "command", ["kill 0", "kill -9 0", "kill $$", "kill -- -1", "trap 'kill 0' EXIT; sleep 60 & exit"]
+)
+async def test_a_command_that_ends_its_group_or_asks_the_shell_to_end_does_not_end_the_box(
+    box: Container, command: str
+) -> None:
+    for beside in (False, True):
+        await box.run(command, timeout=20, new_process=beside)
+        assert (await box.run("echo alive")).stdout == "alive\n"
+        assert (await box.run("echo beside", new_process=True)).stdout == "beside\n"
+
+
 async def test_secrets_of_the_host_and_of_its_processes_cannot_be_read(box: Container) -> None:
     seen = await box.run(f"cat /etc/shadow /proc/{os.getpid()}/environ /proc/{attendant(box)}/environ; ls ~root /home")
     assert seen.stdout == ""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, PrerequisiteError, UsageError
+from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.environments.spec import EnvironmentSpec
@@ -56,6 +57,23 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"ports": (True,)}, "is not a port"),
         ({"image": 12}, "write a text"),
         ({"network": "no"}, "True or False"),
+        ({"network": "none"}, "without it there is no network"),
+        ({"network": 1}, "without it there is no network"),
+        ({"network": None}, "without it there is no network"),
+        ({"ports": 8000}, r"\(8000,\)"),
+        ({"setup": "pip install x"}, r"\('pip install x',\)"),
+        ({"memory": 256}, "that is 256 bytes.*write '256MiB'"),
+        ({"memory": True}, r"memory=True\): write a text such as"),
+        ({"memory": None}, r"memory=None\): write a text such as"),
+        ({"memory": 1.5}, "whole number of bytes"),
+        ({"memory": "lots"}, r"memory='lots'\): that is not a size; write a number and a unit"),
+        ({"disk": 64}, "that is 64 bytes.*write '64MiB'"),
+        ({"gpus": 1}, "no graphics processor is passed on"),
+        ({"workdir": None}, "write a text"),
+        ({"runtime": True}, "write a text"),
+        ({"user": 0}, "'agent' or 'root'"),
+        ({"isolation": False}, "'full' or 'weak'"),
+        ({"cpus": "2"}, "without quotes"),
         ({"env": (("A=", "b"),)}, "name of an environment variable"),
         ({"env": (("A", 1),)}, r"\{'THREADS': '1'\}: numbers too"),
         ({"env": (("A", "b", "c"),)}, "not a pair"),
@@ -67,6 +85,27 @@ def test_specs_are_values_and_make_containers() -> None:
 def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ContainerSpec(**fields)  # type: ignore[arg-type]
+
+
+def test_more_than_the_machine_has_is_refused_by_every_backend() -> None:
+    able = Capabilities(
+        backend="some", works=True, images=("host",), cpus=True, disk=True, network_off=True, cores=4, ram=2**33
+    )
+    able.check(ContainerSpec(cpus=4, memory="8GiB"))
+    with pytest.raises(PrerequisiteError, match=r"cpus=100\): the machine of some has 4 processor cores"):
+        able.check(ContainerSpec(cpus=100))
+    with pytest.raises(PrerequisiteError, match=r"memory='999GiB'\): the machine of some has 8.0 GiB"):
+        able.check(ContainerSpec(memory="999GiB"))
+
+
+async def test_no_container_begins_with_a_limit_that_its_machine_cannot_hold() -> None:
+    for beyond in ({"cpus": 10_000}, {"memory": "999TiB"}):
+        box = Container(ContainerSpec(**beyond), "too-large")  # type: ignore[arg-type]
+        try:
+            with pytest.raises(PrerequisiteError):
+                await box.start()
+        finally:
+            await box.release()
 
 
 def test_a_container_needs_a_name_that_can_be_a_directory() -> None:

@@ -103,7 +103,7 @@ class ResourceSpec(Generic[R_co]):
                 self._require_seconds(name, otherwise=", or None for never")
         self._require_one_of("reuse", "reset", "recreate")
         self._require_one_of("idle", "run", "freeze")
-        parse_bytes(self.memory)
+        self._require_size("memory")
 
     def _require_whole(self, name: str, *, least: int, otherwise: str = "") -> None:
         value = getattr(self, name)
@@ -113,6 +113,22 @@ class ResourceSpec(Generic[R_co]):
     def _require_seconds(self, name: str, *, otherwise: str = "") -> None:
         if not (_is_number(value := getattr(self, name)) and value > 0):
             raise self._wrong(name, f"write a number of seconds above 0, without quotes{otherwise}")
+
+    def _require_size(self, name: str) -> int:
+        """Bytes of a field that is a size."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral | str):
+            raise self._wrong(name, "write a text such as '512MiB', or a whole number of bytes without quotes")
+        try:
+            return parse_bytes(value if isinstance(value, str) else int(value))
+        except ConfigError:
+            raise self._wrong(
+                name, "that is not a size; write a number and a unit, for instance '512MiB' or '2GB'"
+            ) from None
+
+    def _require_text(self, name: str) -> None:
+        if not isinstance(getattr(self, name), str):
+            raise self._wrong(name, "write a text, in quotes")
 
     def _require_one_of(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:

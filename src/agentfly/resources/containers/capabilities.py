@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Literal
 
 from agentfly.errors import PrerequisiteError
@@ -33,6 +34,8 @@ class Capabilities:
         freezes: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
             which what runs inside can undo (``signal``).
         forks: whether its files can become the image of another container.
+        cores: how many processor cores the machine has on which its containers run.
+        ram: bytes of memory that this machine has.
         named_runtimes: whether it has runtimes to choose from by name.
         not_isolated: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
             served without it only if it says so.
@@ -54,6 +57,8 @@ class Capabilities:
     ports: bool = False
     freezes: Literal["cgroup", "signal", "none"] = "none"
     forks: bool = False
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    ram: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     named_runtimes: bool = False
     not_isolated: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -81,7 +86,8 @@ class Capabilities:
                 f"ContainerSpec(image={spec.image!r}, backend='auto'): a snapshot is of one backend, and belongs to a "
                 "spec that fork() returned. Take that one, or a dataclasses.replace() of it."
             )
-        for field, asked, can, what in (
+        self._check_machine(spec)
+        for name, asked, can, what in (
             ("cpus", spec.cpus, self.cpus, "a limit on processor time"),
             ("disk", spec.disk, self.disk, "a limit on private files"),
             ("network", not spec.network, self.network_off, "a container without network"),
@@ -90,7 +96,20 @@ class Capabilities:
             ("idle", spec.idle == "freeze", self.freezes != "none", "a container whose processes can be stopped"),
         ):
             if asked and not can:
-                raise self.refusal(f"ContainerSpec({field}={getattr(spec, field)!r})", what)
+                raise self.refusal(f"ContainerSpec({name}={getattr(spec, name)!r})", what)
+
+    def _check_machine(self, spec: ContainerSpec) -> None:
+        """Refuse a spec that asks for more than the machine has, which could hold it to no limit."""
+        if spec.cpus > self.cores:
+            raise PrerequisiteError(
+                f"ContainerSpec(cpus={spec.cpus!r}): the machine of {self.backend} has {self.cores} processor cores. "
+                "Ask for no more, or leave it at 0 for no limit."
+            )
+        if spec.memory_limit > self.ram:
+            raise PrerequisiteError(
+                f"ContainerSpec(memory={spec.memory!r}): the machine of {self.backend} has {self.ram / 2**30:.1f} GiB "
+                "of memory. Ask for no more."
+            )
 
     def check_user(self, user: str | None, spec: ContainerSpec) -> None:
         """Refuse a command for a user that it cannot run as.

@@ -48,6 +48,7 @@ class ContainerSpec(ResourceSpec["Container"]):
             writes, or an OCI layout, compressed or not), which is unpacked once; or, where the backend has images by
             name, such a name. No image is ever changed: writes go to a private layer that ends with the sandbox.
         cpus: processor cores that the sandbox may use; 0 means no limit of its own.
+        gpus: must be 0: no graphics processor is passed on to a container.
         memory: bytes, or a text such as ``"256MiB"``, for processes and private files together; 0 means 1 GiB.
         pids: the most processes and threads at once.
         disk: size of the private layer, which lives in memory; 0 means half of the memory limit. Where the tier is
@@ -134,8 +135,15 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     def _check_limits(self) -> None:
         self._require_whole("pids", least=8)  # the shell itself needs some
-        if self.memory_limit < 16 * 2**20:
-            raise ConfigError(f"ContainerSpec(memory={self.memory!r}): a sandbox needs at least 16MiB.")
+        for name, least in (("memory", 16), ("disk", 1)):
+            if 0 < (size := self._require_size(name)) < least * 2**20:
+                meant = f"; write '{size}MiB' if you mean that" if size >= least else ""
+                raise self._wrong(name, f"that is {size} bytes, and a sandbox needs at least {least}MiB{meant}")
+        if self.gpus:
+            raise self._wrong(
+                "gpus",
+                "no graphics processor is passed on to a container; leave it out. Models run in a ModelServerSpec",
+            )
         if self.disk_limit >= self.memory_limit:
             raise ConfigError(
                 f"ContainerSpec(disk={self.disk!r}) is not below its memory of {self.memory_limit} bytes. Private "
@@ -161,10 +169,9 @@ class ContainerSpec(ResourceSpec["Container"]):
         self._require_one_of("user", "agent", "root")
         self._require_one_of("backend", "auto", *BACKENDS)
         for name in ("image", "workdir", "runtime"):
-            if not isinstance(getattr(self, name), str):
-                raise self._wrong(name, "write a text")
+            self._require_text(name)
         if not isinstance(self.network, bool):
-            raise self._wrong("network", "write True or False")
+            raise self._wrong("network", "write True or False, without quotes; without it there is no network")
 
     def _settle_tuples(self) -> None:
         for name in ("setup", "mounts", "ports"):

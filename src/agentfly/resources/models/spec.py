@@ -10,7 +10,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.variables import Variables, repr_without_values, settle_variables
@@ -149,11 +148,15 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             self._require_seconds(name)
         if not (_is_real(self.memory_fraction) and 0 < self.memory_fraction <= 1):
             raise self._wrong("memory_fraction", "write a share above 0 and of at most 1, for instance 0.9")
-        parse_bytes(self.kv_cache)
-        if parse_bytes(self.log_bytes) < 4096:
+        self._require_size("kv_cache")
+        if self._require_size("log_bytes") < 4096:
             raise self._wrong("log_bytes", "the end of a log says too little below 4096 bytes")
 
     def _check_words(self) -> None:
+        for name in ("dtype", "served_name"):
+            self._require_text(name)
+        if self.python is not None:
+            self._require_text("python")
         if isinstance(self.arguments, str):
             words = ", ".join(map(repr, shlex.split(self.arguments)))
             raise self._wrong("arguments", f"write a tuple with one text a word: ({words},)")

@@ -20,6 +20,7 @@
 (($1 == 0)) || ulimit -u "$1"
 (($2 == 0)) || ulimit -d "$2"
 set --
+trap : HUP INT QUIT USR1 USR2 ALRM TERM # where it is not the kernel's process 1, it would end by one of them
 exec 200<&0 201>&1 202<>/run/agentfly/starts </dev/null >/dev/null 2>&1
 
 # Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), of which no program
@@ -67,8 +68,10 @@ __agentfly_keep() {
     } >/tmp/.session 2>/dev/null || : >/tmp/.session
 }
 
+# What follows "set -m" has a process group of its own, so that "kill 0" reaches nobody but who says it.
 __agentfly_number=0
 while :; do
+    set -m
     if ! kill -0 "$__agentfly_session"; then
         ((++__agentfly_number))
         if [[ $__agentfly_session ]]; then
@@ -78,6 +81,7 @@ while :; do
             printf 'e %s %s %s\n' $__agentfly_code $((!$?)) $__agentfly_number >&201 || exit
         fi
         (
+            set +m
             exec 0<&200 1>&201 200<&- 201>&- 202<&-
             if [[ -f /tmp/.session ]]; then
                 . /tmp/.session </dev/null >/dev/null
@@ -118,6 +122,7 @@ while :; do
                 [[ $id ]] || continue
                 (
                     printf 'b %s %s\n' "$id" "$BASHPID" >&201
+                    set -m
                     (
                         trap - TERM
                         exec 201>&- 202<&- >"/run/agentfly/$pipes.out" 2>"/run/agentfly/$pipes.err"
@@ -130,5 +135,6 @@ while :; do
         ) &
         __agentfly_starter=$!
     fi
+    set +m # who waits is not to hear of those that are stopped
     wait -n # for either; those that other processes left to process 1 are reaped without a word
 done

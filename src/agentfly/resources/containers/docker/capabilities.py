@@ -75,6 +75,8 @@ def of_engine(backend: str, address: str, version: dict[str, Any], info: dict[st
         ports=True,
         freezes="cgroup",
         forks=True,
+        cores=int(info["NCPU"]),
+        ram=int(info["MemTotal"]),
         named_runtimes=True,
         missing=tuple(missing),
         address=address,

@@ -14,6 +14,7 @@ _SEES = "it sees the host's processes and the names of its files"
 _SIGNALS = "it may end processes of the same user (Linux 6.12 forbids that)"
 _OWNER = "it may change permissions and times of the files of the user who started it"
 _SANDBOXES = "it may change permissions and times of the files of other sandboxes"
+_ITSELF = "a command may end the sandbox, and leave its rollout unscored, by 'kill -9 -1' or 'kill -9 $$'"
 _SOCKETS = "with network=True, it reaches every program that listens on the host"
 _DISK = "the size of its private files has no limit, but that of each has"
 
@@ -33,7 +34,7 @@ class LandlockCapabilities(Capabilities):
     def found(cls, version: int, home: CgroupHome | None, *, own_user: bool) -> LandlockCapabilities:
         """By the version of Landlock, with control groups or without, and with a user for sandboxes alone or not."""
         signals = () if version >= 6 else (_SIGNALS,)
-        weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _SOCKETS, _DISK)
+        weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _ITSELF, _SOCKETS, _DISK)
         return cls(
             works=True,
             how=f"by an ordinary user, confined by Landlock (version {version}), without namespaces",

@@ -56,6 +56,7 @@ def test_guess_the_number_is_always_found_by_halving(tmp_path: Path) -> None:
     assert mean == "mean reward 1.00"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("stockfish", path=f"{os.environ.get('PATH', '')}:/usr/games") is None,
     reason="There is no Stockfish here. On Debian and Ubuntu: apt install stockfish",
@@ -84,6 +85,7 @@ def test_three_experiments_are_solved_side_by_side(tmp_path: Path) -> None:
     assert mean == "mean reward 1.00"
 
 
+@pytest.mark.slow
 def test_the_judge_scores_three_answers_and_leaves_one_unscored(tmp_path: Path) -> None:
     printed = run("judge_reward.py", tmp_path)
     assert "light. -> 1.0" in printed

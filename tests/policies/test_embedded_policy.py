@@ -71,6 +71,7 @@ def test_it_is_a_policy(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
     assert isinstance(policy_of(model, tokenizer), Policy)
 
 
+@pytest.mark.slow
 async def test_rows_that_join_and_leave_at_any_token_decode_as_they_do_alone(
     model: PreTrainedModel, tokenizer: HFTokenizer
 ) -> None:
@@ -93,6 +94,7 @@ async def test_rows_that_join_and_leave_at_any_token_decode_as_they_do_alone(
         await asyncio.gather(*(one(number) for number in range(30)))
 
 
+@pytest.mark.slow
 async def test_sixty_four_rollouts_of_several_turns_at_once(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
     chance = random.Random(1)
     examples = random_prompt(chance, 40)

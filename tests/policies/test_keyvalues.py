@@ -52,6 +52,7 @@ def memory_for(monkeypatch: pytest.MonkeyPatch, allocations: int) -> Iterator[No
         yield
 
 
+@pytest.mark.slow
 def test_a_sequence_keeps_what_was_computed_as_it_grows_past_every_length() -> None:
     store = KeyValueStore()
     for length in range(1, 5 * SHORT, 7):

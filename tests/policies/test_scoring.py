@@ -145,6 +145,7 @@ def test_examples_shared_by_groups_and_growing_turns_are_computed_once() -> None
     assert len(packed.ids) == 50 + 2 * 30 + 6 * 5 + 80
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_packed_rows_hold_every_row(data: st.DataObject) -> None:

@@ -167,7 +167,13 @@ def _made(name: str) -> Ground:
     return Ground(make(), image)
 
 
-@pytest.fixture(scope="session", params=[*_BACKENDS])
+_QUICK = "bubblewrap"  # what the fast tests check the contract on; the slow ones check it on the others
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name == _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in _BACKENDS],
+)
 def ground(request: pytest.FixtureRequest, engines: None) -> Ground:
     """Each backend that works here."""
     made = _made(request.param)
@@ -176,7 +182,7 @@ def ground(request: pytest.FixtureRequest, engines: None) -> Ground:
     return made
 
 
-@pytest.fixture(scope="session", params=["docker", "podman"])
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("docker", "podman")])
 def engine_ground(request: pytest.FixtureRequest, engines: None) -> Ground:
     """Each container engine that works here."""
     return _made(request.param)

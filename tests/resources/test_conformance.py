@@ -161,6 +161,7 @@ async def test_a_process_that_is_started_and_ended_properly_keeps_the_contract()
     await check_resource(SleepSpec(), dirty=leave_something, is_clean=is_empty, use=Sleep.use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "clause"),
     [

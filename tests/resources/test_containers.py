@@ -132,6 +132,7 @@ async def test_programs_can_be_interrupted(box: Container) -> None:
     assert (await box.run("timeout -s INT 0.1 sleep 60; echo $?", timeout=20)).stdout == "124\n"
 
 
+@pytest.mark.slow
 async def test_a_session_that_stops_reading_is_replaced(box: Container) -> None:
     first = await box.run("cd /tmp; set -n", timeout=1)
     second = await box.run("echo alive", timeout=1)
@@ -227,6 +228,7 @@ async def test_a_timeout_kills_all_that_the_command_started_and_keeps_the_sessio
     assert (await box.run("pwd; echo $X $Y; ls /tmp")).stdout == "/tmp\n5 6\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["while :; do :; done", "trap '' TERM; while :; do sleep 0.01; done"])
 async def test_a_timeout_ends_what_the_shell_itself_does(box: Container, command: str) -> None:
     await box.run("cd /tmp")

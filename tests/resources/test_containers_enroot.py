@@ -24,6 +24,8 @@ from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
 
+pytestmark = pytest.mark.slow
+
 Squash = Callable[[dict[str, str]], Path]
 _PROGRAMS = ("bash", "cat", "id", "ls", "env", "mkdir", "sleep", "grep")
 

@@ -184,6 +184,7 @@ async def test_a_name_that_is_not_utf8_is_written_as_python_writes_it(box: Conta
 # --- signals to whoever is near ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["STOP", "KILL"])
 async def test_a_signal_to_the_process_group_reaches_nobody_outside(box: Container, number: str) -> None:
     await box.run(f"kill -{number} 0", timeout=1)

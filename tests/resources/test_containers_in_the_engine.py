@@ -77,6 +77,7 @@ async def test_an_owners_reset_and_a_health_check_do_not_disturb_each_other(tmp_
         assert str(await lease.resource.run("echo alive")) == "alive"
 
 
+@pytest.mark.slow
 async def test_a_box_takes_no_processor_time_while_its_owner_does_not_use_it(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(replace(SPEC, idle="freeze"), "owner")
@@ -103,6 +104,7 @@ class StuckSpec(ContainerSpec):
     """A sandbox whose bubblewrap never says that it is up, and never closes what it should say it on."""
 
 
+@pytest.mark.slow
 async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiting(tmp_path: Path) -> None:
     program = runtime_directory() / f"bwrap-{os.getpid()}"  # where any user can read it
     program.write_text('#!/bin/bash\n[[ "$*" != *--info-fd* ]] || sleep 7321\n')

@@ -128,6 +128,7 @@ async def test_releases_at_once_are_fine_for_container_and_sandbox(box: Containe
     assert traces_of(box.instance) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(probe().memory != "cgroup", reason="needs a kernel that kills")
 async def test_a_container_that_is_killed_whole_for_memory_is_invalid_and_not_started_again(box: Container) -> None:
     killed_first = "echo 1000 > /proc/1/oom_score_adj"

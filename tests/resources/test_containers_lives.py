@@ -123,6 +123,7 @@ async def test_a_release_during_a_reset_at_any_point_leaves_nothing(name: Callab
         assert groups_of(box.instance) == []
 
 
+@pytest.mark.slow
 async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(
     processes_with: Callable[[str], list[int]], name: Callable[[], str]
 ) -> None:

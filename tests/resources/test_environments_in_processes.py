@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -191,9 +191,20 @@ def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nursery, "LINGER_S", 0.0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others() -> Iterator[None]:
+    """Programs that other tests have running all the while, such as container engines, are no business of these."""
+    _others.update(psutil.Process().children())
+    yield
+    _others.clear()
+
+
+_others: set[psutil.Process] = set()
+
+
 async def no_child_is_left() -> bool:
     for _ in range(500):
-        if not psutil.Process().children(recursive=True):
+        if not set(psutil.Process().children()) - _others:
             return True
         await asyncio.sleep(0.01)
     return False
@@ -249,6 +260,7 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_
     await warming.release()
 
 
+@pytest.mark.slow
 @both_starts
 @pytest.mark.usefixtures("no_linger")
 async def test_a_process_that_cannot_be_started_leaves_no_open_file(
@@ -290,6 +302,7 @@ def test_modules_are_looked_for_once_and_not_at_every_call(monkeypatch: pytest.M
     assert finder.asked == []
 
 
+@pytest.mark.slow
 async def test_memory_is_bounded_and_running_out_of_it_is_told_as_that() -> None:
     machine = await started(memory="300MiB")
     assert await machine.fill(2**20) == 2**20
@@ -357,6 +370,7 @@ def states(pids: list[int]) -> set[str]:
     return {psutil.Process(pid).status() for pid in pids}
 
 
+@pytest.mark.slow
 async def test_a_frozen_simulator_stands_still_with_all_that_it_started_and_goes_on_when_thawed(tmp_path: Path) -> None:
     spec = EnvironmentSpec(factory=Machine, runs="process", idle="freeze", capacity=1)
     async with ResourceEngine(ledger=tmp_path / "state") as engine:

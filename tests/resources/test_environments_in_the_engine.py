@@ -59,6 +59,7 @@ def catalogue(path: Path, **fields: Any) -> EnvironmentSpec:
     return EnvironmentSpec(factory=Catalogue, args=(str(path),), **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["loop", "thread", "process"])
 async def test_500_episodes_load_a_catalogue_once_a_slot_and_leave_none_open(runs: Any, tmp_path: Path) -> None:
     spec = catalogue(tmp_path / "lines", runs=runs, capacity=8)
@@ -110,6 +111,7 @@ async def act(action: str, context: af.Context) -> af.ToolResult:
     return af.ToolResult(seen["observation"], info={"valid": seen["valid"]})
 
 
+@pytest.mark.slow
 async def test_attempts_at_one_task_begin_alike_and_invalid_actions_can_be_counted() -> None:
     agent = af.Agent(model="tiny", tools=[act])
     moves = ["move north", "put key in/on door", "move east"]
@@ -122,6 +124,7 @@ async def test_attempts_at_one_task_begin_alike_and_invalid_actions_can_be_count
     assert [call.info["valid"] for calls in seen for call in calls] == [True, False, True] * 8
 
 
+@pytest.mark.slow
 async def test_a_step_that_hangs_fails_its_rollout_alone_and_the_instance_is_replaced() -> None:
     agent = af.Agent(model="tiny", tools=[act])
 
@@ -137,6 +140,7 @@ async def test_a_step_that_hangs_fails_its_rollout_alone_and_the_instance_is_rep
     assert "step() did not end within call_timeout_s=2" in failed.failure.message
 
 
+@pytest.mark.slow
 async def test_a_crashed_simulator_is_replaced_for_the_next_owner(tmp_path: Path) -> None:
     spec = catalogue(tmp_path / "lines", runs="process", capacity=1)
     async with ResourceEngine(ledger=tmp_path / "state") as engine:
@@ -151,6 +155,7 @@ async def test_a_crashed_simulator_is_replaced_for_the_next_owner(tmp_path: Path
     assert (tmp_path / "lines").read_text().split() == ["loaded"] * 4 + ["closed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["thread", "process"])
 async def test_a_cancelled_owner_does_not_cost_the_simulator(runs: Any, tmp_path: Path) -> None:
     spec = catalogue(tmp_path / "lines", runs=runs, capacity=1)
@@ -232,6 +237,7 @@ OWNER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper_alive", [True, False])
 async def test_after_the_owner_was_killed_the_ledger_leads_to_an_end_of_all(tmp_path: Path, keeper_alive: bool) -> None:
     script = tmp_path / "owner.py"

@@ -68,6 +68,7 @@ async def gone_for_lack_of_memory(environment: Environment) -> None:
     assert not any(group.exists() for group in groups)
 
 
+@pytest.mark.slow
 async def test_a_simulator_that_takes_too_much_is_gone_and_that_is_said() -> None:
     environment = await hog()
     assert await environment.fill(2**20) == 2**20
@@ -76,6 +77,7 @@ async def test_a_simulator_that_takes_too_much_is_gone_and_that_is_said() -> Non
     await gone_for_lack_of_memory(environment)
 
 
+@pytest.mark.slow
 async def test_what_it_starts_counts_whatever_it_makes_of_the_loss() -> None:
     environment = await hog()
     with pytest.raises(ResourceDied, match=r"ran out of its limit of 300MiB during start_children\(\)"):
@@ -83,6 +85,7 @@ async def test_what_it_starts_counts_whatever_it_makes_of_the_loss() -> None:
     await gone_for_lack_of_memory(environment)
 
 
+@pytest.mark.slow
 async def test_it_is_noticed_between_calls() -> None:
     environment = await hog()
     await environment.leave_children(3, 150 * 2**20)

@@ -107,6 +107,7 @@ async def test_eight_games_go_on_at_once_each_with_a_stockfish_of_its_own(
     assert not any(alive(pid) for pid in engines)
 
 
+@pytest.mark.slow
 @needs_stockfish
 @pytest.mark.parametrize("runs", ["thread", "process"])
 async def test_a_stockfish_that_dies_is_no_fault_of_the_agent(
@@ -123,6 +124,7 @@ async def test_a_stockfish_that_dies_is_no_fault_of_the_agent(
     await game.release()
 
 
+@pytest.mark.slow
 @needs_stockfish
 async def test_a_game_is_kept_over_the_turns_of_a_rollout(chess: ModuleType) -> None:
     tasks = [af.Task(f"The position is {position}.", {"position": position}) for position in chess.ENDGAMES]

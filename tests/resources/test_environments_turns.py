@@ -118,6 +118,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().split()
 
 
+@pytest.mark.slow
 @apart
 async def test_a_cancelled_call_runs_to_its_end_and_the_next_waits_for_it(runs: Runs, path: Path) -> None:
     diary = environment(Resetting, str(path), runs=runs)
@@ -143,6 +144,7 @@ async def test_calls_that_overlap_are_made_one_at_a_time_in_order(runs: Runs, pa
     await diary.release()
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("factory", [Diary, Resetting])
 async def test_resets_take_their_turn_among_calls(runs: Runs, factory: Any, path: Path) -> None:
@@ -173,6 +175,7 @@ async def test_a_reset_in_the_loop_waits_for_calls_that_overlap_and_holds_up_tho
     await diary.release()
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("factory", [Diary, Resetting])
 async def test_an_environment_that_resets_itself_is_healthy_all_the_while(runs: Runs, factory: Any, path: Path) -> None:
@@ -189,6 +192,7 @@ async def test_an_environment_that_resets_itself_is_healthy_all_the_while(runs: 
     await diary.release()
 
 
+@pytest.mark.slow
 @apart
 async def test_a_making_anew_that_nobody_waits_for_goes_on_and_the_next_call_meets_the_new(
     runs: Runs, path: Path
@@ -214,6 +218,7 @@ async def test_what_could_not_be_made_anew_is_never_given_to_anybody(runs: Runs,
     await once.release()
 
 
+@pytest.mark.slow
 @apart
 async def test_a_making_anew_has_the_time_of_a_start(runs: Runs, path: Path) -> None:
     diary = environment(SlowAfterTheFirst, str(path), runs=runs, start_timeout_s=0.3)
@@ -243,6 +248,7 @@ async def test_a_call_beyond_its_deadline_loses_the_instance_and_is_told(runs: R
     await diary.release()
 
 
+@pytest.mark.slow
 async def test_a_hanging_process_is_gone_when_its_release_returns(path: Path) -> None:
     for factory, call in ((HangsAtTheEnd, None), (Diary, "slow_step")):
         diary = environment(factory, str(path), runs="process", release_timeout_s=0.2)
@@ -283,6 +289,7 @@ async def test_a_call_in_the_loop_that_ignores_its_cancellation_is_not_said_to_b
     await deaf.release()
 
 
+@pytest.mark.slow
 @apart
 async def test_who_waits_for_a_call_learns_of_the_release_and_is_not_cancelled(runs: Runs, path: Path) -> None:
     diary = environment(Diary, str(path), runs=runs, release_timeout_s=2.0)
@@ -295,6 +302,7 @@ async def test_who_waits_for_a_call_learns_of_the_release_and_is_not_cancelled(r
             await call
 
 
+@pytest.mark.slow
 @apart
 async def test_blocking_simulators_do_not_hold_up_the_loop(runs: Runs, path: Path) -> None:
     stepping = environment(Diary, str(path), runs=runs)

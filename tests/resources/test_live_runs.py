@@ -96,6 +96,7 @@ async def test_two_engines_of_one_process_and_those_of_others_are_all_seen(tmp_p
     assert [run.pid for run in await find_runs(tmp_path)] == [other.pid]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_blocked_is_shown_with_what_its_ledger_says(tmp_path, another_process, monkeypatch):
     monkeypatch.setattr(live_runs, "PATIENCE_S", 0.2)
     other = await asyncio.to_thread(another_process, "blocked")

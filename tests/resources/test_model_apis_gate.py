@@ -241,6 +241,7 @@ FATES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(fates=st.lists(FATES, min_size=1, max_size=25))
 def test_whatever_becomes_of_calls_no_place_is_lost_and_none_is_taken_twice(fates):
@@ -504,6 +505,7 @@ async def test_the_server_sees_no_more_calls_at_a_time_than_allowed():
         assert far_side.most_open == 5
 
 
+@pytest.mark.slow
 async def test_the_server_counts_no_more_in_a_window_than_allowed():
     async with FarSide() as far_side, ModelClient(far_side.url, model="m") as client:
         limits = Limits(max_concurrency=50, requests=5, window_s=0.4)
@@ -514,6 +516,7 @@ async def test_the_server_counts_no_more_in_a_window_than_allowed():
         assert most_in_a_window(far_side, 0.4) <= 5
 
 
+@pytest.mark.slow
 async def test_the_server_counts_no_more_tokens_in_a_window_than_allowed():
     usages = itertools.cycle([(7, 13), (1, 1), (20, 10), (5, 0)])
     spent: list[tuple[float, int]] = []

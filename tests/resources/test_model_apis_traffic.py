@@ -161,6 +161,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(calls=CALLS)
 def test_in_no_window_the_far_side_counts_more_than_is_allowed(calls):

@@ -130,6 +130,7 @@ async def test_the_key_is_neither_in_the_log_nor_on_a_command_line() -> None:
         assert not any(server.api_key in line for line in lines)
 
 
+@pytest.mark.slow
 async def test_servers_at_the_same_time_have_ports_of_their_own() -> None:
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(started(name=f"server-{number}")) for number in range(3)]
@@ -137,6 +138,7 @@ async def test_servers_at_the_same_time_have_ports_of_their_own() -> None:
         assert len({await pid_of(server) for server in servers}) == 3
 
 
+@pytest.mark.slow
 async def test_nobody_else_can_take_the_port_while_a_dead_server_is_started_again() -> None:
     async with started() as server:
         host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -169,12 +171,14 @@ async def test_a_server_that_dies_at_once_is_told_at_once_with_the_end_of_its_lo
     await server.release()
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_never_healthy_fails_in_time_with_the_end_of_its_log(state: Path) -> None:
     async with ResourceEngine(ledger=state) as engine:
         with pytest.raises(ResourceStartError, match=r"not ready within(.|\n)*options: --model"):
             await engine.acquire(stand_in("never healthy", start_timeout_s=3), "owner")
 
 
+@pytest.mark.slow
 async def test_servers_that_are_never_healthy_hold_up_nobody_else(state: Path) -> None:
     async with ResourceEngine(ledger=state) as engine:
         stuck = asyncio.create_task(engine.acquire(stand_in("never healthy", "floods", start_timeout_s=15), "stuck"))
@@ -204,6 +208,7 @@ async def test_a_server_that_ignores_the_request_to_end_is_killed_with_its_child
     assert not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.slow
 async def test_a_request_under_way_when_the_server_dies_is_sent_once_more_after_its_restart() -> None:
     async with started() as server:
         before = await pid_of(server)
@@ -212,6 +217,7 @@ async def test_a_request_under_way_when_the_server_dies_is_sent_once_more_after_
         assert await server.status() is Status.HEALTHY
 
 
+@pytest.mark.slow
 async def test_a_request_that_kills_the_server_twice_fails_as_infrastructure() -> None:
     async with started(restarts=5) as server:
         with pytest.raises(APIUnavailable):
@@ -247,6 +253,7 @@ async def test_a_server_that_dies_too_often_is_given_up_with_the_reason() -> Non
         assert await server.status() is Status.BROKEN
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_come_up_again_is_given_up_with_its_log() -> None:
     async with started("dies later", restarts=2) as server:
         os.kill(await pid_of(server), signal.SIGKILL)

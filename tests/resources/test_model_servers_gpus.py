@@ -89,6 +89,7 @@ def test_a_process_has_the_devices_that_its_environment_names_or_all(tmp_path: P
 STAND_IN = str(Path(__file__).with_name("stand_in_model_server.py"))
 
 
+@pytest.mark.slow
 async def test_a_server_is_told_its_devices_and_gives_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

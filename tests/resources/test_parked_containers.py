@@ -58,6 +58,7 @@ def ticks_of(instance: str) -> int:
     return total
 
 
+@pytest.mark.slow
 async def test_what_runs_in_a_box_stands_still_while_the_model_thinks_and_goes_on_after(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         context = Context(Trajectory("r0", "g0", Task("do it")), engine)
@@ -82,6 +83,7 @@ async def test_what_runs_in_a_box_stands_still_while_the_model_thinks_and_goes_o
         await context.close()
 
 
+@pytest.mark.slow
 async def test_a_frozen_box_is_healthy_is_reset_for_the_next_and_can_be_removed(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(SPEC, "first")
@@ -98,6 +100,7 @@ async def test_a_frozen_box_is_healthy_is_reset_for_the_next_and_can_be_removed(
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.slow
 async def test_sixteen_frozen_boxes_are_all_removed_at_once(tmp_path: Path) -> None:
     spec = ContainerSpec(memory="64MiB", pids=32, capacity=16, idle="freeze")
     async with ResourceEngine(ledger=tmp_path) as engine:

@@ -428,7 +428,7 @@ UNSHRUNK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phase
 
 
 class TestShortHistories(SchedulerHistory.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50, **UNSHRUNK)
+    settings = settings(max_examples=50, stateful_step_count=50, **UNSHRUNK)
 
 
 @pytest.mark.slow

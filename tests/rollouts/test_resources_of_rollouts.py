@@ -43,6 +43,7 @@ def agent_using(spec):
 SCRIPT = [HermesFormat().write("work", {}), HermesFormat().write("work", {}), "Finished."]
 
 
+@pytest.mark.slow
 async def test_a_rollouts_instance_is_frozen_while_the_model_thinks_and_runs_for_its_calls(world, tmp_path):
     agent = agent_using(FakeSpec(world=world, idle="freeze", idle_timeout_s=None))
     async with ResourceEngine(ledger=tmp_path) as engine:
@@ -70,6 +71,7 @@ async def test_a_run_that_uses_no_resources_has_no_numbers_of_them(tmp_path):
     assert not [name for name in result.metrics if name.startswith("resource_seconds")]
 
 
+@pytest.mark.slow
 async def test_what_the_next_tasks_declare_is_prepared_while_the_ones_before_them_run(world, tmp_path):
     def box_of(task):
         if task["image"] == "image-3":

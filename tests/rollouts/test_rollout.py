@@ -486,6 +486,7 @@ async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished(
     assert [event.finish for event in told if isinstance(event, RolloutFinished)] == [FinishReason.CANCELLED]
 
 
+@pytest.mark.slow
 async def test_a_sync_tool_that_blocks_holds_nobody_else_up():
     import time
 

@@ -82,6 +82,7 @@ texts = st.text(max_size=20) | st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, TRIMMING])
 @given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4))
 def test_turn_by_turn_gives_the_ids_of_the_whole_and_a_text_never_ends_a_turn(template, turns):

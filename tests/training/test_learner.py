@@ -200,6 +200,7 @@ def test_the_learning_rate_warms_up() -> None:
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
 
 
+@pytest.mark.slow
 def test_updates_too_small_for_a_16_bit_weight_add_up() -> None:
     model = small_model(torch.bfloat16)
     rows = rows_of(model)

@@ -63,6 +63,7 @@ async def trained(
         return await trainer.run()
 
 
+@pytest.mark.slow
 async def test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_program_loads(tmp_path: Path) -> None:
     events = EventStream()
     seen: list[Event] = []

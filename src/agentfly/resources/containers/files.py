@@ -97,6 +97,10 @@ class Files:
         with tempfile.TemporaryFile() as file:
             await self._pour(path, source, file, max_bytes)
             try:
+                await on_own_thread(target.mkdir, parents=True, exist_ok=True)
+            except OSError as error:
+                raise _not_copied(path, target, error) from error
+            try:
                 return await on_own_thread(_unpack, file, target, max_bytes)
             except TooLarge:
                 raise _too_large(path, max_bytes) from None
@@ -168,7 +172,6 @@ class _Spool:
 
 
 def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
-    target.mkdir(parents=True, exist_ok=True)
     unpacker = Unpacker(target, max_bytes=max_bytes, leaving_links=False)
     with open_archive(file, "r:", attributes=False) as archive:
         unpacker.add(archive)

@@ -71,6 +71,10 @@ class RewardDefinitionError(UsageError):
     """A function that cannot become a reward, or returned something that is not a score."""
 
 
+class NoSuchAttribute(UsageError, AttributeError):
+    """An attribute or method that something handed out by AgentFly does not have; `hasattr` says so too."""
+
+
 class ChatFormatError(UsageError):
     """A model whose chat format cannot be used as asked, for instance because it has no chat template."""
 

@@ -116,11 +116,17 @@ class Interruption:
 
 @contextmanager
 def program() -> Iterator[None]:
-    """Within the block, which is a whole program, signals end it in good order, and never twice."""
+    """Within the block, which is a whole program, signals end it in good order, and never twice.
+
+    Raises:
+        SystemExit: after a signal, with 128 + its number; after Ctrl-C too, so that no traceback is shown.
+    """
     interruption = Interruption(rooted=True)
     interruption.install(signal.SIGINT, *TERMINATING)
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         if interruption.received is None:  # else the interpreter is on its way out, and is not to be disturbed
             interruption.uninstall()

@@ -37,6 +37,13 @@ class Task:
             object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
 
     def __getitem__(self, name: str) -> Any:
+        """A field.
+
+        Raises:
+            KeyError: the task has none of that name; the message names those it has.
+        """
+        if name not in self.fields:
+            raise KeyError(f"the task {self.id} has no field {name!r}, only {sorted(map(str, self.fields))}")
         return self.fields[name]
 
     @property

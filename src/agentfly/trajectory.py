@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,6 +21,13 @@ from agentfly.tokens import TokenSequence
 
 _CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause|During handling of the above exception)")
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@functools.cache
+def _not_users() -> tuple[str, ...]:
+    """How the names of files begin that no user has written: AgentFly's, Python's and installed packages'."""
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return ("<", *(f"{directory}{os.sep}" for directory in (Path(__file__).parent, *installed)))
 
 
 class FinishReason(StrEnum):
@@ -54,10 +64,15 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """Where the first exception of the chain was raised, as ``file:line in function``; empty if not known."""
-        first = _CHAINED.split(self.traceback)[0]
-        found = _FRAME.findall(first)
-        return "{}:{} in {}".format(*found[-1]) if found else ""
+        """The last line of the user's own code that led to the failure, as ``file:line in function``.
+
+        Where there is none in the traceback it is the line that raised the first exception of the chain; empty if that
+        is not known.
+        """
+        chain = [_FRAME.findall(part) for part in _CHAINED.split(self.traceback)]
+        users = [frame for part in chain for frame in reversed(part) if not frame[0].startswith(_not_users())]
+        frame = users[0] if users else next((part[-1] for part in chain if part), None)
+        return "" if frame is None else "{}:{} in {}".format(*frame)
 
     @classmethod
     def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE, *, by_policy: bool = False) -> Failure:

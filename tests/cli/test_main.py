@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -93,6 +94,12 @@ def test_an_interrupt_exits_with_130_and_says_nothing_of_it(agentfly, monkeypatc
     code, out, err = agentfly("doctor")
     assert (code, out) == (130, "")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("module", ["agentfly", "agentfly.cli.main"])
+def test_the_command_can_be_run_as_a_module(module):
+    command = [sys.executable, "-m", module, "--version"]
+    assert subprocess.run(command, check=True, capture_output=True).stdout.decode() == f"agentfly {__version__}\n"
 
 
 @pytest.mark.parametrize("words", [(), ("bench",), ("models",), ("resources",)])

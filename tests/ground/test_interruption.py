@@ -82,15 +82,16 @@ def test_without_a_signal_everything_is_as_it_was():
         interruption.run(cancelled())
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_program_ends_at_once_while_it_runs_no_loop(number, raised):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_program_ends_at_once_while_it_runs_no_loop(number, code):
     def main():
         with interruption.program():
             interruption.run(asyncio.sleep(0))
             send(number)
 
-    with pytest.raises(raised):
+    with pytest.raises(SystemExit) as ended:
         main()
+    assert ended.value.code == code
 
 
 def test_a_loop_that_is_blocked_is_broken_out_of_by_another_signal(monkeypatch):

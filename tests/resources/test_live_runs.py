@@ -125,6 +125,16 @@ async def test_what_a_dead_process_left_is_shown_as_that_and_its_window_goes_wit
         assert not window_of(path).exists()
 
 
+async def test_what_is_read_by_a_program_has_one_line_for_each_instance_however_long_its_name(tmp_path):
+    spec = FakeSpec(name="a-name-of-a-box-of-some-length")
+    owner = "a-rollout-of-some-length/" * 8
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        lease = await engine.acquire(spec, owner)
+        shown = await asyncio.to_thread(CliRunner().invoke, app, ["resources", "ps", "--state-dir", str(tmp_path)])
+    assert [line for line in shown.stdout.splitlines() if lease.instance in line and owner in line]
+    assert max(map(len, shown.stdout.splitlines())) < 1000  # nothing is filled up with blanks
+
+
 async def test_a_window_is_the_users_alone_and_a_directory_of_any_length_will_do(tmp_path):
     deep = tmp_path.joinpath(*["a-directory-with-a-name-of-some-length"] * 5)
     assert len(str(deep)) > 108

@@ -137,6 +137,18 @@ async def test_calls_send_what_the_spec_says_and_what_the_call_says_wins(engine,
     assert far_side.requests[0].body == {"model": "m", "messages": HELLO, "temperature": 1, "seed": 1}
 
 
+async def test_a_parameter_that_is_misspelled_is_not_sent_unless_the_spec_says_so(engine, far_side):
+    api = await api_of(engine, far_side)
+    with pytest.raises(UsageError, match=r"max_token is no parameter.*Did you mean 'max_tokens'\?.*extra_body"):
+        await api.chat(HELLO, max_token=3)
+    assert far_side.requests == []
+    await api.chat(HELLO, top_k=3, thinking_budget=7)
+    insistent = await api_of(engine, far_side, extra_body={"max_token": 3})
+    await insistent.chat(HELLO)
+    sent, insisted = (request.body for request in far_side.requests)
+    assert (sent["top_k"], sent["thinking_budget"], insisted["max_token"]) == (3, 7, 3)
+
+
 @pytest.mark.parametrize(
     "call",
     [

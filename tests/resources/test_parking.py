@@ -282,14 +282,18 @@ class StoneSpec(ResourceSpec[Stone]):
     pass
 
 
+class MadeStoneSpec(StoneSpec):
+    pass
+
+
 async def test_a_kind_that_cannot_freeze_says_so_at_once_with_the_cure(tmp_path):
     register(StoneSpec, Stone, kind="stone")
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(ConfigError, match=r"stone cannot be frozen\. Write idle='run'"):
             await engine.acquire(StoneSpec(idle="freeze"), "a")
-        register(StoneSpec, partial(Stone), kind="stone")  # a factory: it is found out at its start
+        register(MadeStoneSpec, partial(Stone), kind="stone")  # a factory: it is found out at its start
         with pytest.raises(ResourceStartError, match="stone cannot be frozen"):
-            await engine.acquire(StoneSpec(idle="freeze"), "a")
+            await engine.acquire(MadeStoneSpec(idle="freeze"), "a")
     with pytest.raises(ConfigError, match="'run' or 'freeze'"):
         FakeSpec(idle="sleep")
 

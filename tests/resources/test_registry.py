@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 
 from agentfly.errors import ConfigError, UsageError
+from agentfly.resources.apis.spec import ModelAPISpec
 from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.registry import kind_of, load, make_resource, register
 from agentfly.resources.spec import ResourceSpec
@@ -29,6 +32,29 @@ def test_a_subclass_of_a_spec_is_of_the_same_kind():
         pass
 
     assert kind_of(OwnSpec()).name == "fake"
+
+
+def test_a_spec_that_has_a_resource_is_not_given_another_in_silence():
+    class Other(FakeResource):
+        pass
+
+    with pytest.raises(ConfigError, match=r"paired with \S+:FakeResource already.*class MySpec\(FakeSpec\)"):
+        register(FakeSpec, Other, kind="other")
+    register(FakeSpec, FakeResource, kind="fake")
+    assert isinstance(make_resource(FakeSpec(), "one"), FakeResource)
+
+
+@pytest.mark.parametrize("spec_type", [dict, "FakeSpec"])
+def test_only_a_spec_can_be_registered(spec_type):
+    with pytest.raises(ConfigError, match="the first argument is a subclass of ResourceSpec"):
+        register(spec_type, FakeResource, kind="other")
+
+
+def test_a_spec_names_the_fields_that_it_cannot_do_without_and_travels_with_them():
+    with pytest.raises(ConfigError, match=r"LazySpec needs world\. Write LazySpec\(world=…\)"):
+        LazySpec(capacity=2)
+    spec = ModelAPISpec(base_url="http://localhost:1/v1", model="judge")
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
 
 
 def test_a_spec_that_nobody_registered_says_how_to():

@@ -79,6 +79,8 @@ def test_a_backend_is_measured_against_the_bare_program_and_nothing_is_left():
     occupied = {"target": 0.95, "rollouts": 256, "pools": pools}
     text = rendered({"engine": engine, "occupancy": occupied, "bubblewrap": measured})
     assert "90.9%" in text
+    assert "Whatever else runs on the machine counts in these figures" in text
+    assert "one operation with 10,000 owners, over one with 10 (target: at most 2)" in text
     assert f"{measured['session_run_ms']:.3f} ms" in text
 
 

@@ -47,7 +47,9 @@ def _specs(needs: Any) -> tuple[Spec, ...]:
         specs = tuple(needs)
         if all(isinstance(spec, ResourceSpec) for spec in specs):
             return specs
+    kind = type(needs).__name__
+    found = f"one {kind}: put it in a list, [{kind}(…)]" if isinstance(needs, ResourceSpec) else f"{needs!r:.200}"
     raise ValueError(
-        f"resources= is to be a list of resource specs, for instance [ContainerSpec(…)], or a function from the task "
-        f"to one, and {needs!r} is neither"
+        "resources= is to be a list of resource specs, for instance [ContainerSpec(…)], or a function from the task "
+        f"to one, and this is {found}"
     )

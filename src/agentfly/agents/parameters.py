@@ -83,12 +83,9 @@ def field_of_task(name: str, context: Context, default: Any) -> Any:
     Raises:
         KeyError: the task has no such field and there is no default; the message names the fields there are.
     """
-    fields = context.task.fields
-    if name in fields:
-        return fields[name]
-    if default is not MISSING:
+    if name not in context.task.fields and default is not MISSING:
         return default
-    raise KeyError(f"the task {context.task.id} has no field {name!r}, only {sorted(fields)}")
+    return context.task[name]
 
 
 def _refuse_nameless(parameter: inspect.Parameter) -> None:

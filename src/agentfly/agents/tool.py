@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NoReturn, overload
@@ -43,8 +44,11 @@ from agentfly.errors import (
 )
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
+from agentfly.trajectory import Failure
 
 __all__ = ["FromTask", "Tool", "ToolResult", "tool"]
+
+logger = logging.getLogger(__name__)
 
 MAX_OUTPUT_CHARS = 16_000
 """The longest observation that a tool gives unless it says otherwise, in characters."""
@@ -99,6 +103,7 @@ class Tool(UserFunction):
     parameters_from_elsewhere: tuple[Parameter, ...] = ()
     timeout_s: float | None = None
     max_output_chars: int = MAX_OUTPUT_CHARS
+    _told: set[str] = field(default_factory=set, init=False)  # the places of crashes that the author was told of
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -171,6 +176,7 @@ class Tool(UserFunction):
         message = excerpt(say(error), ECHO_CHARS)
         outage = outage_in(error)
         if outage is None:
+            self._tell_author(error, message)
             raise ToolCrashed(message) from error
         behind = (
             ""
@@ -183,16 +189,37 @@ class Tool(UserFunction):
             "asks for, catch the exception in the tool and raise agentfly.ToolError, which the model is told."
         ) from error
 
+    def _tell_author(self, error: BaseException, message: str) -> None:
+        """Log a crash, once for each place: the model may have caused it, but as likely it is a mistake in the tool."""
+        place = Failure.of(error).place
+        if place not in self._told:
+            self._told.add(place)
+            logger.warning(
+                "The tool %r crashed with %s, at %s. The model is told and the rollout goes on; this place is not "
+                "reported again. If the model can cause it, raise agentfly.ToolError with what it should know.",
+                self.name,
+                message,
+                place or "an unknown place",
+            )
+
     def _as_result(self, value: Any) -> ToolResult:
         if not isinstance(value, ToolResult):
-            return ToolResult(_as_text(value))
+            return ToolResult(self._as_text(value))
         return replace(
             value,
-            observation=_as_text(value.observation),
+            observation=self._as_text(value.observation),
             done=bool(value.done),
             state=self._as_json("state", value.state),
             info=self._as_json("info", dict(value.info)),
         )
+
+    def _as_text(self, value: Any) -> str:
+        if any(map(inspect.iscoroutine, _parts(value))):
+            raise ToolDefinitionError(
+                f"The tool {self.name!r} returned a coroutine in its result, {excerpt(repr(value), ECHO_CHARS)}: an "
+                "`await` is missing before the call that made it. In a sync tool write context.wait(…)."
+            )
+        return _as_text(value)
 
     def _as_json(self, field: str, value: Any) -> Any:
         """``value`` as JSON gives it back, so that a saved trajectory is read as it was."""
@@ -332,6 +359,13 @@ def _require_settings(
         raise ToolDefinitionError(f"The tool {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
     if max_output_chars < 1:
         raise ToolDefinitionError(f"The tool {name!r} has max_output_chars={max_output_chars}; it must be at least 1.")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """A value, and what it holds, one level deep."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _as_text(value: Any) -> str:

@@ -151,7 +151,7 @@ def _engine_rows(engine: dict[str, Any]) -> list[tuple[str, str]]:
             (f"the same, {int(owners):,} owners for {CAPACITY} instances", f"{us:.1f} µs each")
             for owners, us in engine["per_operation_us"].items()
         ),
-        ("10,000 owners over 10", f"{engine['growth']:.2f} times"),
+        ("one operation with 10,000 owners, over one with 10 (target: at most 2)", f"{engine['growth']:.2f} times"),
     ]
 
 
@@ -159,7 +159,8 @@ def _occupancy_table(occupancy: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     title = f"{occupancy['rollouts']} rollouts over pools (target {occupancy['target']:.0%} of the optimum)"
-    table = Table(title=title, title_justify="left")
+    caption = "Whatever else runs on the machine counts in these figures: measure while it is idle."
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for heading in ("pool", "best s", "measured s", "with a semaphore s", "occupancy"):
         table.add_column(heading, justify="right")
     for capacity, row in occupancy["pools"].items():

@@ -63,8 +63,6 @@ def main() -> None:
     with interruption.program():
         try:
             app()
-        except KeyboardInterrupt:
-            sys.exit(130)
         except Exception as error:
             known = _known(error)
             if known is None:
@@ -103,3 +101,7 @@ def _print_error(message: str) -> None:
     from rich.text import Text
 
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,9 @@ import typer
 from agentfly import interruption
 
 app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
+
+WIDE = 10_000
+"""Columns where the output is read by a program: each instance is one line there, however long its name."""
 
 StateDir = Annotated[
     Path | None,
@@ -35,15 +39,16 @@ def ps(
     if as_json:
         typer.echo(json.dumps({"runs": [run.to_json() for run in runs]}, indent=2))
     else:
-        Console().print(live_runs_view(runs))
+        Console(width=None if sys.stdout.isatty() else WIDE).print(live_runs_view(runs))
 
 
 @app.command("reap")
 def reap(state_dir: StateDir = None) -> None:
     """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
     from agentfly.resources.orphans import reap as reap_orphans
+    from agentfly.viewing.counted import counted
 
     removed = interruption.run(reap_orphans(state_dir))
-    typer.echo(f"removed {len(removed)} orphans" if removed else "nothing was left behind")
+    typer.echo(f"removed {counted(len(removed), 'orphan')}" if removed else "nothing was left behind")
     for entry in removed:
         typer.echo(f"  {entry.kind} {entry.instance}")

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from agentfly.contexts.acquisition import Acquisition, Lending
 from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError, say
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
+from agentfly.resources.registry import require_usable
 from agentfly.resources.resource import Resource
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
@@ -81,14 +83,14 @@ class Context:
         """Say what the rollout will need with scope ``rollout``: got together, at the first acquire of one of it."""
         self._rollout.declared = dict.fromkeys(specs)
 
-    async def acquire(
+    def acquire(
         self,
         spec: ResourceSpec[R],
         scope: Scope | str = Scope.ROLLOUT,
         *,
         timeout: float | None = None,
         prepare: Prepare[R] | None = None,
-    ) -> R:
+    ) -> Acquisition[R]:
         """A live instance of ``spec``: the same one for every call of this rollout, kept until the rollout ends.
 
         A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile. Of what the
@@ -109,9 +111,15 @@ class Context:
             ResourceError: the instance could not be started or prepared, or has died; the wait was a deadlock; or the
                 rollout, the call that it should end with, or the engine is at its end.
             ConfigError: the spec takes more than the engine's whole budget, or asks for what its kind does not offer.
-            UsageError: the spec is of no registered kind; there is no call for scope ``call`` to end with; or
-                ``prepare`` is given for what is shared.
+            UsageError: the spec is none, or of no registered kind; there is no such scope, or no call for scope
+                ``call`` to end with; or ``prepare`` is given for what is shared.
         """
+        return Acquisition(self._acquire(spec, scope, timeout, prepare))
+
+    async def _acquire(
+        self, spec: ResourceSpec[R], scope: Scope | str, timeout: float | None, prepare: Prepare[R] | None
+    ) -> R:
+        require_usable(spec)
         scope = Scope(scope)
         call = self._call if scope is Scope.CALL else None
         if scope is Scope.CALL and call is None:
@@ -136,12 +144,18 @@ class Context:
             if prepare is None or await self._prepare_once(lease, prepare):
                 return lease.resource
 
-    @asynccontextmanager
-    async def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> AsyncIterator[R]:
+    def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> Lending[R]:
         """An instance of ``spec`` for the length of a block, however often the rollout asks.
+
+        ``async with context.lease(SANDBOX) as box:``
 
         Raises: as `acquire`.
         """
+        return Lending(self._lend(spec, timeout))
+
+    @asynccontextmanager
+    async def _lend(self, spec: ResourceSpec[R], timeout: float | None) -> AsyncIterator[R]:
+        require_usable(spec)
         lease = await self._request(spec, Scope.CALL, timeout, (asyncio.current_task(), self._call))
         try:
             yield lease.resource
@@ -152,7 +166,15 @@ class Context:
         """Run ``work`` on the rollout's event loop and wait for it, from a sync tool, which runs on a thread.
 
         ``box = context.wait(context.acquire(SANDBOX))``
+
+        Raises:
+            UsageError: it is no coroutine, or this is the event loop, where it would wait for itself.
         """
+        if not isinstance(work, Coroutine):
+            raise UsageError(
+                f"context.wait({type(work).__name__}): it takes what an async method returned, for instance "
+                "context.wait(context.acquire(SPEC)) or context.wait(box.run('ls'))."
+            )
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:

@@ -39,10 +39,19 @@ class Kind:
     @property
     def reap_address(self) -> str | None:
         """`reap` as ``module:name``, by which a later process finds it."""
-        if self.reap is None or isinstance(self.reap, str):
-            return self.reap
-        module, name = (getattr(self.reap, part, None) for part in ("__module__", "__qualname__"))
-        return f"{module}:{name}" if module and name else None
+        return None if self.reap is None else _address(self.reap)
+
+    @property
+    def resource_address(self) -> str:
+        """`resource_type` as ``module:name``. A class that is defined anew, as in a notebook, keeps its address."""
+        return _address(self.resource_type) or repr(self.resource_type)
+
+
+def _address(found: Callable[..., Any] | str) -> str | None:
+    if isinstance(found, str):
+        return found
+    module, name = (getattr(found, part, None) for part in ("__module__", "__qualname__"))
+    return f"{module}:{name}" if module and name else None
 
 
 _kinds: dict[type[ResourceSpec[Any]], Kind] = {}
@@ -66,9 +75,22 @@ def register(
             those from before the start, and what they name may be gone, or its process id may have been reused.
 
     Raises:
-        ConfigError: ``reap`` cannot be imported by another process.
+        ConfigError: ``spec_type`` is no spec, or is paired with another resource already; or ``reap`` cannot be
+            imported by another process.
     """
+    if not (isinstance(spec_type, type) and issubclass(spec_type, ResourceSpec)):
+        raise ConfigError(
+            f"register({getattr(spec_type, '__name__', repr(spec_type))}, …): the first argument is a subclass of "
+            "ResourceSpec, the second its resource."
+        )
     registered = Kind(kind, resource_type, reap)
+    taken = _kinds.get(spec_type)
+    if taken is not None and taken.resource_address != registered.resource_address:
+        raise ConfigError(
+            f"register({spec_type.__name__}, {registered.resource_address}): it is paired with "
+            f"{taken.resource_address} already, whose users would be given another resource. Make a spec of your own: "
+            f"class MySpec({spec_type.__name__}), and register that."
+        )
     if reap is not None and not _can_be_imported(reap, registered.reap_address or ""):
         raise ConfigError(
             f"register({spec_type.__name__}, kind={kind!r}): reap is {registered.reap_address or reap!r}, which a "
@@ -116,7 +138,8 @@ def require_usable(spec: ResourceSpec[Any]) -> None:
         ConfigError: it asks for what its kind does not offer.
     """
     if not isinstance(spec, ResourceSpec):
-        raise UsageError(f"acquire() takes a ResourceSpec, for instance a ContainerSpec, and got {spec!r}.")
+        got = f"the class {spec.__name__}: make one, {spec.__name__}(…)" if isinstance(spec, type) else _shown(spec)
+        raise UsageError(f"acquire() takes a ResourceSpec, for instance ContainerSpec(memory='1GiB'), and got {got}.")
     kind_of(spec)
     if spec.idle == "freeze":
         _require_freezable(spec)
@@ -127,6 +150,10 @@ def require_usable(spec: ResourceSpec[Any]) -> None:
             f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
             "tuple for a list and pairs for a dict."
         ) from error
+
+
+def _shown(found: object) -> str:
+    return f"{'an' if type(found).__name__[0] in 'aeiou' else 'a'} {type(found).__name__}, {found!r:.200}"
 
 
 def _require_freezable(spec: ResourceSpec[Any]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NoReturn
+
+from agentfly.errors import UsageError
 
 
 class Scope(StrEnum):
@@ -11,3 +14,7 @@ class Scope(StrEnum):
     CALL = "call"  # this tool call
     ROLLOUT = "rollout"  # until the rollout ends
     GLOBAL = "global"  # shared by many owners, until the engine closes or it idles out
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise UsageError(f"scope={value!r}: write one of {', '.join(repr(scope.value) for scope in cls)}.")

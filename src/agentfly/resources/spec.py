@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Generic, Literal, Self, TypeVar
@@ -80,7 +80,18 @@ class ResourceSpec(Generic[R_co]):
                 nearest = get_close_matches(name, known, 1)
                 cure = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(known)}."
                 raise ConfigError(f"{cls.__name__} has no field {name!r}. {cure}")
+        if missing := [name for name in cls._required() if name not in named]:
+            written = ", ".join(f"{name}=…" for name in missing)
+            raise ConfigError(f"{cls.__name__} needs {' and '.join(missing)}. Write {cls.__name__}({written}).")
         return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
+        """What `__new__` asks for when a spec is copied or unpickled."""
+        return (), {name: getattr(self, name) for name in self._required()}
+
+    @classmethod
+    def _required(cls) -> list[str]:
+        return [one.name for one in fields(cls) if one.init and one.default is one.default_factory is MISSING]
 
     def __post_init__(self) -> None:
         self._require_whole("capacity", least=1)

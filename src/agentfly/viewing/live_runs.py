@@ -41,8 +41,8 @@ def _run(run: LiveRun) -> RenderableType:
         parts.append(_started(run))
     else:
         parts.append(_pools(run.snapshot.pools))
-        parts += [Padding(table, (1, 0, 0, 0)) for table in _details(run.snapshot.pools) if table.rows]
-    return Padding(Group(*parts), (0, 0, 1, 0))
+        parts += [Padding(table, (1, 0, 0, 0), expand=False) for table in _details(run.snapshot.pools) if table.rows]
+    return Padding(Group(*parts), (0, 0, 1, 0), expand=False)
 
 
 def _details(pools: Sequence[PoolSnapshot]) -> list[Table]:

@@ -14,6 +14,7 @@ from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.gate import EndpointUse, Gate
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
+from agentfly.resources.apis.parameters import require_spelled
 from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
 from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
@@ -118,6 +119,7 @@ class ModelAPI(Resource, Judge):
     def _asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         if own := NOT_SENT & parameters.keys():
             raise UsageError(f"{min(own)} is no parameter of a call. Write ModelAPISpec({min(own)}=…).")
+        require_spelled(parameters, " If the endpoint has it all the same, write it into ModelAPISpec(extra_body={…}).")
         return {**self.spec.parameters, **parameters}
 
     def _started(self) -> tuple[ModelClient, Caller]:

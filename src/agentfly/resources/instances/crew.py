@@ -34,6 +34,9 @@ T = TypeVar("T")
 STUCK_RETRY_S = (5.0, 300.0)
 """Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
 
+WARNED = 8
+"""Reasons for which instances of one pool were replaced that are logged."""
+
 Spec = ResourceSpec[Any]
 
 
@@ -66,6 +69,7 @@ class Crew:
         self._under_way: dict[str, Work] = {}  # a start or reset, by instance
         self._finishing = asyncio.Event()
         self._given_up: set[str] = set()
+        self._warned: dict[Spec, set[str]] = {}
 
     def start(self, name: str, spec: Spec) -> None:
         """Start an instance, once what it needs is prepared, which has a time of its own."""
@@ -118,6 +122,7 @@ class Crew:
                 self._emit(ResourceReset, spec, instance=name, seconds=_now() - began)
                 self._carry_out(self._scheduler.reset_done(name, _now()))
             else:
+                self._warn_of(name, spec, error)
                 self._emit(ResourceBroke, spec, instance=name, error=say(error))
                 self._carry_out(self._scheduler.reset_failed(name, _now()))
 
@@ -159,8 +164,19 @@ class Crew:
         """An instance that somebody may have is broken."""
         decisions = self._scheduler.died(name, error, _now())
         if decisions:  # there are none if it is on its way out or being reset, which has its own end
+            self._warn_of(name, spec, error)
             self._emit(ResourceBroke, spec, instance=name, error=say(error))
             self._carry_out(decisions)
+
+    def _warn_of(self, name: str, spec: Spec, error: BaseException) -> None:
+        """Log why an instance is replaced: once for each reason in a pool, and `WARNED` reasons at most."""
+        warned = self._warned.setdefault(spec, set())
+        reason = say(error).replace(name, "")
+        if reason not in warned and len(warned) < WARNED:
+            warned.add(reason)
+            logger.warning(
+                "%s is replaced (others that are for the same reason are not reported): %s", name, say(error)
+            )
 
     async def _stop(self, name: str, spec: Spec, under_way: Work | None) -> None:
         """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""

@@ -10,10 +10,11 @@ import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from difflib import get_close_matches
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
-from agentfly.errors import LeaseOver, UsageError
+from agentfly.errors import LeaseOver, NoSuchAttribute, UsageError
 from agentfly.resources.instances.attendance import Use
 from agentfly.resources.resource import Resource
 
@@ -58,7 +59,12 @@ class Handle:
                 f"{name}() of {resource.instance} is called by the engine, which must know what is frozen. Write "
                 "idle='freeze' in the spec, and the instance is frozen whenever nobody uses it."
             )
-        value = getattr(resource, name)
+        try:
+            value = getattr(resource, name)
+        except AttributeError as error:
+            if name.startswith("_") or error.obj is not resource or error.name != name:
+                raise  # what protocols look for, or a failure inside of a property
+            raise _no_such(resource, name) from None
         return _guarded(self, value) if isinstance(value, MethodType | FunctionType) else value
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -73,6 +79,16 @@ class Handle:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self!r} is a live resource of one owner and can be neither copied nor pickled.")
+
+
+def _no_such(resource: Resource, name: str) -> NoSuchAttribute:
+    engines = dir(Resource)
+    offered = [one for one in dir(resource) if one[0] != "_" and one not in engines]
+    nearest = get_close_matches(name, offered, 1)
+    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return NoSuchAttribute(
+        f"{resource.instance} has no {name!r}.{guess} A {type(resource).__name__} has {', '.join(offered)}."
+    )
 
 
 def _live(handle: Any) -> Resource:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, say
+from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, UsageError, say
 from agentfly.resources import orphans
 from agentfly.resources.instances.attendance import Attendance, Occupancy, Use
 from agentfly.resources.instances.work import bounded
@@ -92,7 +93,7 @@ class Lifecycle:
         self._write_down(resource)
         self._sync()
         async with attendance:
-            await resource.start()
+            await _asked(resource, "start")
         self._write_down(resource)
 
     async def reset(self, instance: str) -> None:
@@ -103,9 +104,9 @@ class Lifecycle:
         """
         resource = self._resources[instance]
         async with self._attendances[instance]:
-            await resource.reset()
-            if (status := await resource.status()) is not Status.HEALTHY:
-                raise ResourceResetError(f"{instance} says that it is {status.value} after its reset.")
+            await _asked(resource, "reset")
+            if (complaint := await _complaint(resource)) is not None:
+                raise ResourceResetError(f"{instance} is broken after its reset: {complaint}.")
 
     async def check(self, instance: str) -> None:
         """See that a resource is healthy.
@@ -135,7 +136,7 @@ class Lifecycle:
         release = partial(self._release, resource)
         for removal in (release, release, partial(self._reap, resource)):
             try:
-                await bounded(removal(), limit, f"release() of {instance}")
+                await bounded(removal(), limit, f"release() of {instance}, given twice its release_timeout_s,")
             except asyncio.CancelledError as error:
                 cancelled = error
                 failures.append(error)
@@ -169,7 +170,7 @@ class Lifecycle:
 
     async def _release(self, resource: Resource) -> None:
         await self._attendances[resource.instance].close(resource.spec.release_timeout_s)
-        await resource.release()
+        await _asked(resource, "release")
 
     def _forget(self, resource: Resource) -> None:
         """A resource is gone."""
@@ -202,7 +203,23 @@ class Lifecycle:
 async def _complaint(resource: Resource) -> str | None:
     """What is wrong with a resource by its own account; None if nothing is."""
     try:
-        status = await resource.status()
+        status = await _asked(resource, "status")
     except Exception as error:
         return f"asked for its status, it raised {say(error)}"
+    if not isinstance(status, Status):
+        return f"its status() returned {status!r:.200}; return Status.HEALTHY or Status.BROKEN"
     return None if status is Status.HEALTHY else f"it says that it is {status.value}"
+
+
+async def _asked(resource: Resource, name: str) -> Any:
+    """What a method of the contract returns.
+
+    Raises:
+        UsageError: it is no coroutine.
+        Exception: what it raises.
+    """
+    work = getattr(resource, name)()
+    if not inspect.isawaitable(work):
+        kind = type(resource).__name__
+        raise UsageError(f"{kind}.{name}() is no coroutine. Write `async def {name}(self)` in the class {kind}.")
+    return await work

@@ -25,6 +25,7 @@ from agentfly.errors import (
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
 from agentfly.resources.apis.judge import Judge
+from agentfly.resources.apis.parameters import require_spelled
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.models.engine import command
 from agentfly.resources.models.gpus import VISIBLE, GPUs, visible
@@ -380,4 +381,5 @@ def _asked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The parameters of a call, without what is a matter of the spec."""
     if "call_timeout_s" in parameters:
         raise UsageError("call_timeout_s is no parameter of a call. Write ModelServerSpec(call_timeout_s=…).")
+    require_spelled(parameters)
     return parameters

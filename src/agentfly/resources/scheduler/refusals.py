@@ -7,11 +7,13 @@ from itertools import islice
 
 from agentfly.errors import (
     AcquireTimeout,
+    AgentFlyError,
     ConfigError,
     EngineClosed,
     ResourceDied,
     ResourceError,
     ResourceStartError,
+    message_of,
     say,
 )
 from agentfly.resources.scheduler.pool import Holding, Instance, InstanceState, Pool, Request, Waiter
@@ -59,7 +61,10 @@ def died(holding: Holding) -> ResourceDied:
 
 def not_started(instance: Instance, cause: BaseException) -> ResourceStartError:
     """An instance did not start."""
-    error = ResourceStartError(f"{instance.pool.spec.label} {instance.name} did not start: {say(cause)}")
+    label = instance.pool.spec.label
+    what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
+    why = message_of(cause) if isinstance(cause, AgentFlyError) else say(cause)  # AgentFly's own say all themselves
+    error = ResourceStartError(f"{what} did not start: {why}")
     error.__cause__ = cause
     return error
 

@@ -10,13 +10,15 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
-from agentfly.resources.cgroups import cgroup_home
+from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.backend import reap
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
@@ -195,6 +197,33 @@ async def test_a_copy_of_a_snapshots_name_is_refused_once_the_snapshot_is_gone(n
     with pytest.raises(ResourceStartError, match="as long as somebody holds the spec"):
         await twin.start()
     await twin.release()
+    await box.release()
+
+
+@forks
+async def test_a_fork_that_is_cancelled_while_it_lets_go_does_not_leave_the_next_one_frozen(
+    monkeypatch: pytest.MonkeyPatch, name: Callable[[], str]
+) -> None:
+    box = Container(SPEC, name())
+    await box.start()
+    thaws, thawed = threading.Event(), threading.Event()
+    thaw = Cgroup.thaw
+
+    def slowly(group: Cgroup) -> None:
+        thaws.set()
+        time.sleep(0.05)
+        thaw(group)
+        thawed.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cgroup, "thaw", slowly)
+        fork = asyncio.create_task(box.fork())
+        await asyncio.to_thread(thaws.wait, 10)
+        fork.cancel()
+        await asyncio.wait([fork])
+        await asyncio.to_thread(thawed.wait, 10)
+    await box.fork()
+    assert (await box.run("echo alive", timeout=10)).stdout == "alive\n"
     await box.release()
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
@@ -124,20 +125,27 @@ class Bubble:
         assert self.processes is not None
         self.frozen = True
         group = self.cgroup
-        stop = group.freeze if group is not None and group.freezes else self.processes.stop
-        freezing = asyncio.ensure_future(self.launcher.aside(stop))
-        try:
-            await asyncio.shield(freezing)
-        except asyncio.CancelledError:
-            await asyncio.wait({freezing})  # the thread goes on: whoever thaws must not come before it
-            raise
+        await self._whole(group.freeze if group is not None and group.freezes else self.processes.stop)
 
     async def thaw(self) -> None:
         """Let every process go on."""
         assert self.processes is not None
         group = self.cgroup
-        await self.launcher.aside(group.thaw if group is not None and group.freezes else self.processes.go_on)
-        self.frozen = False
+        try:
+            await self._whole(group.thaw if group is not None and group.freezes else self.processes.go_on)
+        finally:
+            self.frozen = False
+
+    async def _whole(self, change: Callable[[], object]) -> None:
+        """Make a change to its end, also for a caller that is cancelled: what is asked for next must not pass it."""
+        changing = asyncio.ensure_future(self.launcher.aside(change))
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            while not changing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({changing})
+            raise
 
     def kill(self) -> None:
         """Kill every process, at once."""

@@ -85,8 +85,10 @@ class Life:
     async def thaw(self) -> None:
         """Let every process go on."""
         assert self.shell is not None
-        await self.bubble.thaw()
-        self.shell.start_clocks()
+        try:
+            await self.bubble.thaw()
+        finally:
+            self.shell.start_clocks()
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,31 @@ async def test_a_command_beside_the_session_that_kills_its_group_costs_the_sessi
 
 async def test_programs_can_be_interrupted(box: Container) -> None:
     assert (await box.run("timeout -s INT 0.1 sleep 60; echo $?", timeout=20)).stdout == "124\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        ({"command": ["echo", "a"]}, r"command=…\) was given a list: .*shlex.join"),
+        ({"timeout": "5"}, r"timeout=…\) was given a str: .*without quotes"),
+        ({"timeout": None}, "a number of seconds"),
+        ({"max_output": "5"}, "a number of bytes"),
+        ({"cwd": 5}, "a directory inside, as a text"),
+        ({"stdin": ["a"]}, "a text or bytes"),
+        ({"env": {"A": 1}}, "values as texts"),
+        ({"env": [("A", "b")]}, "a mapping"),
+        ({"env": {1: "b"}}, "cannot be the name"),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_refused_with_the_cure(
+    box: Container, arguments: dict[str, Any], cure: str
+) -> None:
+    with pytest.raises(UsageError, match=cure):
+        await box.run(**{"command": "true"} | arguments)
+
+
+async def test_who_kills_itself_is_not_called_out_of_memory(box: Container) -> None:
+    assert str(await box.run("kill -9 $BASHPID", new_process=True)) == "[killed by SIGKILL; exit code 137]"
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ def test_specs_are_values_and_make_containers() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image": "./relative"}, "absolute path of a root file system"),
+        ({"image": "./rootfs"}, "a path must be absolute"),
+        ({"image": "~/rootfs"}, "a path must be absolute"),
+        ({"image": "images/foo.tar"}, "a path must be absolute"),
         ({"image": "a b"}, "a name such as"),
         ({"image": "/"}, "other than that of the host"),
         ({"pids": 2}, "at least 8"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.capabilities import Capabilities, ImageKind
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import BACKENDS, ContainerSpec
 from agentfly.resources.own_thread import on_own_thread
@@ -20,10 +21,12 @@ class Backend(ABC):
 
     Attributes:
         name: what a spec calls it.
+        takes: the kinds of image that it takes where it works, unless the machine forbids one.
         works_in: the process in which `probe` has found that it works, and answers at once by now; 0 for none.
     """
 
     name: ClassVar[str]
+    takes: ClassVar[tuple[ImageKind, ...]]
     works_in: int = 0
 
     @abstractmethod
@@ -66,10 +69,10 @@ def backend(name: str) -> Backend:
 
 
 def candidates(spec: ContainerSpec) -> list[Backend]:
-    """The backends that may serve a spec, best first."""
+    """The backends that may serve a spec, best first: those that take its kind of image."""
     if spec.backend != "auto":
         return [backend(spec.backend)]
-    return [backend(name) for name in BACKENDS]
+    return [one for one in map(backend, BACKENDS) if spec.image_kind in one.takes]
 
 
 async def choose(spec: ContainerSpec) -> Backend:
@@ -112,7 +115,17 @@ def _choose(spec: ContainerSpec) -> Backend:
             weak = weak or candidate
     if weak is not None:
         return weak
-    raise PrerequisiteError("\n".join(complaints))
+    raise PrerequisiteError("\n".join([*_about_a_name(spec), *complaints]))
+
+
+def _about_a_name(spec: ContainerSpec) -> list[str]:
+    """What there is to say of an image by its name where nothing takes it; nothing of other images."""
+    if spec.image_kind != "name" or spec.backend != "auto":
+        return []
+    here = Path(spec.image).absolute()
+    if here.exists():
+        return [f"ContainerSpec(image={spec.image!r}) is an image's name. If {here} is meant, write this whole path."]
+    return [f"ContainerSpec(image={spec.image!r}): an image by name needs one of docker, podman and enroot."]
 
 
 def reap(traces: dict[str, Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import UnionType
 
-from agentfly.errors import ToolError
+from agentfly.errors import ToolError, UsageError
 from agentfly.resources.containers.output import BoundedOutput
 
 
@@ -67,6 +68,16 @@ class Outcome:
     timed_out: bool = False
     out_of_memory: bool = False
     lost: str = ""
+
+
+def require_type(name: str, value: object, kind: type | UnionType, cure: str) -> None:
+    """Refuse an argument of `Container.run` that is not of a type.
+
+    Raises:
+        UsageError: it is of another. The message does not have its value, which may be a secret.
+    """
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise UsageError(f"run({name}=…) was given a {type(value).__name__}: write {cure}.")
 
 
 def shell_word(text: str, what: str) -> bytes:

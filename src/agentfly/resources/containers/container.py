@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend, candidates, choose
-from agentfly.resources.containers.command import Command, Outcome, encoded, shell_word
+from agentfly.resources.containers.command import Command, Outcome, encoded, require_type, shell_word
 from agentfly.resources.containers.files import Files
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.sandbox import Sandbox
@@ -218,20 +218,27 @@ class Container(Resource):
         Raises:
             ResourceDied: the sandbox ended.
             ResourceError: the host has no room for what is passed in.
-            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is no
-                number above 0.
-            UsageError: a name in ``env`` is not one of a variable, ``max_output`` is below 0, another user is to run
-                in the session, or the container is frozen.
+            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is not
+                above 0.
+            UsageError: an argument is of a wrong type, a name in ``env`` is not one of a variable, ``max_output`` is
+                below 0, another user is to run in the session, or the container is frozen.
             PrerequisiteError: the backend has no other user here.
         """
-        if not isinstance(timeout, int | float) or not timeout > 0:
+        require_type("command", command, str, "one text of bash source; shlex.join() makes one of a list of words")
+        require_type("timeout", timeout, int | float, "a number of seconds, without quotes")
+        require_type("max_output", max_output, int, "a number of bytes, without quotes")
+        require_type("cwd", cwd, str | None, "a directory inside, as a text")
+        require_type("stdin", stdin, bytes | str | None, "a text or bytes")
+        require_type("env", env, Mapping | None, "a mapping of names to texts")
+        if not timeout > 0:
             raise ToolError(f"run(timeout={timeout!r}): give a number of seconds above 0.")
         if max_output < 0:
             raise UsageError(f"run(max_output={max_output}): give a number of bytes, or 0 to keep none.")
         variables = dict(env or {})
         for name in variables:
-            if not _VARIABLE.fullmatch(name):
+            if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
                 raise UsageError(f"run(env=…): {name!r} cannot be the name of a shell variable.")
+            require_type("env", variables[name], str, "its values as texts, those of numbers too")
             shell_word(variables[name], f"The value of the variable {name}")
         if cwd is not None:
             shell_word(cwd, "The directory")

@@ -48,5 +48,5 @@ class CommandResult:
         if self.killed_by == "memory":
             return f"killed, probably out of memory; exit code {self.exit_code}"
         if self.killed_by == "SIGKILL":
-            return f"killed, perhaps out of memory; exit code {self.exit_code}"
+            return f"killed by SIGKILL; exit code {self.exit_code}"
         return f"exit code {self.exit_code}" if self.exit_code else ""

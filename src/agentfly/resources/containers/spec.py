@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".sqsh")
 BACKENDS = {
     "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
     "docker": "agentfly.resources.containers.docker.backend:Docker",
@@ -125,6 +126,8 @@ class ContainerSpec(ResourceSpec["Container"]):
         return (self.image, self.backend) if self.image_kind in ("path", "name") else None
 
     def _check_image(self) -> None:
+        if self.image_kind == "name" and (self.image[:1] in (".", "~") or self.image.endswith(_ARCHIVES)):
+            raise self._wrong("image", "a path must be absolute, for instance str(Path(…).expanduser().absolute())")
         path = self.image_kind == "path" and PurePosixPath(self.image).parts[1:] == ()
         name = self.image_kind == "name" and not _IMAGE_NAME.fullmatch(self.image)
         if path or name or "\0" in self.image:

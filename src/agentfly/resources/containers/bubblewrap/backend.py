@@ -24,6 +24,7 @@ class Bubblewrap(Backend):
     """
 
     name = "bubblewrap"
+    takes = ("host", "path", "snapshot")
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from agentfly.errors import AgentFlyError, ResourceStartError
 from agentfly.resources.containers.backend import Backend
+from agentfly.resources.containers.capabilities import ImageKind
 from agentfly.resources.containers.docker.address import docker_address, podman_address
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities, of_engine
 from agentfly.resources.containers.docker.client import calling, connect
@@ -30,6 +31,7 @@ class Docker(Backend):
     """
 
     name: ClassVar[str] = "docker"
+    takes: ClassVar[tuple[ImageKind, ...]] = ("name", "snapshot")
     _cure: ClassVar[str] = (
         "Install and start Docker, see that this user may use its socket (group docker), or set DOCKER_HOST."
     )
@@ -52,7 +54,7 @@ class Docker(Backend):
         if self._found is not None and self._found.address == address:
             return self._found
         if address is None:
-            return self._absent(f"no socket of {self.name} is there.")
+            return self._absent(f"No socket of {self.name} is there.")
         try:
             with ThreadPoolExecutor(1) as thread:  # this one may be running an event loop
                 self._found = thread.submit(asyncio.run, self._ask(address)).result()
@@ -79,7 +81,7 @@ class Docker(Backend):
         found = self.probe()
         async with connect(found.address, found.api_version) as client:
             await remove_those_of_the_dead(client)
-            await fetch(client, spec.image)
+            await fetch(client, spec.image, self.name)
             return await look(client, spec.image, spec, self._own, found.address)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> EngineSandbox:

@@ -53,7 +53,7 @@ class ImageFacts:
     files_in_workdir: bool
 
 
-async def fetch(client: Docker, image: str) -> None:
+async def fetch(client: Docker, image: str, engine: str) -> None:
     """See that the engine has an image; pull it if it has not.
 
     Raises:
@@ -66,7 +66,7 @@ async def fetch(client: Docker, image: str) -> None:
         last = ""
         async for line in client.images.pull(image, stream=True, timeout=None):
             if error := line.get("error"):
-                raise _missing(image, error)
+                raise _missing(engine, image, error)
             status = str(line.get("status", ""))
             if status != last and not line.get("progressDetail"):
                 logger.info("%s: %s", image, status)
@@ -74,9 +74,9 @@ async def fetch(client: Docker, image: str) -> None:
     except Exception as error:
         if isinstance(error, ResourceStartError):
             raise
-        raise _missing(image, str(error)) from error
+        raise _missing(engine, image, str(error)) from error
     if not await present(client, image):
-        raise _missing(image, "it is not there after it was pulled")
+        raise _missing(engine, image, "it is not there after it was pulled")
 
 
 async def present(client: Docker, image: str) -> bool:
@@ -154,8 +154,8 @@ async def _remove(client: Docker, name: str) -> None:
             logger.warning("%s", error)
 
 
-def _missing(image: str, why: str) -> ResourceStartError:
+def _missing(engine: str, image: str, why: str) -> ResourceStartError:
     return ResourceStartError(
-        f"There is no image {image!r}: {why}. Check its name, log in to its registry, or make it on this machine "
-        "('docker build', 'docker import'), and list what there is with 'docker images'."
+        f"{engine} has no image {image!r}: {why}. Check its name, log in to its registry, or make it on this machine "
+        f"('{engine} build', '{engine} import'), and list what there is with '{engine} images'."
     )

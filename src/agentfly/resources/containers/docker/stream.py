@@ -58,4 +58,5 @@ class EngineStream(Stream):
             async with asyncio.timeout(1):
                 await self._attached.close()
         except (TimeoutError, AssertionError):
-            return  # it has been closed from the other side
+            if (response := self._attached._resp) is not None:
+                response.close()  # the other side has closed it, which its library takes for done

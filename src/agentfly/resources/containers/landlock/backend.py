@@ -31,6 +31,7 @@ class Landlock(Backend):
     """
 
     name = "landlock"
+    takes = ("host",)
 
     def __init__(self, launcher: LandlockLauncher | None = None) -> None:
         self._launcher = launcher

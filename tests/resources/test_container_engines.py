@@ -248,6 +248,23 @@ async def test_a_container_that_is_killed_fails_its_commands_as_infrastructure_a
         await box.run("true")
 
 
+async def test_a_stream_that_the_container_has_ended_leaves_no_open_connection(
+    engine_ground: Ground, start: Start
+) -> None:
+    complaints = []
+    loop = asyncio.get_running_loop()
+    loop.set_debug(True)  # aiohttp complains of some only then
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    box = await start(engine_ground)
+    streams = [await box._sandbox._open_as_agent(["/bin/true"]) for _ in range(3)]  # type: ignore[union-attr]
+    for stream in streams:
+        while await stream.read() is not None:
+            pass
+    del stream, streams
+    gc.collect()
+    assert complaints == []
+
+
 @pytest.mark.slow
 async def test_a_connection_dropped_silently_in_the_middle_of_a_command_ends_the_call_in_time(
     engine_ground: Ground, proxy: tuple[Proxy, Backend]

@@ -133,14 +133,14 @@ async def _say(client: Docker, name: str, body: dict[str, Any]) -> str:
     async with calling(f"Running the container {name}"):
         await client.containers.create(body, name=name)
         container = client.containers.container(name)
-        attached = container.attach(stdout=True, stderr=True, stdin=False)
-        await attached.__aenter__()
-        stream = EngineStream(attached)
-        await container.start()
-        said = b""
-        while (piece := await stream.read()) is not None and len(said) < _LONGEST_WORDS:
-            said += piece[1]
-        await stream.close()
+        stream = await EngineStream.open(container.attach(stdout=True, stderr=True, stdin=False))
+        try:
+            await container.start()
+            said = b""
+            while (piece := await stream.read()) is not None and len(said) < _LONGEST_WORDS:
+                said += piece[1]
+        finally:
+            await stream.close()
         await container.wait()
     return said.decode(errors="replace")
 

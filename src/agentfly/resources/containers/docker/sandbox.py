@@ -179,10 +179,12 @@ class EngineSandbox(Sandbox):
             await self._whole(self._create(name, body))
             async with calling(f"Starting the container {name}"):
                 container = self._container()
-                attached = container.attach(stdin=True, stdout=True, stderr=True)
-                await attached.__aenter__()
-                stream = EngineStream(attached)
-                await container.start()
+                stream = await EngineStream.open(container.attach(stdin=True, stdout=True, stderr=True))
+                try:
+                    await container.start()
+                except BaseException:
+                    await stream.close()
+                    raise
             shell = self._shells[self.spec.user] = StreamShell(
                 stream,
                 self._scripts,
@@ -253,9 +255,7 @@ class EngineSandbox(Sandbox):
             execution = await self._container().exec(
                 command, stdin=True, user=ROOT if user == "root" else AGENT, workdir=self.spec.workdir
             )
-            attached = execution.start(detach=False)
-            await attached.__aenter__()
-        return EngineStream(attached)
+            return await EngineStream.open(execution.start(detach=False))
 
     # --- ending -----------------------------------------------------------------------------------------------------
 

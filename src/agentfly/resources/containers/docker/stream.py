@@ -15,9 +15,20 @@ class EngineStream(Stream):
     """A connection that was upgraded to carry a program's input and outputs."""
 
     def __init__(self, attached: Attached) -> None:
-        """Take over a connection that has been opened."""
+        """Make a handle of a connection that `open` opens."""
         self._attached = attached
         self._ended = False
+
+    @classmethod
+    async def open(cls, attached: Attached) -> EngineStream:
+        """Open a connection. Nothing of it is left if that fails or is cancelled."""
+        stream = cls(attached)
+        try:
+            await attached.__aenter__()
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
 
     async def read(self) -> tuple[int, bytes] | None:
         """See `Stream.read`."""
@@ -26,9 +37,10 @@ class EngineStream(Stream):
         try:
             message = await self._attached.read_out()
         except ClientError as error:
+            await self.close()
             raise ConnectionResetError(str(error)) from error
         if message is None:
-            self._ended = True
+            await self.close()
             return None
         return message.stream, message.data
 

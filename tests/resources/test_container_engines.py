@@ -132,7 +132,8 @@ async def _is_clean(box: Container) -> bool:
 
 
 async def test_an_image_that_is_not_there_is_refused_with_the_cure(engine_ground: Ground, start: Start) -> None:
-    with pytest.raises(ResourceStartError, match=r"no image 'no-such-image:1'[\s\S]*docker images"):
+    engine = engine_ground.backend.name
+    with pytest.raises(ResourceStartError, match=rf"{engine} has no image 'no-such-image:1'[\s\S]*'{engine} images'"):
         await start(engine_ground, image="no-such-image:1")
 
 

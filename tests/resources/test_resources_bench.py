@@ -24,7 +24,7 @@ SMALL = PooledWork(rollouts=6, longest_wait=0.02, tools=(0.01, 0.01), generation
 
 @pytest.mark.slow
 def test_the_bench_measures_the_engine_and_says_why_a_backend_is_missing(monkeypatch):
-    def missing():
+    def missing(image):
         raise PrerequisiteError("no user namespaces")
 
     monkeypatch.setattr(sandboxes, "measure_bubblewrap", missing)

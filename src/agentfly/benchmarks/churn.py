@@ -32,6 +32,29 @@ _PATIENCE_S = 120.0
 _numbers = itertools.count()
 
 
+async def measure_episodes(spec: ContainerSpec) -> dict[str, Any]:
+    """Measure episodes with and without the tests of their repositories, if the image has any.
+
+    Args:
+        spec: see `measure_churn`.
+
+    Returns:
+        ``churn`` and ``churn_with_tests``, what `measure_churn` gives; nothing if there is no ``/testbed``.
+    """
+    box = Container(spec, f"churn-{os.getpid()}-{next(_numbers)}")
+    try:
+        await box.start()
+        found = await box.run("test -d /testbed")
+    finally:
+        await box.release()
+    if found.exit_code:
+        return {}
+    return {
+        "churn": await measure_churn(spec),
+        "churn_with_tests": await measure_churn(spec, tests=True, episodes=12, rounds=1),
+    }
+
+
 async def measure_churn(
     spec: ContainerSpec,
     *,

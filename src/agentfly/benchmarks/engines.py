@@ -14,7 +14,7 @@ from typing import Any
 
 from agentfly import interruption
 from agentfly.benchmarks.bare import BareShell
-from agentfly.benchmarks.churn import measure_churn
+from agentfly.benchmarks.churn import measure_episodes
 from agentfly.benchmarks.sandboxes import measure_backend, measure_many
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.backend import backend
@@ -42,8 +42,7 @@ def measure_engine_backend(name: str, image: str, *, rounds: int = 10, commands:
         count: how many containers at once.
 
     Returns:
-        What `measure_backend` gives; ``many``, what `measure_many` gives; ``churn`` and ``churn_with_tests``, what
-        `measure_churn` gives without and with the tests of the repositories.
+        What `measure_backend` gives; ``many``, what `measure_many` gives; and what `measure_episodes` gives.
 
     Raises:
         PrerequisiteError: such containers cannot be started on this machine.
@@ -59,11 +58,7 @@ def measure_engine_backend(name: str, image: str, *, rounds: int = 10, commands:
             rounds=rounds,
             commands=commands,
         )
-        measured["many"] = measure_many(spec, count)
-        if program.has_repositories(image_name):
-            measured["churn"] = interruption.run(measure_churn(spec))
-            measured["churn_with_tests"] = interruption.run(measure_churn(spec, tests=True, episodes=12, rounds=1))
-        return measured
+        return {**measured, "many": measure_many(spec, count), **interruption.run(measure_episodes(spec))}
 
 
 def measures_of(image: str | None) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -147,11 +142,6 @@ class _Program:
         finally:
             shell.close()
             self._call(*self._remove, name)
-
-    def has_repositories(self, image: str) -> bool:
-        """Whether there is a ``/testbed`` in an image."""
-        asked = [*self._words, "run", "--rm", *_PLAIN, image, "test", "-d", "/testbed"]
-        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
     def _call(self, *words: str) -> None:
         done = subprocess.run([*self._words, *words], capture_output=True, text=True, check=False)

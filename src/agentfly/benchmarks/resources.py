@@ -95,7 +95,7 @@ def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None
 
     Args:
         parts: what of `PARTS` to measure.
-        image: for docker and podman, see `agentfly.benchmarks.engines.measure_engine_backend`.
+        image: see `agentfly.benchmarks.engines.measure_engine_backend`; bubblewrap takes a path only.
 
     Returns:
         By part. ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.occupancy`.
@@ -113,7 +113,7 @@ def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None
         "engine": lambda: interruption.run(measure_engine()),
         "occupancy": occupancy.measure_occupancy,
         "environments": environments.measure_environments,
-        "bubblewrap": sandboxes.measure_bubblewrap,
+        "bubblewrap": lambda: sandboxes.measure_bubblewrap(image),
         **engines.measures_of(image),
     }
     result: dict[str, Any] = {}

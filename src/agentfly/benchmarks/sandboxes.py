@@ -20,6 +20,7 @@ from typing import Any
 
 from agentfly import interruption
 from agentfly.benchmarks.bare import BareShell, bare_bubblewrap, bare_process
+from agentfly.benchmarks.churn import measure_episodes
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
@@ -46,11 +47,20 @@ echo $taken
 """
 
 
-def measure_bubblewrap(rounds: int = 30, commands: int = 200, count: int = 64) -> dict[str, Any]:
-    """Measure bubblewrap as far as this machine lets it work.
+def measure_bubblewrap(
+    image: str | None = None, *, rounds: int = 30, commands: int = 200, count: int = 64
+) -> dict[str, Any]:
+    """Measure bubblewrap as far as this machine lets it work, on the host's own system directories.
+
+    Args:
+        image: the path of a root file system, for episodes in it.
+        rounds: how many containers.
+        commands: how many commands in a session.
+        count: how many containers at once.
 
     Returns:
-        What `measure_backend` gives; ``many``, which is what `measure_many` gives; ``tier`` and ``limits``.
+        What `measure_backend` gives; ``many``, what `measure_many` gives; ``tier`` and ``limits``; and what
+        `agentfly.benchmarks.churn.measure_episodes` gives.
 
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
@@ -59,7 +69,11 @@ def measure_bubblewrap(rounds: int = 30, commands: int = 200, count: int = 64) -
     spec = ContainerSpec(memory="256MiB", pids=64, cpus=1 if found.cpus else 0, backend="bubblewrap")
     found.check(spec)
     measured = measure_backend(spec, bare_start=bare_bubblewrap, rounds=rounds, commands=commands)
-    return {"tier": str(found.tier), "limits": found.memory, **measured, "many": measure_many(spec, count)}
+    measured["many"] = measure_many(spec, count)
+    if image is not None and Path(image).exists():
+        episodes = replace(spec, image=str(Path(image).absolute()), memory="512MiB", pids=256, cpus=0)
+        measured |= interruption.run(measure_episodes(episodes))
+    return {"tier": str(found.tier), "limits": found.memory, **measured}
 
 
 def measure_backend(

@@ -34,7 +34,8 @@ def resources(
         str | None,
         typer.Option(
             help="For docker and podman: an image that they have, or the path of a root file system, with which "
-            "engines of their own are run for the measurement (as root)."
+            "engines of their own are run for the measurement (as root). Where it has repositories, episodes in them "
+            "are measured, on bubblewrap too."
         ),
     ] = None,
     as_json: AsJson = False,

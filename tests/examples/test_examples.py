@@ -45,6 +45,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
+@pytest.mark.slow
 def test_guess_the_number_is_always_found_by_halving(tmp_path: Path) -> None:
     *games, mean = run("guess_the_number.py", tmp_path).splitlines()
     assert len(games) == 8

@@ -25,6 +25,7 @@ def test_the_log_prob_is_that_of_the_scaled_distribution() -> None:
     assert logprobs.item() == pytest.approx(-0.143, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_tokens_come_with_their_probabilities() -> None:
     torch.manual_seed(0)
     logits = 2 * torch.randn(1, 1000)

@@ -27,6 +27,7 @@ def is_empty(resource):
     return not resource.contents
 
 
+@pytest.mark.slow
 async def test_the_fake_resource_keeps_the_contract():
     await check_resource(FakeSpec(), dirty=leave_something, is_clean=is_empty)
 
@@ -157,6 +158,7 @@ def importable(monkeypatch):
     Sleep.prepared = False
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_started_and_ended_properly_keeps_the_contract():
     await check_resource(SleepSpec(), dirty=leave_something, is_clean=is_empty, use=Sleep.use)
 

@@ -93,6 +93,7 @@ async def test_a_session_without_its_files_is_replaced_and_the_next_command_is_n
     assert (await box.run("ls")).stdout == ("ran\n" if result.stdout else "")
 
 
+@pytest.mark.slow
 async def test_files_are_within_reach_again_after_a_command_that_stopped_every_process(box: Container) -> None:
     await box.run("kill -STOP -1", timeout=1)
     box._sandbox.shell._starter = None  # as when that comes before it has said that it is ready
@@ -234,12 +235,14 @@ async def test_a_child_left_behind_holds_no_call_open_and_is_gone_at_release(
     assert processes_with("7301") == []
 
 
+@pytest.mark.slow
 async def test_what_a_child_left_behind_prints_later_is_in_nobodys_output_and_does_not_break_it(box: Container) -> None:
     await box.run("(sleep 0.2; echo late; echo late >&2; echo survived > /tmp/mark) & echo now")
     result = await box.run("sleep 0.6; echo mine; cat /tmp/mark")
     assert (result.stdout, result.stderr) == ("mine\nsurvived\n", "")
 
 
+@pytest.mark.slow
 async def test_a_timeout_kills_all_that_the_command_started_and_keeps_the_session(
     box: Container,
     processes_with: Callable[[str], list[int]],
@@ -263,6 +266,7 @@ async def test_a_timeout_ends_what_the_shell_itself_does(box: Container, command
     assert (await box.run("pwd")).stdout == "/tmp\n"
 
 
+@pytest.mark.slow
 async def test_a_timeout_ends_a_command_with_a_process_of_its_own(
     box: Container,
     processes_with: Callable[[str], list[int]],
@@ -273,11 +277,13 @@ async def test_a_timeout_ends_a_command_with_a_process_of_its_own(
     await eventually(lambda: processes_with("7304") == [])
 
 
+@pytest.mark.slow
 async def test_output_before_a_timeout_is_kept(box: Container) -> None:
     result = await box.run("echo early; sleep 7305", timeout=0.5)
     assert result.stdout == "early\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_process", [False, True])
 async def test_cancelling_a_call_ends_its_command(
     box: Container,
@@ -308,6 +314,7 @@ async def test_huge_output_keeps_both_ends_and_counts_what_was_left_out(box: Con
     assert len(result.stdout) < 1100
 
 
+@pytest.mark.slow
 async def test_endless_output_is_bounded_and_the_command_ends_in_time(box: Container) -> None:
     result = await box.run("yes", timeout=1)
     assert result.timed_out

@@ -93,6 +93,7 @@ async def test_children_that_outlive_their_command_do_not_hold_it_open(
     assert processes_with(f"sleep\0{marker}") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_process", [False, True])
 async def test_a_command_out_of_time_is_killed_with_all_that_it_started(
     box: Container, processes_with: ProcessesWith, eventually: Eventually, new_process: bool
@@ -291,6 +292,7 @@ async def test_a_fork_bomb_is_bounded_and_survived(ground: Ground, box: Containe
         assert (await box.run("echo alive", timeout=30)).stdout == "alive\n"
 
 
+@pytest.mark.slow
 async def test_a_memory_hog_is_killed_and_reported_as_that(box: Container) -> None:
     result = await box.run("bash -c 'x=$(head -c 600000000 /dev/zero | tr \\\\0 x); echo ${#x}'", timeout=60)
     assert result.exit_code != 0

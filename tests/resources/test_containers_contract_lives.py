@@ -114,6 +114,7 @@ async def test_a_frozen_box_does_nothing_and_goes_on_where_it_was(ground: Ground
     assert (await box.run(counted, timeout=30)).stdout == "5\n"
 
 
+@pytest.mark.slow
 async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, start: Start) -> None:
     if ground.able.freezes == "none":
         pytest.skip("this backend does not freeze here")
@@ -213,6 +214,7 @@ async def test_a_box_that_is_gone_says_so_and_does_not_come_back(box: Container)
             await call
 
 
+@pytest.mark.slow
 async def test_many_boxes_work_at_once(ground: Ground, start: Start) -> None:
     boxes = await asyncio.gather(*(start(ground) for _ in range(8)))
     results = await asyncio.gather(*(box.run(f"echo {n} > mine; sleep 1; cat mine") for n, box in enumerate(boxes)))

@@ -219,6 +219,7 @@ async def test_private_files_together_stay_below_the_memory_limit(box: Container
     assert 0 < sum(map(int, sizes.stdout.split())) <= SPEC.disk_limit
 
 
+@pytest.mark.slow
 async def test_a_disk_hog_is_stopped_wherever_it_writes(box: Container) -> None:
     for directory in ("/workspace", "/tmp", "/var/tmp", "/dev/shm", "$HOME", "/usr/local", "/", "/dev", "/run", "/etc"):
         result = await box.run(

@@ -162,6 +162,7 @@ async def test_a_twin_is_acquired_through_the_engine_as_any_other() -> None:
         await engine.release(twin)
 
 
+@pytest.mark.slow
 @forks
 async def test_a_snapshot_lasts_as_long_as_a_spec_or_a_box_needs_it(name: Callable[[], str]) -> None:
     box = Container(SPEC, name())
@@ -227,6 +228,7 @@ async def test_a_fork_that_is_cancelled_while_it_lets_go_does_not_leave_the_next
     await box.release()
 
 
+@pytest.mark.slow
 @forks
 async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes_on(
     monkeypatch: pytest.MonkeyPatch, name: Callable[[], str]

@@ -230,6 +230,7 @@ async def test_a_mistyped_method_is_answered_with_the_nearest_name(runs: Runs) -
     await counter.release()
 
 
+@pytest.mark.slow
 @everywhere
 async def test_a_factory_may_be_async_or_given_by_name(runs: Runs) -> None:
     counter = environment(factory=make_counter, args=(3,), runs=runs)
@@ -360,6 +361,7 @@ async def test_what_is_not_thread_safe_lives_in_a_process_of_its_own_or_nowhere(
         await one.release()
 
 
+@pytest.mark.slow
 @everywhere
 async def test_a_start_that_takes_long_is_told_while_it_lasts(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

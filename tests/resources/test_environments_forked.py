@@ -166,6 +166,7 @@ async def test_a_zygote_that_is_killed_while_it_is_asked_costs_no_start(make: Ma
     await released([first, *others])
 
 
+@pytest.mark.slow
 async def test_a_zygote_that_does_not_answer_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nursery, "ANSWER_S", 0.3)
     first, second = make(), make()
@@ -252,6 +253,7 @@ async def test_directory_and_environment_are_those_of_the_moment_of_its_making(
     await released([first, second])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("also", "error", "said"),
     [

@@ -130,6 +130,7 @@ def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 async def test_a_crash_is_told_with_its_cause_and_the_end_of_the_output() -> None:
     machine = await started()
     with pytest.raises(ResourceDied, match=r"(?s)during exit\(\): it exited with status 3.*on stdout.*on stderr"):
@@ -142,6 +143,7 @@ async def test_a_crash_is_told_with_its_cause_and_the_end_of_the_output() -> Non
     await machine.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "told"), [(signal.SIGKILL, "ended by SIGKILL, perhaps for lack of memory"), (35, "ended by signal 35")]
 )
@@ -235,6 +237,7 @@ async def rounds_of_the_loop(count: int) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @both_starts
 async def test_a_start_that_is_cancelled_at_any_moment_leaves_neither_a_process_nor_an_open_file(
     starts: Starts,
@@ -312,6 +315,7 @@ async def test_memory_is_bounded_and_running_out_of_it_is_told_as_that() -> None
     await machine.release()
 
 
+@pytest.mark.slow
 async def test_output_without_end_neither_blocks_nor_is_kept() -> None:
     machine = await started()
     assert await machine.shout(5_000_000) == 5_000_000
@@ -327,6 +331,7 @@ async def test_reading_standard_input_gives_its_end_at_once() -> None:
     await machine.release()
 
 
+@pytest.mark.slow
 async def test_large_values_pass_both_ways() -> None:
     machine = await started()
     large = os.urandom(5_000_000)

@@ -39,6 +39,7 @@ async def is_empty(shelf: Environment) -> bool:
     return bool(await shelf.count() == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["loop", "thread", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("factory", [Shelf, ClearedShelf])
 async def test_environments_keep_the_contract(factory: Any, runs: Literal["loop", "thread", "process"]) -> None:

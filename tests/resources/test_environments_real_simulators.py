@@ -82,6 +82,7 @@ def science() -> ModuleType:
     return example("science_world")
 
 
+@pytest.mark.slow
 @needs_stockfish
 @pytest.mark.parametrize("runs", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 async def test_eight_games_go_on_at_once_each_with_a_stockfish_of_its_own(

@@ -236,6 +236,7 @@ class SlowAfterTheFirst:
         Path(path).write_text("made")
 
 
+@pytest.mark.slow
 @apart
 async def test_a_call_beyond_its_deadline_loses_the_instance_and_is_told(runs: Runs, path: Path) -> None:
     diary = environment(Diary, str(path), runs=runs, call_timeout_s=0.2)
@@ -262,6 +263,7 @@ async def test_a_hanging_process_is_gone_when_its_release_returns(path: Path) ->
         assert diary.traces == {}
 
 
+@pytest.mark.slow
 async def test_a_hanging_thread_is_not_said_to_be_gone_until_it_is(path: Path) -> None:
     Gate.opened.clear()
     gate = environment(Gate, str(path), runs="thread", call_timeout_s=0.1, release_timeout_s=0.2)

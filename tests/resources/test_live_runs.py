@@ -206,6 +206,7 @@ def test_a_file_that_is_no_ledger_is_passed_over(tmp_path):
     assert asyncio.run(find_runs(tmp_path)) == []
 
 
+@pytest.mark.slow
 def test_the_command_shows_pools_instances_and_queues_as_text_and_json(tmp_path, another_process):
     other = another_process("free")
     shown = CliRunner().invoke(app, ["resources", "ps", "--state-dir", str(tmp_path)], env={"COLUMNS": "160"})

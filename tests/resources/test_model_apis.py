@@ -124,6 +124,7 @@ def test_specs_that_mean_the_same_are_one_and_any_difference_makes_two():
     assert (one.parameters, one.label) == ({"a": 1, "b": [2]}, "api:m")
 
 
+@pytest.mark.slow
 async def test_model_apis_keep_the_contract_of_resources():
     await check_resource(spec_of(capacity=2))
 
@@ -213,6 +214,7 @@ async def test_any_number_of_owners_share_one_instance(engine, far_side):
     assert len({lease.instance for lease in leases}) == 1
 
 
+@pytest.mark.slow
 async def test_fifty_calls_that_are_cancelled_leave_nothing_open_on_either_side(engine, far_side):
     far_side.always = behaviour.stalls
     api = await api_of(engine, far_side, max_concurrency=50)

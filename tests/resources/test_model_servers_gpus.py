@@ -60,6 +60,7 @@ async def test_servers_that_ask_at_the_same_time_never_get_the_same(file: Path) 
     assert sorted(got, key=int) == [*devices]
 
 
+@pytest.mark.slow
 async def test_a_file_that_cannot_be_used_is_named_with_the_cure(file: Path) -> None:
     gpus = GPUs(file, ("0",))
     with hold(file), pytest.raises(ResourceError, match=r"another process has held it.*AGENTFLY_STATE_DIR"):

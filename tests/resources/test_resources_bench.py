@@ -84,6 +84,7 @@ def test_a_backend_is_measured_against_the_bare_program_and_nothing_is_left():
     assert f"{measured['session_run_ms']:.3f} ms" in text
 
 
+@pytest.mark.slow
 def test_work_over_a_pool_takes_no_less_than_the_optimum():
     measured = measure_occupancy(SMALL, [1, 3])
     assert list(measured["pools"]) == ["1", "3"]

@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers.unpacking import Unpacker, open_archive
@@ -136,23 +137,36 @@ def _is_layout(path: Path) -> bool:
     return (path / _INDEX).is_file() and (path / "oci-layout").is_file()
 
 
-class _Archive:
-    """The layers of an image, lowest first, wherever they are."""
+class _Archive(ABC):
+    """An image, wherever it is: its layers, lowest first."""
+
+    layered: ClassVar[bool]
+
+    @abstractmethod
+    def layers(self) -> Iterator[IO[bytes]]:
+        """The layers, each to be read before the next."""
+
+
+class _Layered(_Archive):
+    """An image whose files say of which of them its layers are."""
 
     layered = True
 
+    @abstractmethod
+    def open(self, name: str) -> IO[bytes]:
+        """A file of the image."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+
     def read(self, name: str) -> bytes:
-        """A small file of the archive."""
+        """A small file of the image."""
         with self.open(name) as file:
             return file.read(_BLOCK * 16)
 
-    def open(self, name: str) -> IO[bytes]:
-        raise NotImplementedError
-
-    def has(self, name: str) -> bool:
-        raise NotImplementedError
-
     def layers(self) -> Iterator[IO[bytes]]:
+        """See `_Archive.layers`."""
         for name in self._names():
             with self.open(name) as layer:
                 yield layer
@@ -171,7 +185,7 @@ class _Archive:
         raise ValueError("its index names no image")
 
 
-class _Layout(_Archive):
+class _Layout(_Layered):
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -182,7 +196,7 @@ class _Layout(_Archive):
         return (self._path / name).is_file()
 
 
-class _Saved(_Archive):
+class _Saved(_Layered):
     def __init__(self, archive: tarfile.TarFile) -> None:
         self._archive = archive
         self._members = {member.name.removeprefix("./"): member for member in archive}

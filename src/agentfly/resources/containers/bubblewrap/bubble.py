@@ -18,6 +18,7 @@ from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace,
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch
 from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.instances.work import see_through
 
 
 class Bubble:
@@ -138,14 +139,9 @@ class Bubble:
 
     async def _whole(self, change: Callable[[], object]) -> None:
         """Make a change to its end, also for a caller that is cancelled: what is asked for next must not pass it."""
-        changing = asyncio.ensure_future(self.launcher.aside(change))
-        try:
-            await asyncio.shield(changing)
-        except asyncio.CancelledError:
-            while not changing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({changing})
-            raise
+        changing = asyncio.create_task(self.launcher.aside(change))
+        await see_through({changing})
+        changing.result()
 
     def kill(self) -> None:
         """Kill every process, at once."""

@@ -45,6 +45,7 @@ from agentfly.resources.containers.bubblewrap.trees import BoundTrees, MountedTr
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.instances.work import see_through
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,11 +165,11 @@ class Launcher:
         assert isinstance(self._trees, MountedTrees)
         trees, snapshots = self._trees, self._trees.snapshots
         begun = await self.on_thread(lambda: snapshots.begin(trees.layers(spec, image), spec.disk_limit))
-        filling = asyncio.ensure_future(self.aside(snapshots.fill, begun, scratch / "tree"))
+        filling = asyncio.create_task(self.aside(snapshots.fill, begun, scratch / "tree"))
         try:
-            await asyncio.shield(filling)
+            await see_through({filling})  # if the caller is cancelled: the thread goes on to the end of its copy
+            filling.result()
         except BaseException:
-            await asyncio.wait({filling})  # if the caller is cancelled: the thread goes on to the end of its copy
             await self.on_thread(snapshots.discard, begun)
             raise
         return await self.on_thread(snapshots.keep, begun)

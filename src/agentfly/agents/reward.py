@@ -210,4 +210,10 @@ def _is_finite(value: Any) -> bool:
 @reward
 def tool_rewards(trajectory: Trajectory) -> float:
     """The sum of what the tools said their calls were worth; 0 if they said nothing."""
-    return sum((result.reward or 0.0 for turn in trajectory.turns for result in turn.results), 0.0)
+    return sum_of_tool_rewards(trajectory) or 0.0
+
+
+def sum_of_tool_rewards(trajectory: Trajectory) -> float | None:
+    """The same sum; None if they said nothing."""
+    said = [result.reward for turn in trajectory.turns for result in turn.results if result.reward is not None]
+    return float(sum(said)) if said else None

@@ -11,13 +11,14 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
 from agentfly.contexts.context import Context, Notice, unnoticed
-from agentfly.errors import Boundary, TokenInvariantError
-from agentfly.events import EventStream, GenerationFinished, RewardFinished, RolloutFinished, RolloutStarted
+from agentfly.errors import TokenInvariantError
+from agentfly.events import EventStream, GenerationFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Generation, Policy, SamplingParams
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.chat.chat_format import ChatFormat
+from agentfly.rollouts.scoring import score_rollout
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
 from agentfly.task import Task
@@ -88,7 +89,7 @@ class Rollout:
         )
         try:
             await self._play()
-            await self._score()
+            await score_rollout(trajectory, self._around.reward, self._context, events)
         except asyncio.CancelledError:
             trajectory.finish = FinishReason.CANCELLED
             raise
@@ -202,34 +203,6 @@ class Rollout:
         if len(self.trajectory.turns) >= agent.max_turns:
             return FinishReason.MAX_TURNS
         return None
-
-    async def _score(self) -> None:
-        trajectory, reward = self.trajectory, self._around.reward
-        if trajectory.infrastructure_failed or not trajectory.turns:
-            return  # what the policy had no part in is not scored
-        if reward is None:
-            trajectory.reward = _sum_of_tool_rewards(trajectory)
-            return
-        started = time.perf_counter()
-        error: str | None = None
-        try:
-            async with self._context.call() as call_context:
-                result = await reward.score(trajectory, call_context)
-            trajectory.reward = result.reward
-            trajectory.metrics = dict(result.metrics)
-        except Exception as failure:
-            trajectory.reward_failure = Failure.of(failure, Boundary.REWARD)
-            error = trajectory.reward_failure.message
-        seconds = time.perf_counter() - started
-        trajectory.seconds["reward"] = seconds
-        self._around.events.emit(
-            RewardFinished(rollout_id=trajectory.rollout_id, reward=trajectory.reward, seconds=seconds, error=error)
-        )
-
-
-def _sum_of_tool_rewards(trajectory: Trajectory) -> float | None:
-    rewards = [result.reward for turn in trajectory.turns for result in turn.results if result.reward is not None]
-    return sum(rewards) if rewards else None
 
 
 def _finished_event(trajectory: Trajectory) -> RolloutFinished:

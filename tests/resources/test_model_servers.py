@@ -28,8 +28,8 @@ from agentfly.errors import (
     UsageError,
 )
 from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.models.log import Log, tail
-from agentfly.resources.models.reaping import reap, running_in
+from agentfly.resources.keeping.log import Log, tail
+from agentfly.resources.keeping.reaping import reap, running_in
 from agentfly.resources.models.server import ModelServer
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.orphans import reap as reap_orphans

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agentfly.errors import APIRefused, PrerequisiteError, ResourceDied, ResourceStartError
+from agentfly.resources.keeping.reaping import running_in
 from agentfly.resources.models.engine import probe_vllm
-from agentfly.resources.models.reaping import running_in
 from agentfly.resources.models.server import ModelServer
 from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
 from agentfly.resources.resource import Status

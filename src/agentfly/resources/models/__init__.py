@@ -1,4 +1,4 @@
 """Models behind a server of this machine.
 
-From the outside in: spec, server, server_run, kept_server, keeper.
+From the outside in: spec, server, server_run.
 """

@@ -26,10 +26,10 @@ from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.parameters import require_spelled
+from agentfly.resources.keeping.log import tail
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.models.engine import command
 from agentfly.resources.models.gpus import VISIBLE, GPUs, visible
-from agentfly.resources.models.log import tail
 from agentfly.resources.models.sample import Sample, read_sample
 from agentfly.resources.models.server_run import CONTROL_S, ServerRun, load_adapter, log_file
 from agentfly.resources.models.spec import ModelServerSpec

@@ -12,10 +12,10 @@ from agentfly.errors import APIUnavailable, ModelAPIError, ResourceStartError
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.keeping.keeper import Job
+from agentfly.resources.keeping.kept_program import KeptProgram
+from agentfly.resources.keeping.log import tail
 from agentfly.resources.models.engine import command, environment, secrets_in
-from agentfly.resources.models.keeper import Job
-from agentfly.resources.models.kept_server import KeptServer
-from agentfly.resources.models.log import tail
 from agentfly.resources.models.spec import ModelServerSpec
 
 CONTROL_S = 30.0
@@ -58,7 +58,7 @@ class ServerRun:
         self._listener = listener
         self._key = key
         self._gpus = gpus
-        self._process = KeptServer()
+        self._process = KeptProgram()
         self.succeeded = asyncio.Event()
         host, port = listener.getsockname()
         self.client = ModelClient(
@@ -78,7 +78,7 @@ class ServerRun:
         clock = asyncio.get_running_loop().time
         limit = max(0.75 * self._spec.start_timeout_s, self._spec.start_timeout_s - _TELLING_S)
         deadline = clock() + limit
-        await self._process.start(self._job(), self._listener)
+        await self._process.start(self._job())
         ready = asyncio.create_task(self._until_ready(adapters))
         end = asyncio.create_task(self._process.wait())
         try:
@@ -144,10 +144,10 @@ class ServerRun:
             command=command(self._spec, self._listener.fileno()),
             env=variables,
             directory=str(self._directory),
-            listener=self._listener.fileno(),
             log=str(log_file(self._directory)),
             log_bytes=parse_bytes(self._spec.log_bytes),
             secrets=secrets_in(variables),
+            inherited=(self._listener.fileno(),),
         )
 
 

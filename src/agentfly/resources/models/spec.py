@@ -177,5 +177,5 @@ register(
     ModelServerSpec,
     "agentfly.resources.models.server:ModelServer",
     kind="model server",
-    reap="agentfly.resources.models.reaping:reap",
+    reap="agentfly.resources.keeping.reaping:reap",
 )

@@ -1,4 +1,4 @@
-"""Removes what a process that died left of its model servers."""
+"""Removes what a process that died left of the programs that it had started."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 from agentfly.errors import ResourceError
 from agentfly.resources.descendants import TRACKERS_S, is_resource_tracker
 from agentfly.resources.identity import start_time
+from agentfly.resources.keeping.keeper import MARK
 
 _PATIENCE_S = 10.0
 
 
 def reap(traces: Mapping[str, Any]) -> None:
-    """End a keeper and all processes of its server, and remove their directory. Fine if they are gone already.
+    """End a keeper and all processes of its program, and remove their directory. Fine if they are gone already.
 
     A keeper ends by itself within a second of its process's death, with all that is below it. Should it have been
-    killed itself, what the server had started is known by the directory it runs in, which is its alone.
+    killed itself, what the program had started is known by the directory, which is its alone.
 
     Raises:
         ResourceError: a process does not end.
@@ -36,7 +37,7 @@ def reap(traces: Mapping[str, Any]) -> None:
     while left := _left(traces, (directory, grave)):
         waited = time.monotonic() - began
         if waited > _PATIENCE_S:
-            raise ResourceError(f"The processes {left} of a model server do not end, not even by SIGKILL.")
+            raise ResourceError(f"The processes {left} of a kept program do not end, not even by SIGKILL.")
         for pid in left:
             if waited > TRACKERS_S or not is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -55,11 +56,12 @@ def _left(traces: Mapping[str, Any], directories: Sequence[Path]) -> list[int]:
 
 
 def running_in(directory: Path) -> list[int]:
-    """The processes whose working directory this is; zombies are none."""
+    """The processes that run in this directory, or belong to it by their environment; zombies are none."""
+    mark = f"{MARK}={directory}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if (entry / "cwd").readlink() == directory:
+                if (entry / "cwd").readlink() == directory or mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found

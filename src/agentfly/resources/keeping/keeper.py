@@ -1,12 +1,12 @@
-"""The keeper: the small process between this one and a server, which drains its output and leaves nothing behind.
+"""The keeper: the small process between this one and a program, which drains its output and leaves nothing behind.
 
-Whatever the server starts, also what leaves its group or session, comes to the keeper when its parent ends. When the
-server ends, when the keeper is told to end, or when the process that started the keeper is gone, however it went, the
+Whatever the program starts, also what leaves its group or session, comes to the keeper when its parent ends. When the
+program ends, when the keeper is told to end, or when the process that started the keeper is gone, however it went, the
 keeper kills all of it and ends.
 
 The keeper holds one end of the life line, a socket. Through it come the job, one line of JSON, and later perhaps a
-number of seconds: the server is asked to end (SIGTERM) and has as long for it. End-of-file says that everything must
-end at once. What the keeper writes into it at its own end says how the server ended.
+number of seconds: the program is asked to end (SIGTERM) and has as long for it. End-of-file says that everything must
+end at once. What the keeper writes into it at its own end says how the program ended.
 """
 
 from __future__ import annotations
@@ -30,30 +30,44 @@ from agentfly.resources.descendants import (
     reap_one,
     wakeups,
 )
-from agentfly.resources.models.log import Log
+from agentfly.resources.keeping.log import Log
+
+MARK = "AGENTFLY_KEPT_IN"
+"""The environment variable by which a program, and what it starts, is known to belong to a directory."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A server to start.
+    """A program to start.
 
     Attributes:
         command: its command line.
         env: all of its environment.
-        directory: the directory it runs in, which is its alone and marks whatever it starts.
-        listener: descriptor of the socket that it is to serve; it has the same number in the server.
-        log: file that its output goes to.
+        directory: a directory that is its alone; it marks whatever the program starts.
+        log: file that its output goes to, or what it says beside ``stdout``.
         log_bytes: how much of the end of that is kept.
         secrets: what must not be in the log.
+        cwd: the directory it runs in; empty for ``directory``.
+        stdin: descriptor of what it reads; None for nothing.
+        stdout: descriptor of what it writes to; None for the log.
+        inherited: further descriptors that it gets, such as a socket to serve; they have the same numbers there.
     """
 
     command: Sequence[str]
     env: Mapping[str, str]
     directory: str
-    listener: int
     log: str
     log_bytes: int
     secrets: Sequence[str]
+    cwd: str = ""
+    stdin: int | None = None
+    stdout: int | None = None
+    inherited: Sequence[int] = ()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the program gets of this process's."""
+        return (*self.inherited, *(one for one in (self.stdin, self.stdout) if one is not None))
 
     def line(self) -> bytes:
         """The job as the keeper gets it."""
@@ -61,11 +75,11 @@ class Job:
 
 
 def main(life_fd: int, parent: int) -> None:
-    """Keep one server.
+    """Keep one program.
 
     Args:
         life_fd: descriptor of the life line.
-        parent: id of the process that the server belongs to.
+        parent: id of the process that the program belongs to.
     """
     adopt_descendants()
     with socket.socket(fileno=life_fd) as life:
@@ -82,7 +96,7 @@ def main(life_fd: int, parent: int) -> None:
 
 
 def _keep(life: socket.socket, parent: int) -> int | None:
-    """Start the server and see it to its end. Its exit status; None if it is to end, or before it was started."""
+    """Start the program and see it to its end. Its exit status; None if it is to end, or before it was started."""
     line = b""
     while b"\n" not in line:
         if not (read := life.recv(1 << 16)):
@@ -94,21 +108,21 @@ def _keep(life: socket.socket, parent: int) -> int | None:
     job = Job(**json.loads(line))
     log = Log(Path(job.log), job.log_bytes, job.secrets)
     reading, writing = os.pipe()
-    server = subprocess.Popen(
+    program = subprocess.Popen(
         job.command,
-        env=job.env,
-        cwd=job.directory,
-        stdin=subprocess.DEVNULL,
-        stdout=writing,
+        env={**job.env, MARK: job.directory},
+        cwd=job.cwd or job.directory,
+        stdin=subprocess.DEVNULL if job.stdin is None else job.stdin,
+        stdout=writing if job.stdout is None else job.stdout,
         stderr=writing,
-        pass_fds=(job.listener,),
+        pass_fds=job.inherited,
         preexec_fn=die_with_parent,  # noqa: PLW1509  (the keeper has one thread)
     )
-    os.close(writing)
-    os.close(job.listener)
+    for ours in (writing, *job.descriptors):
+        os.close(ours)
     os.set_blocking(reading, False)
     try:
-        return _watch(server.pid, life, parent, reading, log)
+        return _watch(program.pid, life, parent, reading, log)
     finally:
         end_descendants()
         while _drain(reading, log):
@@ -116,7 +130,7 @@ def _keep(life: socket.socket, parent: int) -> int | None:
         log.close()
 
 
-def _watch(server: int, life: socket.socket, parent: int, output: int, log: Log) -> int | None:
+def _watch(program: int, life: socket.socket, parent: int, output: int, log: Log) -> int | None:
     woken = wakeups()
     told_to_end: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
@@ -125,7 +139,7 @@ def _watch(server: int, life: socket.socket, parent: int, output: int, log: Log)
     while not told_to_end and os.getppid() == parent and time.monotonic() < deadline:
         while (ended := reap_one()) is not None:
             pid, status = ended
-            if pid == server:
+            if pid == program:
                 return status
         # The life line may be held open by a fork of the dead parent, hence the look at the parent every second.
         readable, _, _ = select.select(watched, [], [], max(0.0, min(1.0, deadline - time.monotonic())))
@@ -137,12 +151,12 @@ def _watch(server: int, life: socket.socket, parent: int, output: int, log: Log)
             if not (word := life.recv(64)):
                 return None
             deadline = time.monotonic() + float(word)
-            os.kill(server, signal.SIGTERM)
+            os.kill(program, signal.SIGTERM)
     return None
 
 
 def _drain(output: int, log: Log) -> bool:
-    """Write down some of what the server has written; False at its end, or when there is nothing just now."""
+    """Write down some of what the program has written; False at its end, or when there is nothing just now."""
     try:
         data = os.read(output, 1 << 16)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The log of a server: what it writes, bounded, without its secrets."""
+"""The log of a program: what it writes, bounded, without its secrets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Log:
         self._line = b""
 
     def write(self, data: bytes) -> None:
-        """Add what the server wrote. Whole lines are written at once, so that no secret is cut in two."""
+        """Add what the program wrote. Whole lines are written at once, so that no secret is cut in two."""
         lines, newline, self._line = (self._line + data).rpartition(b"\n")
         if len(self._line) > _LONGEST_LINE:
             lines, newline, self._line = lines + newline + self._line, b"", b""
@@ -48,7 +48,7 @@ class Log:
                 self._path.replace(_older(self._path))
                 self._file = self._path.open("ab", buffering=0)
                 room = self._limit
-            with contextlib.suppress(OSError):  # a full disk costs the log, not the server
+            with contextlib.suppress(OSError):  # a full disk costs the log, not the program
                 self._file.write(data[:room])
             data = data[room:]
 

@@ -1,4 +1,4 @@
-"""KeptServer: this process's side of a server and its keeper."""
+"""KeptProgram: this process's side of a program and its keeper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from agentfly.resources.fresh_python import end_in_words, fresh_python
 from agentfly.resources.identity import start_time
-from agentfly.resources.models.keeper import Job
+from agentfly.resources.keeping.keeper import Job
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ FORCE_S = 5.0
 """Seconds that a keeper may take, beyond the grace, to end everything below it before it is killed itself."""
 
 
-class KeptServer:
-    """A server's process, and everything below it, whose end is noticed and told."""
+class KeptProgram:
+    """A program's process, and everything below it, whose end is noticed and told."""
 
     def __init__(self) -> None:
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -31,12 +31,12 @@ class KeptServer:
         self._last_words: asyncio.Task[bytes] | None = None
         self.traces: dict[str, Any] = {}
 
-    async def start(self, job: Job, listener: socket.socket) -> None:
-        """Start the keeper and, by it, the server."""
+    async def start(self, job: Job) -> None:
+        """Start the keeper and, by it, the program."""
         near, far = socket.socketpair()
         with far:
             words, self._life = await asyncio.open_connection(sock=near)
-            self._keeper = _spawn(job, far, listener)
+            self._keeper = _spawn(job, far)
         self._last_words = asyncio.create_task(words.read())
         self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
         self._life.write(job.line())
@@ -44,11 +44,11 @@ class KeptServer:
 
     @property
     def ended(self) -> bool:
-        """Whether the server has ended, with everything that it had started."""
+        """Whether the program has ended, with everything that it had started."""
         return self._last_words is None or self._last_words.done()
 
     async def wait(self) -> str:
-        """Wait for the end of the server and of all that it had started; how it ended, in words."""
+        """Wait for the end of the program and of all that it had started; how it ended, in words."""
         assert self._last_words is not None
         try:
             words = json.loads(await asyncio.shield(self._last_words))
@@ -59,13 +59,13 @@ class KeptServer:
         return "it was told to end" if words["exit"] is None else end_in_words(words["exit"])
 
     def kill(self) -> None:
-        """Have the server killed with everything below it; `wait` tells when that is done."""
+        """Have the program killed with everything below it; `wait` tells when that is done."""
         if self._life is not None:
             with contextlib.suppress(OSError):
                 self._life.write_eof()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the server to end, and kill it with everything below it after the grace; return when all are gone."""
+        """Ask the program to end, and kill it with everything below it after the grace; return when all are gone."""
         if self._life is not None and self._last_words is not None and self._keeper is not None:
             await self._end(self._keeper, self._life, self._last_words, grace_s)
         if self._life is not None:
@@ -81,21 +81,21 @@ class KeptServer:
             self.kill()
         done, _ = await asyncio.wait({words}, timeout=grace_s + FORCE_S)
         if not done:
-            logger.warning("The keeper %d of a model server does not end and is killed.", keeper.pid)
+            logger.warning("The keeper %d of a program does not end and is killed.", keeper.pid)
             keeper.kill()
         while keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
             await asyncio.sleep(0.001)
         words.cancel()
 
 
-def _spawn(job: Job, life: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
+def _spawn(job: Job, life: socket.socket) -> subprocess.Popen[bytes]:
     with Path(job.log).open("ab") as errors:
         return subprocess.Popen(
-            fresh_python("agentfly.resources.models.keeper:main", life.fileno(), os.getpid()),
+            fresh_python("agentfly.resources.keeping.keeper:main", life.fileno(), os.getpid()),
             cwd=job.directory,
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
-            pass_fds=(life.fileno(), listener.fileno()),
+            pass_fds=(life.fileno(), *job.descriptors),
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
         )

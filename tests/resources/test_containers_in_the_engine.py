@@ -128,7 +128,8 @@ async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiti
             assert not isinstance(lease, BaseException)
             assert str(await lease.resource.run("echo alive")) == "alive"
         assert made
-        assert [instance for instance in made if (runtime_directory() / instance).exists()] == []
+    # the last failed start is cleaned up off the caller's path; once the engine has closed, nothing may be left
+    assert [instance for instance in made if (runtime_directory() / instance).exists()] == []
     stuck.close()
     program.unlink()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agentfly.contexts.context import Context as Context
     from agentfly.errors import AgentFlyError as AgentFlyError
     from agentfly.errors import ToolError as ToolError
+    from agentfly.images import Image as Image
     from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
     from agentfly.resources.apis.spec import ModelAPISpec as ModelAPISpec
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
@@ -42,6 +43,7 @@ _HOMES = {
     "Context": "agentfly.contexts.context",
     "EnvironmentSpec": "agentfly.resources.environments.spec",
     "FromTask": "agentfly.agents.tool",
+    "Image": "agentfly.images",
     "ModelAPISpec": "agentfly.resources.apis.spec",
     "ModelServerSpec": "agentfly.resources.models.spec",
     "ResourceEngine": "agentfly.resources.engine",

@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from agentfly.errors import TokenInvariantError
+from agentfly.images import Image, PlacedImage
 
 NO_VERSION = -1
 """The policy version of a token that no policy sampled."""
@@ -45,17 +46,21 @@ class TokenSequence:
         ids: token ids, ``array('i')`` of length T.
         origins: `Origin` per token, ``array('b')`` of length T.
         logprobs: log-probability under which a token was sampled, ``array('d')`` of length T; NaN where none is known.
+        raw_logprobs: the same at temperature 1 and without cuts (top-p, top-k), ``array('d')`` of length T.
         versions: policy version that sampled a token, ``array('i')`` of length T; `NO_VERSION` for rendered tokens.
+        images: the images whose placeholder tokens are in it, in order. A cut never parts one of them.
         truncated: whether tokens were cut off the end.
     """
 
-    __slots__ = ("_frozen", "ids", "logprobs", "origins", "truncated", "versions")
+    __slots__ = ("_frozen", "ids", "images", "logprobs", "origins", "raw_logprobs", "truncated", "versions")
 
     def __init__(self) -> None:
         self.ids = array("i")
         self.origins = array("b")
         self.logprobs = array("d")
+        self.raw_logprobs = array("d")
         self.versions = array("i")
+        self.images: list[PlacedImage] = []
         self.truncated = False
         self._frozen = False
 
@@ -67,46 +72,64 @@ class TokenSequence:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def append_prompt(self, ids: Sequence[int]) -> None:
-        """Add rendered tokens that stand before the first sampled one."""
+    def append_prompt(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Add rendered tokens that stand before the first sampled one. Places of images are within ``ids``."""
         if Origin.SAMPLED in self.origins:
             raise TokenInvariantError("Prompt tokens cannot follow sampled tokens in one sequence.")
-        self._append_rendered(ids, Origin.PROMPT)
+        self._append_rendered(ids, images, Origin.PROMPT)
 
-    def append_observation(self, ids: Sequence[int]) -> None:
+    def append_observation(self, ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
         """Add rendered tokens that answer a generation: an unsampled end of turn, tool results, the next header."""
-        self._append_rendered(ids, Origin.OBSERVATION)
+        self._append_rendered(ids, images, Origin.OBSERVATION)
 
-    def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, version: int) -> None:
+    def append_sampled(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        version: int | Sequence[int],
+        raw_logprobs: Sequence[float] | None = None,
+    ) -> None:
         """Add sampled tokens exactly as the policy returned them.
 
         Args:
             ids: the sampled ids, the end-of-turn token included if it was sampled.
             logprobs: the log-prob of each id under the distribution it was sampled from, or None where unknown.
-            version: the version of the policy that sampled them.
+            version: the version of the policy that sampled them; one for each id where the weights changed meanwhile.
+            raw_logprobs: the log-prob of each id at temperature 1 and without cuts, or None where unknown.
 
         Raises:
-            TokenInvariantError: there is not exactly one finite log-prob for each id.
+            TokenInvariantError: there is not exactly one version, and one finite log-prob, for each id.
         """
-        if logprobs is not None:
-            if len(logprobs) != len(ids):
-                raise TokenInvariantError(f"{len(ids)} sampled ids came with {len(logprobs)} log-probs; refusing them.")
-            if not all(math.isfinite(value) and value <= 1e-6 for value in logprobs):
-                raise TokenInvariantError("A log-prob of a sampled token is not a finite number of at most 0.")
         self._require_open()
         count = len(ids)
+        for values in (logprobs, raw_logprobs):
+            if values is not None and len(values) != count:
+                raise TokenInvariantError(f"{count} sampled ids came with {len(values)} log-probs; refusing them.")
+            if values is not None and not all(math.isfinite(value) and value <= 1e-6 for value in values):
+                raise TokenInvariantError("A log-prob of a sampled token is not a finite number of at most 0.")
+        versions = itertools.repeat(version, count) if isinstance(version, int) else version
+        if not isinstance(version, int) and len(version) != count:
+            raise TokenInvariantError(f"{count} sampled ids came with {len(version)} versions; refusing them.")
         self.ids.extend(ids)
         self.origins.extend(itertools.repeat(Origin.SAMPLED, count))
         self.logprobs.extend(logprobs if logprobs is not None else itertools.repeat(math.nan, count))
-        self.versions.extend(itertools.repeat(version, count))
+        self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else itertools.repeat(math.nan, count))
+        self.versions.extend(versions)
 
     def cut(self, length: int) -> None:
-        """Cut ids and all that is known of them at one index, and flag the sequence as truncated."""
+        """Cut ids and all that is known of them at one index, and flag the sequence as truncated.
+
+        An image that the cut would part is left out whole, so the sequence may come out shorter than ``length``.
+        """
         self._require_open()
-        if length < len(self.ids):
-            for values in (self.ids, self.origins, self.logprobs, self.versions):
-                del values[length:]
-            self.truncated = True
+        if length >= len(self.ids):
+            return
+        parted = [image.start for image in self.images if image.start < length < image.stop]
+        length = min([length, *parted])
+        for values in self._columns:
+            del values[length:]
+        self.images = [image for image in self.images if image.stop <= length]
+        self.truncated = True
 
     def freeze(self) -> TokenSequence:
         """Refuse every later change. Called when the rollout ends."""
@@ -115,8 +138,10 @@ class TokenSequence:
         return self
 
     def check(self) -> None:
-        """Raise TokenInvariantError unless ids, origins, log-probs and versions have one length."""
-        lengths = {len(self.ids), len(self.origins), len(self.logprobs), len(self.versions)}
+        """Raise TokenInvariantError unless all that is known per token has one length, and images lie within it."""
+        lengths = {len(values) for values in self._columns}
+        if any(not 0 <= image.start < image.stop <= len(self.ids) for image in self.images):
+            raise TokenInvariantError("An image stands where the sequence has no tokens for it.")
         if len(lengths) != 1:
             raise TokenInvariantError(
                 f"Ids, origins, log-probs and versions have different lengths: {sorted(lengths)}."
@@ -148,11 +173,8 @@ class TokenSequence:
         return {
             "ids": self.ids.tolist(),
             "spans": [[span.origin.name.lower(), span.stop - span.start] for span in self.spans],
-            "logprobs": [
-                None if math.isnan(value) else value
-                for value, origin in zip(self.logprobs, self.origins, strict=True)
-                if origin == Origin.SAMPLED
-            ],
+            "logprobs": self._of_sampled(self.logprobs),
+            "raw_logprobs": self._of_sampled(self.raw_logprobs),
             "versions": [
                 [version, sum(1 for _ in run)]
                 for version, run in itertools.groupby(
@@ -161,6 +183,7 @@ class TokenSequence:
                     if origin == Origin.SAMPLED
                 )
             ],
+            "images": [[image.image.url, image.start, image.stop] for image in self.images],
             "truncated": self.truncated,
         }
 
@@ -173,7 +196,7 @@ class TokenSequence:
         """
         sequence = cls()
         ids = iter(value["ids"])
-        logprobs = iter(value["logprobs"])
+        logprobs, raw_logprobs = iter(value["logprobs"]), iter(value["raw_logprobs"])
         versions = itertools.chain.from_iterable(
             itertools.repeat(version, count) for version, count in value["versions"]
         )
@@ -184,25 +207,40 @@ class TokenSequence:
                     sampled = origin == Origin.SAMPLED
                     sequence.ids.append(next(ids))
                     sequence.origins.append(origin)
-                    logprob = next(logprobs) if sampled else None
-                    sequence.logprobs.append(math.nan if logprob is None else logprob)
+                    for column, stored in ((sequence.logprobs, logprobs), (sequence.raw_logprobs, raw_logprobs)):
+                        logprob = next(stored) if sampled else None
+                        column.append(math.nan if logprob is None else logprob)
                     sequence.versions.append(next(versions) if sampled else NO_VERSION)
         except (StopIteration, KeyError) as error:
             raise TokenInvariantError(
                 "A stored token sequence is damaged: its parts have different lengths."
             ) from error
         nothing = object()
-        if any(next(rest, nothing) is not nothing for rest in (ids, logprobs, versions)):
+        if any(next(rest, nothing) is not nothing for rest in (ids, logprobs, raw_logprobs, versions)):
             raise TokenInvariantError("A stored token sequence is damaged: its parts have different lengths.")
+        sequence.images = [PlacedImage(Image.from_url(url), start, stop) for url, start, stop in value["images"]]
         sequence.truncated = value["truncated"]
         return sequence.freeze()
 
-    def _append_rendered(self, ids: Sequence[int], origin: Origin) -> None:
+    @property
+    def _columns(self) -> tuple[array[Any], ...]:
+        return self.ids, self.origins, self.logprobs, self.raw_logprobs, self.versions
+
+    def _of_sampled(self, values: Sequence[float]) -> list[float | None]:
+        return [
+            None if math.isnan(value) else value
+            for value, origin in zip(values, self.origins, strict=True)
+            if origin == Origin.SAMPLED
+        ]
+
+    def _append_rendered(self, ids: Sequence[int], images: Sequence[PlacedImage], origin: Origin) -> None:
         self._require_open()
         count = len(ids)
+        self.images.extend(image.moved(len(self.ids)) for image in images)
         self.ids.extend(ids)
         self.origins.extend(itertools.repeat(origin, count))
         self.logprobs.extend(itertools.repeat(math.nan, count))
+        self.raw_logprobs.extend(itertools.repeat(math.nan, count))
         self.versions.extend(itertools.repeat(NO_VERSION, count))
 
     def _require_open(self) -> None:

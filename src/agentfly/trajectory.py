@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentfly.errors import AgentFlyError, Boundary, message_of
-from agentfly.messages import Message, ToolCall
+from agentfly.images import Image
+from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
 
@@ -101,6 +102,7 @@ class ToolRecord:
         info: anything else that the tool said, which the model does not see; JSON-able.
         failure: set when the call did not work; the observation then tells the model.
         seconds: how long the call took, waiting for resources included.
+        images: the images that the model was given with the observation.
     """
 
     call: ToolCall
@@ -111,6 +113,7 @@ class ToolRecord:
     info: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,12 @@ class Turn:
         stopped: whether the model ended the turn itself; False when a limit on tokens cut it.
         results: the tool calls and their results, in the order of the calls.
         generation_seconds: how long the generation took, waiting for the policy included.
+        reasoning: what the model thought before it spoke, where the format tells thoughts apart.
+        kind: ``act``, or ``memory`` for a generation that only wrote down what is to be remembered.
+        agent: path of the subagent whose turn it is, its names joined by ``/``; empty for the agent itself.
+        reward: what the turn was worth by itself (the step reward), if anything said so.
+        anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
+            the order of keys does not count. Turns of one task with the same anchor acted in the same state.
     """
 
     index: int
@@ -135,6 +144,11 @@ class Turn:
     stopped: bool
     results: tuple[ToolRecord, ...] = ()
     generation_seconds: float = 0.0
+    reasoning: str | None = None
+    kind: Literal["act", "memory"] = "act"
+    agent: str = ""
+    reward: float | None = None
+    anchor: str = ""
 
 
 @dataclass
@@ -174,8 +188,9 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """The text of the last turn: what an agent that answers in words has answered."""
-        return self.turns[-1].text if self.turns else ""
+        """The text of the agent's own last turn: what an agent that answers in words has answered."""
+        own = (turn.text for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
+        return next(own, "")
 
     @property
     def infrastructure_failed(self) -> bool:
@@ -198,8 +213,8 @@ class Trajectory:
             "group_id": self.group_id,
             "attempt": self.attempt,
             "task": {"id": self.task.id, "prompt": self.task.prompt, "fields": dict(self.task.fields)},
-            "messages": self.messages,
-            "turns": [asdict(turn) for turn in self.turns],
+            "messages": [message_to_json(message) for message in self.messages],
+            "turns": [_turn_to_json(turn) for turn in self.turns],
             "sequences": [sequence.to_json() for sequence in self.sequences],
             "finish": self.finish,
             "failure": asdict(self.failure) if self.failure else None,
@@ -217,7 +232,7 @@ class Trajectory:
             group_id=value["group_id"],
             attempt=value["attempt"],
             task=Task(**value["task"]),
-            messages=value["messages"],
+            messages=[message_from_json(message) for message in value["messages"]],
             turns=[_turn_from_json(turn) for turn in value["turns"]],
             sequences=[TokenSequence.from_json(sequence) for sequence in value["sequences"]],
             finish=FinishReason(value["finish"]) if value["finish"] else None,
@@ -257,9 +272,23 @@ def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:
     return Failure(**{**value, "boundary": Boundary(value["boundary"])}) if value else None
 
 
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    value = asdict(turn)
+    for result, record in zip(value["results"], turn.results, strict=True):
+        result["images"] = [image.url for image in record.images]
+    return value
+
+
 def _turn_from_json(value: dict[str, Any]) -> Turn:
-    results = tuple(
-        ToolRecord(**{**result, "call": ToolCall(**result["call"]), "failure": _failure_from_json(result["failure"])})
-        for result in value["results"]
+    return Turn(**{**value, "results": tuple(map(_record_from_json, value["results"]))})
+
+
+def _record_from_json(value: dict[str, Any]) -> ToolRecord:
+    return ToolRecord(
+        **{
+            **value,
+            "call": ToolCall(**value["call"]),
+            "failure": _failure_from_json(value["failure"]),
+            "images": tuple(map(Image.from_url, value["images"])),
+        }
     )
-    return Turn(**{**value, "results": results})

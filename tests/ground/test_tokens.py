@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfly.errors import TokenInvariantError
+from agentfly.images import Image, PlacedImage
 from agentfly.tokens import NO_VERSION, Origin, Span, TokenSequence
 
 
@@ -42,6 +43,30 @@ def test_a_cut_cuts_all_arrays_at_one_index_and_is_flagged():
     assert [list(sequence.ids), sequence.loss_mask] == [[1, 2, 3, 4], [0, 0, 0, 1]]
     assert len(sequence.logprobs) == len(sequence.versions) == 4
     assert sequence.truncated
+
+
+IMAGE = Image(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("length", "kept"), [(8, 8), (7, 7), (6, 4), (5, 4), (4, 4)])
+def test_a_cut_never_parts_the_tokens_of_an_image(length, kept):
+    sequence = TokenSequence()
+    sequence.append_prompt([1, 2])
+    sequence.append_sampled([3, 4], [-0.5, -0.25], version=0)
+    sequence.append_observation([7, 7, 7, 5], [PlacedImage(IMAGE, 0, 3)])
+    sequence.cut(length)
+    assert len(sequence) == len(sequence.loss_mask) == kept
+    assert sequence.images == ([PlacedImage(IMAGE, 4, 7)] if kept >= 7 else [])
+    assert TokenSequence.from_json(json.loads(json.dumps(sequence.to_json()))) == sequence
+
+
+def test_tokens_sampled_while_the_weights_changed_keep_the_version_of_each():
+    sequence = TokenSequence()
+    sequence.append_sampled([3, 4, 5], [-0.5] * 3, version=[6, 6, 7], raw_logprobs=[-1.0, -2.0, -3.0])
+    loaded = TokenSequence.from_json(sequence.to_json())
+    assert (list(loaded.versions), list(loaded.raw_logprobs)) == ([6, 6, 7], [-1.0, -2.0, -3.0])
+    with pytest.raises(TokenInvariantError, match="2 versions"):
+        TokenSequence().append_sampled([3], [-0.5], version=[6, 7])
 
 
 def test_a_cut_beyond_the_end_changes_nothing():
@@ -93,7 +118,7 @@ def test_any_sequence_survives_json_without_loss(parts):
     assert (loaded.ids, loaded.origins, loaded.versions) == (sequence.ids, sequence.origins, sequence.versions)
 
 
-@pytest.mark.parametrize("name", ["ids", "logprobs", "versions"])
+@pytest.mark.parametrize("name", ["ids", "logprobs", "raw_logprobs", "versions"])
 def test_a_damaged_record_is_refused(name):
     value = two_turns().to_json()
     value[name] = value[name][:-1]
@@ -101,7 +126,7 @@ def test_a_damaged_record_is_refused(name):
         TokenSequence.from_json(value)
 
 
-@pytest.mark.parametrize("name", ["ids", "logprobs", "versions"])
+@pytest.mark.parametrize("name", ["ids", "logprobs", "raw_logprobs", "versions"])
 def test_a_record_with_something_too_much_is_refused(name):
     value = two_turns().to_json()
     value[name] = [*value[name], [0, 1] if name == "versions" else None]

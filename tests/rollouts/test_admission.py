@@ -163,7 +163,7 @@ def test_while_the_pool_is_short_few_rollouts_stand_in_line_and_the_pool_is_neve
         lengths = []
 
         class Policy(ScriptedPolicy):
-            async def generate(self, prompt_ids, params, *, rollout_id):
+            async def generate(self, prompt_ids, params, *, rollout_id, images=()):
                 pools = engine.snapshot().pools
                 lengths.append(len(pools[0].queue) if pools else 0)
                 return await super().generate(prompt_ids, params, rollout_id=rollout_id)

@@ -6,9 +6,15 @@ from agentfly.errors import TokenInvariantError
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.chat_format import Rendered
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.step import Step
+from agentfly.rollouts.tape import Tape
 
 IM_END = 257
+ASKED = {"role": "user", "content": "greet"}
+SAID = {"role": "assistant", "content": "hello"}
+ANSWER = {"role": "tool", "content": "ok"}
 
 
 class MergingTokenizer(ByteTokenizer):
@@ -28,61 +34,61 @@ def generation(ids, logprobs=None, finish="stop", version=0):
     return Generation(ids, [-0.5] * len(ids) if logprobs is None else logprobs, finish, version)
 
 
-def chain(limit=10_000, tokenizer=None):
-    chat = TemplateChatFormat(tokenizer or ByteTokenizer(), lambda text: {"role": "tool", "content": text})
-    return Chain(chat, limit), chat
+class Conversation:
+    """A conversation under a strategy, its turns given by hand."""
+
+    def __init__(self, strategy=Chain, *, limit=10_000, tokenizer=None, chat=None):
+        self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), lambda text: {**ANSWER, "content": text})
+        self.sequences = []
+        self.tape = Tape(self.sequences, max_tokens=limit, stop_ids=[IM_END])
+        self.strategy = strategy(self.chat, self.tape)
+        self.view = []
+
+    def sees(self, *messages):
+        self.view += messages
+        self.strategy.show(self.view)
+        return list(self.tape.prompt())
+
+    def says(self, made, message=SAID):
+        place = self.tape.sampled(made)
+        self.view.append(message)
+        self.strategy.replied(message)
+        return place
 
 
 def test_the_next_turns_prompt_is_the_sent_ids_plus_the_sampled_ids_plus_the_rendered_answer():
-    strategy, chat = chain(tokenizer=MergingTokenizer())
-    strategy.begin([{"role": "user", "content": "greet"}])
-    first = list(strategy.prompt())
+    talk = Conversation(tokenizer=MergingTokenizer())
+    first = talk.sees(ASKED)
     sampled = [*b"he", *b"llo", IM_END]
-    strategy.sampled(generation(sampled))
-    answer = [{"role": "tool", "content": "ok"}]
-    strategy.observed(answer)
-    assert list(strategy.prompt()) == first + sampled + chat.continuation(answer, ended=True)
+    talk.says(generation(sampled))
+    after = talk.chat.continuation([ANSWER], after=[IM_END], conversation=[]).ids
+    assert talk.sees(ANSWER) == first + sampled + list(after)
 
 
 def test_the_mask_holds_the_sampled_end_of_turn_and_nothing_rendered():
-    strategy, _ = chain()
-    strategy.begin([{"role": "user", "content": "q"}])
-    prompt = len(strategy.prompt())
-    strategy.sampled(generation([*b"ab", IM_END]))
-    strategy.observed([{"role": "tool", "content": "x"}])
-    seen = len(strategy.prompt())
-    strategy.sampled(generation([*b"c", IM_END]))
-    strategy.finish()
-    [sequence] = strategy.sequences
+    talk = Conversation()
+    prompt = len(talk.sees(ASKED))
+    talk.says(generation([*b"ab", IM_END]))
+    seen = len(talk.sees(ANSWER))
+    talk.says(generation([*b"c", IM_END]))
+    talk.tape.finish()
+    [sequence] = talk.sequences
     assert sequence.loss_mask == [0] * prompt + [1] * 3 + [0] * (seen - prompt - 3) + [1] * 2
 
 
-def total_of(prompt_tokens, observation_tokens, limit):
-    """A chain whose prompt and observation have a given length: 4 sampled, an observation, 4 sampled."""
+class FixedChat:
+    """Renders a prompt and observations of given lengths."""
 
-    class FixedChat:
-        stop_ids = (IM_END,)
+    stop_ids = (IM_END,)
 
-        def prompt(self, messages):
-            return [1] * prompt_tokens
+    def __init__(self, prompt_tokens, observation_tokens):
+        self._prompt, self._observation = [1] * prompt_tokens, [2] * observation_tokens
 
-        def continuation(self, messages, *, ended):
-            return [2] * observation_tokens
+    def prompt(self, messages, tools=()):
+        return Rendered(self._prompt)
 
-        def text(self, ids):
-            return ""
-
-    strategy = Chain(FixedChat(), limit)
-    strategy.begin([])
-    strategy.prompt()
-    strategy.sampled(generation([3, 3, 3, IM_END]))
-    strategy.observed([])
-    if strategy.room > 0:
-        strategy.prompt()
-        room = min(4, strategy.room)
-        strategy.sampled(generation([4] * room, finish="stop" if room == 4 else "length"))
-    strategy.finish()
-    return strategy.sequences[0]
+    def continuation(self, messages, *, after, conversation, tools=()):
+        return Rendered(self._observation)
 
 
 @pytest.mark.parametrize(
@@ -90,43 +96,98 @@ def total_of(prompt_tokens, observation_tokens, limit):
     [(11, "11110001111", False), (9, "111100011", True), (7, "1111000", False), (6, "111100", True)],
 )
 def test_what_does_not_fit_the_total_is_cut_at_one_index(limit, mask, truncated):
-    sequence = total_of(0, 3, limit)
+    talk = Conversation(limit=limit, chat=FixedChat(0, 3))
+    talk.sees(ASKED)
+    talk.says(generation([3, 3, 3, IM_END]))
+    talk.sees(ANSWER)
+    if talk.tape.room > 0:
+        room = min(4, talk.tape.room)
+        talk.says(generation([4] * room, finish="stop" if room == 4 else "length"))
+    talk.tape.finish()
+    [sequence] = talk.sequences
     assert "".join(map(str, sequence.loss_mask)) == mask
     assert len(sequence.ids) == len(sequence.logprobs) == len(sequence.versions) == len(mask)
     assert sequence.truncated is truncated
 
 
+def test_a_view_that_does_not_go_on_from_what_was_said_begins_a_new_sequence():
+    talk = Conversation()
+    talk.sees(ASKED)
+    talk.says(generation([*b"ab", IM_END]))
+    talk.view = [ASKED, {**SAID, "content": "something else"}]
+    prompt = talk.sees(ANSWER)
+    talk.says(generation([*b"c", IM_END]))
+    talk.tape.finish()
+    assert [sequence.sampled_count for sequence in talk.sequences] == [3, 2]
+    assert list(talk.sequences[1].ids) == [*prompt, *b"c", IM_END]
+
+
+def test_a_format_that_would_rewrite_what_was_sent_begins_a_new_sequence():
+    class Rewriting(FixedChat):
+        def continuation(self, messages, *, after, conversation, tools=()):
+            return None
+
+    talk = Conversation(chat=Rewriting(2, 0))
+    talk.sees(ASKED)
+    talk.says(generation([4, IM_END]))
+    talk.sees(ANSWER)
+    talk.says(generation([5, IM_END]))
+    talk.tape.finish()
+    assert [list(sequence.ids) for sequence in talk.sequences] == [[1, 1, 4, IM_END], [1, 1, 5, IM_END]]
+
+
+def test_under_the_step_strategy_every_turn_is_a_sequence_of_its_own_with_the_whole_view_as_its_prompt():
+    talk = Conversation(Step)
+    talk.sees(ASKED)
+    talk.says(generation([*b"hello", IM_END]))
+    second = talk.sees(ANSWER)
+    talk.says(generation([*b"c", IM_END]))
+    talk.tape.finish()
+    assert second == list(talk.chat.prompt([ASKED, SAID, ANSWER]).ids)
+    assert [sequence.sampled_count for sequence in talk.sequences] == [6, 2]
+
+
 def test_ids_that_were_changed_between_turns_are_noticed():
-    strategy, _ = chain()
-    strategy.begin([{"role": "user", "content": "q"}])
-    strategy.prompt()
-    strategy.sampled(generation([*b"hello", IM_END]))
-    strategy.sequences[0].ids[-2] = ord("p")
+    talk = Conversation()
+    talk.sees(ASKED)
+    talk.says(generation([*b"hello", IM_END]))
+    talk.sequences[0].ids[-2] = ord("p")
     with pytest.raises(TokenInvariantError, match="do not start with"):
-        strategy.prompt()
+        talk.sees(ANSWER)
 
 
 def test_ids_whose_number_differs_from_their_logprobs_are_refused():
-    strategy, _ = chain()
-    strategy.begin([{"role": "user", "content": "q"}])
-    strategy.prompt()
+    talk = Conversation()
+    talk.sees(ASKED)
     with pytest.raises(TokenInvariantError, match="9 sampled ids came with 4"):
-        strategy.sampled(generation(list(range(9)), logprobs=[-0.1] * 4))
+        talk.says(generation(list(range(9)), logprobs=[-0.1] * 4))
 
 
 def test_a_generation_of_no_token_is_refused():
-    strategy, _ = chain()
-    strategy.begin([{"role": "user", "content": "q"}])
-    strategy.prompt()
+    talk = Conversation()
+    talk.sees(ASKED)
     with pytest.raises(TokenInvariantError, match="no token"):
-        strategy.sampled(generation([]))
+        talk.says(generation([]))
 
 
 def test_a_mask_that_covers_something_rendered_is_noticed_at_the_end():
-    strategy, _ = chain()
-    strategy.begin([{"role": "user", "content": "q"}])
-    strategy.prompt()
-    strategy.sampled(generation([*b"a", IM_END]))
-    strategy.sequences[0].append_sampled([5], [-0.1], version=0)
+    talk = Conversation()
+    talk.sees(ASKED)
+    talk.says(generation([*b"a", IM_END]))
+    talk.sequences[0].append_sampled([5], [-0.1], version=0)
     with pytest.raises(TokenInvariantError, match="mask"):
-        strategy.finish()
+        talk.tape.finish()
+
+
+def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_begins_a_new_one():
+    sequences = []
+    tape = Tape(sequences, max_tokens=100, stop_ids=[9])
+    tape.follow(Rendered([1, 2]))
+    tape.sampled(generation([3, 9]))
+    tape.follow(Rendered([1, 2, 3, 9, 4]))
+    tape.sampled(generation([5, 9]))
+    tape.follow(Rendered([1, 2, 3, 4]))
+    tape.sampled(generation([6, 9]))
+    tape.finish()
+    assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 3, 9, 4, 5, 9], [1, 2, 3, 4, 6, 9]]
+    assert [sequence.loss_mask for sequence in sequences] == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1]]

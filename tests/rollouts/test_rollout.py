@@ -91,7 +91,7 @@ async def test_every_prompt_sent_starts_with_the_last_one_and_what_was_sampled_a
     class Recording(ScriptedPolicy):
         sent = []
 
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             generation = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
             self.sent.append((list(prompt_ids), list(generation.ids)))
             return generation
@@ -308,7 +308,7 @@ async def test_a_reward_that_raises_leaves_the_trajectory_unscored_and_its_sibli
 
 async def test_one_bad_rollout_of_many_leaves_the_others_alone():
     class Faulty(ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             generation = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
             if rollout_id == "run-7.0":
                 raise RuntimeError("CUDA error")
@@ -352,7 +352,7 @@ async def test_a_tool_that_does_the_unheard_of_leaves_the_other_rollouts_alone(b
 @pytest.mark.parametrize("ids", [[*b"a" * 600, END], [*b"ab", END, *b"cd", END]], ids=["too many", "past the end"])
 async def test_a_generation_that_nobody_asked_for_is_refused_and_never_trained(ids):
     class Odd(ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             if rollout_id == "s-0.0":
                 return Generation(ids, [-0.1] * len(ids), "stop", 0)
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
@@ -433,7 +433,7 @@ async def test_no_more_rollouts_run_at_a_time_than_allowed():
     running = most = 0
 
     class Counting(ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             nonlocal running, most
             running += 1
             most = max(most, running)
@@ -452,7 +452,7 @@ async def test_leaving_a_stream_cancels_what_still_runs():
     stopped = []
 
     class Watching(ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             try:
                 return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
             except asyncio.CancelledError:
@@ -471,7 +471,7 @@ async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished(
     events, told, rollouts = EventStream(), [], asyncio.Queue()
 
     class Watching(ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             rollouts.put_nowait(asyncio.current_task())
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
 

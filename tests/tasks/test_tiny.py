@@ -93,7 +93,9 @@ def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int]
         if message["role"] != "assistant":
             unanswered.append(message)
             continue
-        rendered = chat.continuation(unanswered, ended=True) if ids else chat.prompt(unanswered)
+        rendered = (
+            chat.continuation(unanswered, after=ids, conversation=unanswered) if ids else chat.prompt(unanswered)
+        ).ids
         said = [*ControlTokens(tokenizer).encode(message["content"]), tokenizer.eos_id]
         ids += [*rendered, *said]
         sampled += [False] * len(rendered) + [True] * len(said)

@@ -102,8 +102,17 @@ class Agent:
         """What the model is told before the task: the system prompt and the description of the tools."""
         told = self.tool_prompt
         if told is None:
-            told = self.format.instructions(self.tools) if self.tools else ""
+            told = self.format.instructions(self.tools) if self.tools and not self.format.in_template else ""
         return "\n\n".join(part for part in (self.system_prompt, told) if part)
+
+    @cached_property
+    def template_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model's chat template is to describe; none where the system message describes them."""
+        return tuple(tool.definition for tool in self.tools) if self.format.in_template else ()
+
+    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        """The message that stands for a turn of the model in the conversation."""
+        return {"role": "assistant", "content": text}
 
     def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none."""

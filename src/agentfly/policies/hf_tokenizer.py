@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,8 +82,14 @@ class HFTokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """A conversation as text, by the model's own chat template.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A conversation as text, by the model's own chat template, which describes ``tools`` too.
 
         Raises:
             ChatFormatError: the model has no chat template, or the template refuses the conversation.
@@ -97,6 +103,7 @@ class HFTokenizer:
             template: Any = self.hf.apply_chat_template
             text: str = template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from agentfly.messages import Message
+from agentfly.images import PlacedImage
+from agentfly.messages import Message, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class Generation:
         logprobs: per id, its log-prob under the distribution it was sampled from (temperature and cuts applied);
             None where the policy cannot tell, which makes the trajectory untrainable.
         finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
-        version: version of the policy's weights that sampled the tokens.
+        version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
+        raw_logprobs: per id, its log-prob at temperature 1 and without cuts; None where the policy cannot tell.
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float] | None
     finish: Literal["stop", "length"]
-    version: int
+    version: int | Sequence[int]
+    raw_logprobs: Sequence[float] | None = None
 
 
 class Tokenizer(Protocol):
@@ -70,8 +73,14 @@ class Tokenizer(Protocol):
         """The id that ends a text, if the tokenizer has one."""
         ...
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """A conversation as text, by the model's own chat template.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A conversation as text, by the model's own chat template, which describes ``tools`` too.
 
         Raises:
             ChatFormatError: the model has no chat template, or the template refuses the conversation.
@@ -102,20 +111,78 @@ class Policy(Protocol):
         """How many times the weights have been updated."""
         ...
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
-        """Sample a continuation of ``prompt_ids``.
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
+        """Sample a continuation of ``prompt_ids``; ``images`` are those whose placeholders are among them.
 
         Calls of one rollout share the ``rollout_id``, so that keys and values of its earlier turns can be kept.
         Cancelling the call stops the sampling.
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
-            PolicyError: the generation failed.
+            PolicyError: the generation failed, or the policy takes no images.
         """
         ...
 
     def forget(self, rollout_id: str) -> None:
         """The rollout has ended: whatever is kept for it may go."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatGeneration:
+    """What one call of a policy that speaks in messages came to.
+
+    Attributes:
+        content: what was said, without thoughts and calls.
+        calls: the tool calls, as the far side read them.
+        finish: ``stop`` if the model ended the turn itself, ``length`` if a limit cut it.
+        version: version of the policy's weights, 0 where nobody updates them.
+        reasoning: the thoughts, where the far side tells them apart.
+        prompt_ids, ids, logprobs: the exact tokens, where the far side tells them; without them the trajectory cannot
+            be trained on.
+    """
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    finish: Literal["stop", "length"]
+    version: int = 0
+    reasoning: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+
+
+@runtime_checkable
+class ChatPolicy(Protocol):
+    """Messages in, a message out: for models whose tokens nobody shows. Entered and left as a `Policy` is."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+    ) -> ChatGeneration:
+        """Have the model answer a conversation. Cancelling the call stops it.
+
+        Raises:
+            PromptTooLong: the conversation leaves no room for an answer.
+            PolicyError: the generation failed.
+        """
         ...
 
     async def __aenter__(self) -> Self: ...

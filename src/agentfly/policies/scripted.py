@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 from agentfly.errors import PolicyError, PromptTooLong
-from agentfly.messages import Message
+from agentfly.images import PlacedImage
+from agentfly.messages import Message, text_of
 from agentfly.policies.policy import Generation, SamplingParams
 
 Script = Callable[[str, int], str | Awaitable[str]]
@@ -32,9 +34,19 @@ class ByteTokenizer:
             characters = characters.replace(chr(control_id), token)
         return characters.encode("latin-1").decode("utf-8", errors="replace")
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The conversation in ChatML."""
-        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The conversation in ChatML; tools stand in a system message of their own, one a line, as JSON."""
+        described: list[Message] = [{"role": "system", "content": "\n".join(map(json.dumps, tools))}] if tools else []
+        turns = [
+            f"<|im_start|>{message['role']}\n{text_of(message['content'])}<|im_end|>\n"
+            for message in [*described, *messages]
+        ]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 
@@ -63,7 +75,14 @@ class ScriptedPolicy:
         self._seconds = seconds
         self._turns: dict[str, int] = {}
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
         """The script's text for this rollout's next turn, ended by the end-of-turn id; log-probs are 0."""
         room = min(sampling.max_tokens, self.context_length - len(prompt_ids))
         if room < 1:
@@ -76,7 +95,8 @@ class ScriptedPolicy:
         text = await self._text(prompt_ids, turn)
         ids = [*self.tokenizer.encode_text(text), self.tokenizer.eos_id]
         cut = ids[:room]
-        return Generation(cut, [0.0] * len(cut), "stop" if len(cut) == len(ids) else "length", self.version)
+        finish: Literal["stop", "length"] = "stop" if len(cut) == len(ids) else "length"
+        return Generation(cut, [0.0] * len(cut), finish, self.version, [0.0] * len(cut))
 
     def forget(self, rollout_id: str) -> None:
         """Forget which turn the rollout had come to."""

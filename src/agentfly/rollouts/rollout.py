@@ -11,15 +11,14 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward
 from agentfly.contexts.context import Context, Notice, unnoticed
-from agentfly.errors import TokenInvariantError
 from agentfly.events import EventStream, GenerationFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
-from agentfly.policies.policy import Generation, Policy, SamplingParams
+from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.scoring import score_rollout
-from agentfly.rollouts.strategy import Strategy
+from agentfly.rollouts.speaker import Speaker, Utterance
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
@@ -53,9 +52,8 @@ class Rollout:
 
     Args:
         surroundings: what all rollouts share.
-        strategy: keeps the token sequences.
+        speaker: the model's side of the conversation, which records its tokens in ``trajectory``.
         trajectory: the record to fill, with its ids and task.
-        sampling: how to sample; ``max_tokens`` is the limit of one turn.
         priority: of this rollout's requests for resources; higher goes first.
         notice: told of this rollout's waits for resources.
     """
@@ -63,17 +61,15 @@ class Rollout:
     def __init__(
         self,
         surroundings: Surroundings,
-        strategy: Strategy,
+        speaker: Speaker,
         trajectory: Trajectory,
-        sampling: SamplingParams,
         *,
         priority: int = 0,
         notice: Notice = unnoticed,
     ) -> None:
         self._around = surroundings
         self._agent = surroundings.agent
-        self._strategy = strategy
-        self._sampling = sampling
+        self._speaker = speaker
         self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
         self._tool_calls = 0
         self._invalid_calls_in_a_row = 0
@@ -107,12 +103,10 @@ class Rollout:
         trajectory = self.trajectory
         try:
             trajectory.finish = await self._play_within_wall_time()
-            self._strategy.finish()
+            self._speaker.finish()
         except Exception as error:
             trajectory.finish = FinishReason.FAILED
             trajectory.failure = Failure.of(error)
-        finally:
-            trajectory.sequences = self._strategy.sequences
 
     async def _play_within_wall_time(self) -> FinishReason:
         limit = asyncio.timeout(self._agent.max_wall_seconds)
@@ -125,59 +119,55 @@ class Rollout:
             raise
 
     async def _turns(self) -> FinishReason:
-        trajectory, strategy = self.trajectory, self._strategy
+        trajectory = self.trajectory
         self._context.declare(self._around.needs(trajectory.task))
         trajectory.messages = self._opening()
-        strategy.begin(trajectory.messages)
         while True:
-            if strategy.room < 1:
+            said = await self._speaker.speak(list(trajectory.messages), first_call=self._tool_calls)
+            if said is None:
                 return FinishReason.LENGTH
-            generation, seconds = await self._generate()
-            sequence, start, stop = strategy.sampled(generation)
-            text = self._around.chat.text(generation.ids)
-            stopped = generation.finish == "stop"
-            turn = Turn(len(trajectory.turns), sequence, start, stop, text, stopped, (), seconds)
-            trajectory.turns.append(turn)
-            trajectory.messages.append({"role": "assistant", "content": text})
-            if not stopped:
-                return FinishReason.LENGTH  # a call that was cut is never executed, even if it happens to parse
-            calls = self._agent.calls_in(text, first_call=self._tool_calls)
-            if not calls:
+            turn = self._record(said)
+            if not said.stopped:
+                return FinishReason.LENGTH
+            if not said.calls:
                 return FinishReason.ANSWERED
-            results = await self._execute(calls, turn.index)
+            results = await self._execute(said.calls, turn.index)
             trajectory.turns[-1] = replace(turn, results=tuple(results))
             answers = [self._agent.result_message(result.call, result.observation) for result in results]
             trajectory.messages.extend(answers)
             if reason := self._reason_to_end(results):
                 return reason
-            strategy.observed(answers)
 
     def _opening(self) -> list[Message]:
         messages = self.trajectory.task.messages
         system = self._agent.system_message()
         return [{"role": "system", "content": system}, *messages] if system else messages
 
-    async def _generate(self) -> tuple[Generation, float]:
-        prompt = self._strategy.prompt()
-        sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, self._strategy.room))
-        started = time.perf_counter()
-        generation = await self._around.policy.generate(prompt, sampling, rollout_id=self.trajectory.rollout_id)
-        seconds = time.perf_counter() - started
-        if len(generation.ids) > sampling.max_tokens:
-            raise TokenInvariantError(
-                f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
-            )
-        self.trajectory.seconds["generation"] += seconds
+    def _record(self, said: Utterance) -> Turn:
+        trajectory, place = self.trajectory, said.place
+        turn = Turn(
+            index=len(trajectory.turns),
+            sequence=place.sequence,
+            start=place.start,
+            stop=place.stop,
+            text=said.text,
+            stopped=said.stopped,
+            generation_seconds=said.seconds,
+            reasoning=said.reasoning,
+        )
+        trajectory.turns.append(turn)
+        trajectory.messages.append(said.message)
+        trajectory.seconds["generation"] += said.seconds
         self._around.events.emit(
             GenerationFinished(
-                rollout_id=self.trajectory.rollout_id,
-                turn=len(self.trajectory.turns),
-                prompt_tokens=len(prompt),
-                sampled_tokens=len(generation.ids),
-                seconds=seconds,
+                rollout_id=trajectory.rollout_id,
+                turn=turn.index,
+                prompt_tokens=said.prompt_tokens,
+                sampled_tokens=place.stop - place.start,
+                seconds=said.seconds,
             )
         )
-        return generation, seconds
+        return turn
 
     async def _execute(self, calls: Sequence[ToolCall], turn: int) -> list[ToolRecord]:
         limit = self._agent.max_tool_calls

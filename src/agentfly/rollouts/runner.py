@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -23,12 +23,19 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.admission import Admission
 from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.foresight import Foresight
 from agentfly.rollouts.rollout import Rollout, Surroundings
+from agentfly.rollouts.speaker import TokenSpeaker
+from agentfly.rollouts.step import Step
 from agentfly.rollouts.strategy import Strategy
+from agentfly.rollouts.tape import Tape
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, Trajectory
+
+STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
+"""The strategies by name."""
 
 
 class TooManyFailures(AgentFlyError):
@@ -67,6 +74,8 @@ class Runner:
         events: where events go.
         max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order, and also while
             those that run wait for resources (see `Admission`).
+        strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
+            ``"step"``, one for each turn.
         max_failure_share: the run stops once more than this share of a batch failed for infrastructure's reasons.
 
     Raises:
@@ -81,6 +90,7 @@ class Runner:
         engine: ResourceEngine | None = None,
         reward: Reward | None = None,
         events: EventStream | None = None,
+        strategy: str = "chain",
         max_concurrent_rollouts: int = 256,
         max_failure_share: float = 0.5,
     ) -> None:
@@ -92,6 +102,10 @@ class Runner:
         self._engine = engine
         self._reward = reward
         self._events = events or EventStream()
+        if strategy not in STRATEGIES:
+            known = " and ".join(map(repr, STRATEGIES))
+            raise ConfigError(f"strategy={strategy!r}: there is no such strategy; known are {known}.")
+        self._strategy = strategy
         self._max_concurrent = max_concurrent_rollouts
         self._max_failure_share = max_failure_share
         self._owned = AsyncExitStack()
@@ -166,8 +180,8 @@ class Runner:
                 foresight.begins(index)
                 trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
                 try:
-                    strategy, notice = self._strategy(around), guest.notice
-                    return await Rollout(around, strategy, trajectory, params, priority=priority, notice=notice).run()
+                    speaker, notice = self._speaker(around, trajectory, params), guest.notice
+                    return await Rollout(around, speaker, trajectory, priority=priority, notice=notice).run()
                 except asyncio.CancelledError as error:
                     if stopping:
                         raise
@@ -211,10 +225,13 @@ class Runner:
         )
         return replace(change(params) if change else params, stop_ids=around.chat.stop_ids)
 
-    def _strategy(self, around: Surroundings) -> Strategy:
-        limit = self._agent.max_total_tokens
-        context = around.policy.context_length
-        return Chain(around.chat, context if limit is None else min(limit, context))
+    def _speaker(self, around: Surroundings, trajectory: Trajectory, sampling: SamplingParams) -> TokenSpeaker:
+        agent, policy, chat = around.agent, around.policy, around.chat
+        limit = policy.context_length if agent.max_total_tokens is None else agent.max_total_tokens
+        max_tokens = min(limit, policy.context_length)
+        tape = Tape(trajectory.sequences, max_tokens=max_tokens, stop_ids=chat.stop_ids)
+        strategy = STRATEGIES[self._strategy](chat, tape)
+        return TokenSpeaker(agent, policy, chat, strategy, tape, sampling, trajectory.rollout_id)
 
     def _require_entered(self) -> Surroundings:
         if self._around is None:

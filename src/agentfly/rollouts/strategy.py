@@ -1,4 +1,4 @@
-"""Strategy: how the turns of a rollout become token sequences."""
+"""Strategy: how the turns of a conversation become token sequences."""
 
 from __future__ import annotations
 
@@ -6,39 +6,21 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from agentfly.messages import Message
-from agentfly.policies.policy import Generation
-from agentfly.tokens import TokenSequence
+from agentfly.rollouts.chat.chat_format import Definitions
 
 
 class Strategy(Protocol):
-    """Keeps the token sequences of one rollout. The loop asks it for prompts and tells it what happened."""
+    """Puts on a `agentfly.rollouts.tape.Tape` what is sent for the next turn of one conversation."""
 
-    @property
-    def sequences(self) -> list[TokenSequence]:
-        """The sequences so far, in order."""
+    def show(self, view: Sequence[Message], tools: Definitions = ()) -> None:
+        """Put on the tape what the policy is to see before its next turn.
+
+        Args:
+            view: the conversation as the agent's memory recalls it.
+            tools: the tools that the chat format is to describe.
+        """
         ...
 
-    @property
-    def room(self) -> int:
-        """How many more tokens the current sequence may hold."""
-        ...
-
-    def begin(self, messages: Sequence[Message]) -> None:
-        """Take the conversation that the rollout starts from."""
-        ...
-
-    def prompt(self) -> Sequence[int]:
-        """The ids to send for the next generation."""
-        ...
-
-    def sampled(self, generation: Generation) -> tuple[int, int, int]:
-        """Take what was sampled for the last prompt; answer (sequence, start, stop) of the turn's tokens."""
-        ...
-
-    def observed(self, messages: Sequence[Message]) -> None:
-        """Take the messages that answer the last generation."""
-        ...
-
-    def finish(self) -> None:
-        """The rollout has ended: check every invariant, and freeze the sequences."""
+    def replied(self, message: Message) -> None:
+        """The policy has answered what was shown last; ``message`` is the answer as it stands in the conversation."""
         ...

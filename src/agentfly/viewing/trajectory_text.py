@@ -7,7 +7,7 @@ import json
 from rich.panel import Panel
 from rich.text import Text
 
-from agentfly.messages import Message
+from agentfly.messages import Message, text_of
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
 from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
 
@@ -25,7 +25,7 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     text = Text()
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
-        _append_block(text, message["content"], max_lines=max_lines, style=_QUIET)
+        _append_block(text, text_of(message["content"]), max_lines=max_lines, style=_QUIET)
     for turn in trajectory.turns:
         _append_turn(text, turn, max_lines)
     _append_end(text, trajectory)

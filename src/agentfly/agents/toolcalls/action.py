@@ -52,6 +52,7 @@ class ActionFormat:
     """
 
     calls_in_thinking: bool = False
+    in_template = False
 
     @property
     def name(self) -> str:

@@ -20,6 +20,11 @@ class ToolCallFormat(Protocol):
         """The name by which an agent asks for the format."""
         ...
 
+    @property
+    def in_template(self) -> bool:
+        """Whether the model's own chat template describes the tools and writes the calls, so that no one else need."""
+        ...
+
     def instructions(self, tools: Sequence[Tool]) -> str:
         """What the system prompt says about the tools and how to call them."""
         ...

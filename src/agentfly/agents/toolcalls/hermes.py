@@ -37,9 +37,11 @@ class HermesFormat:
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
+        in_template: whether the model's own chat template describes the tools, as Qwen's do.
     """
 
     calls_in_thinking: bool = False
+    in_template: bool = False
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError, PolicyError, PromptTooLong
+from agentfly.images import PlacedImage
 from agentfly.policies.catalog import find_model
 from agentfly.policies.embedded.batch import Request, RunningBatch
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
@@ -142,7 +143,14 @@ class EmbeddedPolicy:
         """How many times the weights have been updated."""
         return self._version
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, rollout_id: str) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
         """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
 
         Log-probs are float32, under the distribution that was sampled from; at temperature 0 they are those at
@@ -150,10 +158,15 @@ class EmbeddedPolicy:
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
-            PolicyError: the generation failed, or the policy is not entered.
+            PolicyError: the generation failed, the policy is not entered, or there are images, which it cannot take.
             ConfigError: the sampling settings are out of their ranges.
         """
         check_sampling(sampling)
+        if images:
+            raise PolicyError(
+                "The embedded policy runs language models without eyes, and this conversation holds images. Give a "
+                "policy that takes images, or leave them out."
+            )
         sampler = self._require_open()
         self._check_prompt(prompt_ids)
         turn = self._turns[rollout_id]

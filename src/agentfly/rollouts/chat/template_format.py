@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
 from agentfly.rollouts.chat.rendered import REPLY, ControlTokens
 
 _OBSERVATION = "observation"
@@ -47,22 +48,31 @@ class TemplateChatFormat:
         )
         self._prove(answer(_OBSERVATION))
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the conversation's start, with the header of the assistant's first turn."""
-        rendered = self._tokenizer.render(self._control.disarm(messages), add_generation_prompt=True)
-        return self._control.encode(rendered)
+    def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
+        """A whole conversation, with the header of the assistant's turn at its end."""
+        rendered = self._tokenizer.render(self._control.disarm(messages), add_generation_prompt=True, tools=tools)
+        return Rendered(self._control.encode(rendered))
 
-    def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        """Ids that follow a generation; see `ChatFormat.continuation`."""
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: Sequence[int],
+        conversation: Sequence[Message],
+        tools: Definitions = (),
+    ) -> Rendered:
+        """What follows a generation; see `ChatFormat.continuation`."""
         rendered = self._render_after_reply(self._control.disarm(messages), add_generation_prompt=True)
         ids = self._control.encode(rendered)
-        return ids[ids.index(self._end_of_turn) + 1 :] if ended else ids
+        ended = after[-1] in self.stop_ids
+        return Rendered(ids[ids.index(self._end_of_turn) + 1 :] if ended else ids)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of a generation, without the stop id at its end."""
+    def reply(self, ids: Sequence[int]) -> Reply:
+        """What a generation says."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
-        return self._tokenizer.decode(ids)
+        text = self._tokenizer.decode(ids)
+        return Reply(text, text)
 
     def _render_after_reply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         conversation: list[Message] = [*self._base, {"role": "assistant", "content": REPLY}, *messages]

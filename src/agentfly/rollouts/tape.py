@@ -1,0 +1,142 @@
+"""Tape: what was sent to a policy and what it sampled, as token sequences that only grow."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentfly.errors import TokenInvariantError
+from agentfly.images import PlacedImage
+from agentfly.policies.policy import Generation
+from agentfly.rollouts.chat.chat_format import Rendered
+from agentfly.tokens import Origin, TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tokens of a turn stand: ``start`` to ``stop`` (exclusive) of a sequence of the trajectory."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+class Tape:
+    """Records the token sequences of one conversation, with their invariants checked at every turn.
+
+    Held at every turn: the ids sent start with the ids sent one turn earlier in the same sequence plus the ids sampled
+    then. Held at the end: the mask is 1 exactly on what the policy returned, and nothing rendered carries a log-prob.
+
+    Args:
+        sequences: the trajectory's sequences, to which this conversation's are added.
+        max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index.
+        stop_ids: the ids that end a generation.
+    """
+
+    def __init__(self, sequences: list[TokenSequence], *, max_tokens: int, stop_ids: Sequence[int]) -> None:
+        self._sequences = sequences
+        self._limit = max_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._current: int | None = None
+        self._sent = array("i")
+        self._returned = array("i")
+        self._places: list[Place] = []
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Everything sent and sampled in the current sequence. Not to be changed."""
+        return self._sequence.ids
+
+    @property
+    def images(self) -> Sequence[PlacedImage]:
+        """The images of the current sequence."""
+        return tuple(self._sequence.images)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the current sequence may hold; below 1 when a rendered part had to be cut."""
+        return self._limit - len(self._sequence) if self._current is not None else self._limit
+
+    def begin(self, prompt: Rendered) -> None:
+        """Begin a sequence with a prompt."""
+        if self._unanswered():
+            raise TokenInvariantError("A sequence was begun while nothing had answered the one before. This is a bug.")
+        self._current = len(self._sequences)
+        self._sequences.append(TokenSequence())
+        self._sent, self._returned = array("i"), array("i")
+        self._sequence.append_prompt(prompt.ids, prompt.images)
+        self._cut()
+
+    def extend(self, rendered: Rendered) -> None:
+        """Continue the current sequence with what answers its last generation."""
+        self._sequence.append_observation(rendered.ids, rendered.images)
+        self._cut()
+
+    def follow(self, prompt: Rendered) -> None:
+        """Take a whole prompt: one that starts with the current sequence continues it, another begins a new one."""
+        known = len(self._sequence) if self._current is not None else 0
+        if known and len(prompt.ids) > known and array("i", prompt.ids[:known]) == self._sequence.ids:
+            rest = tuple(placed.moved(-known) for placed in prompt.images if placed.start >= known)
+            self.extend(Rendered(prompt.ids[known:], rest))
+        else:
+            self.begin(prompt)
+
+    def prompt(self) -> Sequence[int]:
+        """The ids to send, after a look at whether they are what they were."""
+        ids = self._sequence.ids[:]
+        grown_from = len(self._sent) + len(self._returned)
+        if ids[: len(self._sent)] != self._sent or ids[len(self._sent) : grown_from] != self._returned:
+            raise TokenInvariantError(
+                "The ids of this turn do not start with the ids sent and sampled one turn earlier. "
+                "This is a bug in the strategy; the rollout is refused."
+            )
+        self._sent = ids
+        self._returned = array("i")
+        return ids
+
+    def sampled(self, generation: Generation) -> Place:
+        """Append the sampled ids exactly as they came."""
+        if not generation.ids:
+            raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
+        if not self._stop_ids.isdisjoint(generation.ids[:-1]):
+            raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
+        sequence = self._sequence
+        start = len(sequence)
+        sequence.append_sampled(generation.ids, generation.logprobs, generation.version, generation.raw_logprobs)
+        self._returned = array("i", generation.ids)
+        if generation.finish == "length":
+            sequence.truncated = True
+        assert self._current is not None
+        place = Place(self._current, start, len(sequence))
+        self._places.append(place)
+        return place
+
+    def finish(self) -> None:
+        """Check that the mask covers exactly what was sampled, and freeze the sequences."""
+        for index in sorted({place.sequence for place in self._places} | self._unanswered()):
+            sequence = self._sequences[index]
+            places = [place for place in self._places if place.sequence == index]
+            counted = sum(place.stop - place.start for place in places)
+            exact = all(
+                sequence.origins[i] == Origin.SAMPLED for place in places for i in range(place.start, place.stop)
+            )
+            if not exact or counted != sequence.sampled_count:
+                raise TokenInvariantError("The loss mask does not cover exactly the sampled tokens. This is a bug.")
+            sequence.freeze()
+
+    def _unanswered(self) -> set[int]:
+        """The current sequence, if nothing was sampled in it."""
+        if self._current is None or any(place.sequence == self._current for place in self._places):
+            return set()
+        return {self._current}
+
+    @property
+    def _sequence(self) -> TokenSequence:
+        if self._current is None:
+            raise TokenInvariantError("Nothing was sent yet, so there is no sequence.")
+        return self._sequences[self._current]
+
+    def _cut(self) -> None:
+        if self.room < 0:
+            self._sequence.cut(self._limit)

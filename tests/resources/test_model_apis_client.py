@@ -25,9 +25,9 @@ from agentfly.errors import (
 )
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import FunctionCall, Usage
-from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.endpoint import parse_base_url
 from agentfly.resources.apis.retry_after import read_retry_after
+from agentfly.resources.credentials import Credentials
 from agentfly.testing import far_side as behaviour
 from agentfly.testing.far_side import Answer, FarSide, chat, fails, replies, says
 

@@ -19,9 +19,9 @@ from agentfly.resources.apis.account import Account, Host
 from agentfly.resources.apis.caller import LONGEST_PAUSE_S, Caller, Retries
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Usage
-from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.gate import Gate
 from agentfly.resources.apis.limits import Limits
+from agentfly.resources.credentials import Credentials
 from agentfly.testing.far_side import FarSide, after, says
 from agentfly.testing.virtual_time import run_in_virtual_time
 

@@ -22,8 +22,8 @@ from typing import Protocol, TypeVar
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.apis.bell import ring
-from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.traffic import Traffic
+from agentfly.resources.credentials import Credentials
 from agentfly.resources.identity import ProcessIdentity
 from agentfly.resources.ledger import spare_directories, state_directories, state_directory
 from agentfly.resources.shared_file import Busy, hold, remove_unused

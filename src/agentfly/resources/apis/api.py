@@ -10,12 +10,12 @@ from agentfly.resources.apis.account import HOST
 from agentfly.resources.apis.caller import Caller, Retries
 from agentfly.resources.apis.client import ModelClient, make_ready
 from agentfly.resources.apis.completion import ChatCompletion, Completion
-from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.apis.gate import EndpointUse, Gate
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.limits import estimate_tokens
 from agentfly.resources.apis.parameters import require_spelled
 from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
+from agentfly.resources.credentials import Credentials
 from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
 

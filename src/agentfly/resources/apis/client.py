@@ -37,9 +37,9 @@ from agentfly.resources.apis.completion import (
     read_json,
     read_models,
 )
-from agentfly.resources.apis.credentials import WIRE_LOGGERS, Credentials
 from agentfly.resources.apis.endpoint import is_loopback, parse_base_url
 from agentfly.resources.apis.retry_after import read_retry_after
+from agentfly.resources.credentials import WIRE_LOGGERS, Credentials
 
 if TYPE_CHECKING:
     import httpx

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agentfly.errors import ConfigError
 from agentfly.resources.apis.endpoint import parse_base_url
 from agentfly.resources.apis.limits import Limits
+from agentfly.resources.credentials import settle_credentials
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
 
 if TYPE_CHECKING:
     from agentfly.resources.apis.api import ModelAPI  # noqa: F401  (in the base's brackets)
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token (RFC 9110, section 5.6.2)
-_THE_PROTOCOLS = (
-    "accept",
-    "accept-encoding",
-    "connection",
-    "content-length",
-    "content-type",
-    "host",
-    "transfer-encoding",
-)
 _THE_CALLS = {"messages", "prompt", "model", "stream"}
-_LONG = 24  # a name in lower case that is longer is rather a key
 
 
 NOT_SENT = {"call_timeout_s", "wait_timeout_s", "retries", "connect_timeout_s", "read_timeout_s", "extra_body"}
@@ -93,7 +80,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
         self._require_whole("retries", least=0)
         for name in ("call_timeout_s", "wait_timeout_s", "connect_timeout_s", "read_timeout_s"):
             self._require_seconds(name)
-        self._settle_credentials()
+        settle_credentials(self)
         self._settle_extra_body()
 
     @property
@@ -118,35 +105,6 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
         parsed: dict[str, Any] = json.loads(str(self.extra_body))
         return parsed
 
-    def _settle_credentials(self) -> None:
-        """Give the headers one form, and see that what should name a variable is not what it should hold."""
-        given = self.headers_env
-        pairs = [*(given.items() if isinstance(given, Mapping) else given)] if isinstance(given, Iterable) else [None]
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-            raise ConfigError(
-                f"{type(self).__name__}(headers_env=…): write a mapping from the name of a header to the name of the "
-                "environment variable that holds its value, for instance {'api-key': 'MY_KEY'}."
-            )
-        headers = tuple(sorted(((header, variable) for header, variable in pairs), key=lambda pair: pair[0].lower()))
-        self._require_headers([header.lower() for header, _ in headers])
-        object.__setattr__(self, "headers_env", headers)
-        named = [] if self.api_key_env is None else [("api_key_env", self.api_key_env)]
-        for where, variable in [*named, *((f"headers_env[{header!r}]", variable) for header, variable in headers)]:
-            if not _is_variable(variable):
-                raise ConfigError(  # what was given is not shown, because it may be the secret itself
-                    f"{type(self).__name__}({where}=…): write the name of an environment variable, for instance "
-                    "'JUDGE_KEY', and not what is in it."
-                )
-
-    def _require_headers(self, names: list[str]) -> None:
-        taken = [*_THE_PROTOCOLS, *(["authorization"] if self.api_key_env else [])]
-        for name in names:
-            if not _HEADER.fullmatch(name) or name in taken or names.count(name) > 1:
-                raise ConfigError(
-                    f"{type(self).__name__}(headers_env={{{name!r}: …}}): write each header once, by a name such as "
-                    f"'api-key', and none of {', '.join(taken)}, which are set otherwise."
-                )
-
     def _settle_extra_body(self) -> None:
         """Keep the extra body as JSON text, which can be hashed."""
         given = self.extra_body
@@ -159,12 +117,6 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
             left_out = ", ".join(sorted(_THE_CALLS | NOT_SENT))
             raise self._wrong("extra_body", f"write a mapping, without any of {left_out}")
         object.__setattr__(self, "extra_body", text)
-
-
-def _is_variable(name: object) -> bool:
-    if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-        return False
-    return name.isupper() or len(name) < _LONG
 
 
 register(ModelAPISpec, "agentfly.resources.apis.api:ModelAPI", kind="api")

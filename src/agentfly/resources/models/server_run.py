@@ -10,8 +10,8 @@ from typing import Any
 
 from agentfly.errors import APIUnavailable, ModelAPIError, ResourceStartError
 from agentfly.resources.apis.client import ModelClient
-from agentfly.resources.apis.credentials import Credentials
 from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.credentials import Credentials
 from agentfly.resources.keeping.keeper import Job
 from agentfly.resources.keeping.kept_program import KeptProgram
 from agentfly.resources.keeping.log import tail

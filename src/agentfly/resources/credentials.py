@@ -1,4 +1,4 @@
-"""Credentials: what a model API wants to see in its headers, taken from the environment and shown to nobody else."""
+"""Credentials: what a far side wants to see in its headers, taken from the environment and shown to nobody else."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import quote
 
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError
 
 REDACTED = b"[secret]"
 
@@ -20,6 +21,20 @@ may stand in any text."""
 
 WIRE_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
 """Who logs, at level DEBUG, what comes over the wire. A server may send back in its headers what it was sent."""
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token (RFC 9110, section 5.6.2)
+_THE_PROTOCOLS = (
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-length",
+    "content-type",
+    "host",
+    "transfer-encoding",
+)
+_LONG = 24  # a name in lower case that is longer is rather a key
 
 
 class Credentials:
@@ -115,3 +130,48 @@ def _read(variable: str, header: str) -> str:
 def _forms(secret: str) -> set[str]:
     """How a secret may be written in an answer."""
     return {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
+
+
+def settle_credentials(spec: Any) -> None:
+    """Give a spec's ``headers_env`` one form, and see that what should name a variable is not what it should hold.
+
+    The spec has a field ``api_key_env`` too.
+
+    Raises:
+        ConfigError: a header or a variable cannot be. No message has what may be a secret.
+    """
+    where, given = type(spec).__name__, spec.headers_env
+    pairs: list[Any] = (
+        [*(given.items() if isinstance(given, Mapping) else given)] if isinstance(given, Iterable) else [None]
+    )
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigError(
+            f"{where}(headers_env=…): write a mapping from the name of a header to the name of the environment "
+            "variable that holds its value, for instance {'api-key': 'MY_KEY'}."
+        )
+    headers = tuple(sorted(((header, variable) for header, variable in pairs), key=lambda pair: pair[0].lower()))
+    _require_headers(where, [header.lower() for header, _ in headers], has_key=bool(spec.api_key_env))
+    object.__setattr__(spec, "headers_env", headers)
+    named = [] if spec.api_key_env is None else [("api_key_env", spec.api_key_env)]
+    for field, variable in [*named, *((f"headers_env[{header!r}]", variable) for header, variable in headers)]:
+        if not _is_variable(variable):
+            raise ConfigError(  # what was given is not shown, because it may be the secret itself
+                f"{where}({field}=…): write the name of an environment variable, for instance 'JUDGE_KEY', and not "
+                "what is in it."
+            )
+
+
+def _require_headers(where: str, names: list[str], *, has_key: bool) -> None:
+    taken = [*_THE_PROTOCOLS, *(["authorization"] if has_key else [])]
+    for name in names:
+        if not _HEADER.fullmatch(name) or name in taken or names.count(name) > 1:
+            raise ConfigError(
+                f"{where}(headers_env={{{name!r}: …}}): write each header once, by a name such as 'api-key', and none "
+                f"of {', '.join(taken)}, which are set otherwise."
+            )
+
+
+def _is_variable(name: object) -> bool:
+    if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+        return False
+    return name.isupper() or len(name) < _LONG

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from agentfly.viewing.report import RunSummary
-from agentfly.viewing.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory
 
 HEADINGS = ["seed", "steps", "first reward", "last reward", "held-out before", "held-out after", "minutes"]
 

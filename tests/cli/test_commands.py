@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from agentfly.cli import main as cli
+from agentfly.run_directory import RunDirectory
 from agentfly.trajectory import load_trajectories
-from agentfly.viewing.run_directory import RunDirectory
 
 PROJECT = '''
 import agentfly as af

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfly.run_directory import RunDirectory
 from agentfly.training.checkpoints import Checkpoints
 from agentfly.trajectory import load_trajectories
-from agentfly.viewing.run_directory import RunDirectory
 
 PROGRAM = """
 import sys

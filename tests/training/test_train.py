@@ -14,8 +14,8 @@ from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError, UsageError
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
+from agentfly.run_directory import RunDirectory
 from agentfly.training.train import train
-from agentfly.viewing.run_directory import RunDirectory
 
 AGENT = Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
 

@@ -29,13 +29,13 @@ from agentfly.events import (
 from agentfly.policies.load import load_policy
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.runner import TooManyFailures
+from agentfly.run_directory import RunDirectory
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner, UpdateStopped
 from agentfly.training.train import train
 from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.trajectory import load_trajectories
 from agentfly.viewing.metrics import MetricsWriter
-from agentfly.viewing.run_directory import RunDirectory
 
 TASKS = [f"Say something about {number}." for number in range(10)]
 SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3}

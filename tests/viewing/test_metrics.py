@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from agentfly.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
+from agentfly.run_directory import RunDirectory, read_json_lines
 from agentfly.viewing.metrics import QueuedEvents, recorded
-from agentfly.viewing.run_directory import RunDirectory, read_json_lines
 
 
 def emit_a_run(run: RunDirectory) -> None:

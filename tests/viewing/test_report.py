@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console
 
 from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.run_directory import RunDirectory
 from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory, Turn, save_trajectories
 from agentfly.viewing.metrics import MetricsWriter
 from agentfly.viewing.report import RunSummary, before_and_after, training_report
-from agentfly.viewing.run_directory import RunDirectory
 
 
 def trajectory(task: str, reward: float | None, text: str) -> Trajectory:

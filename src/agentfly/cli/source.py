@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentfly.cli.config_file import RunConfig, load_config
 from agentfly.errors import ConfigError
-from agentfly.viewing.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory
 
 
 def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:

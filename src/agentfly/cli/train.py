@@ -12,7 +12,7 @@ from agentfly.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentfly.cli.config_file import RunConfig
-    from agentfly.viewing.run_directory import RunDirectory
+    from agentfly.run_directory import RunDirectory
 
 
 def train(
@@ -31,7 +31,7 @@ def train(
 ) -> None:
     """Train the agent of a configuration file."""
     from agentfly.cli.config_file import load_config
-    from agentfly.viewing.run_directory import RunDirectory
+    from agentfly.run_directory import RunDirectory
 
     words = words or []
     if resume is not None:
@@ -47,7 +47,7 @@ def train(
 
 def new_run(config: RunConfig) -> RunDirectory:
     """The directory of a new run, where the configuration wants it."""
-    from agentfly.viewing.run_directory import RunDirectory
+    from agentfly.run_directory import RunDirectory
 
     if config.run_dir is None:
         return RunDirectory.create()
@@ -67,9 +67,9 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
     from agentfly.events import Event, EventStream, TrainingStarted
+    from agentfly.run_directory import RunDirectory
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
-    from agentfly.viewing.run_directory import RunDirectory
 
     experiment = Experiment.of(config)
     experiment.fetch_model()

@@ -8,8 +8,8 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.errors import ConfigError
+from agentfly.run_directory import RunDirectory, read_json_lines
 from agentfly.training.checkpoints import Place
-from agentfly.viewing.run_directory import RunDirectory, read_json_lines
 
 FREE_TO_CHANGE = frozenset(
     {

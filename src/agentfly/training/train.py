@@ -15,11 +15,11 @@ from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
 from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.run_directory import RunDirectory
 from agentfly.training.config import TrainConfig
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
 from agentfly.viewing.metrics import recorded
 from agentfly.viewing.progress import ConsoleProgress
-from agentfly.viewing.run_directory import RunDirectory
 
 
 def train(

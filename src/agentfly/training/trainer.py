@@ -31,6 +31,7 @@ from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
+from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.batch_metrics import batch_metrics
@@ -51,7 +52,6 @@ from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.worker_thread import in_thread
 from agentfly.trajectory import Trajectory, save_trajectories
-from agentfly.viewing.run_directory import RunDirectory
 
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
@@ -61,7 +61,7 @@ class TrainResult:
     """What came of a training run.
 
     Attributes:
-        run_dir: the run's directory; `agentfly.viewing.run_directory.RunDirectory` reads it.
+        run_dir: the run's directory; `agentfly.run_directory.RunDirectory` reads it.
         steps: number of finished steps, those before a resume included.
         metrics: metrics of each step that this call made, by step.
         evaluations: metrics of each evaluation that this call made, by the number of finished steps.

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
-from agentfly.viewing.run_directory import Kind, RunDirectory, append_json_line, end_last_line
+from agentfly.run_directory import Kind, RunDirectory, append_json_line, end_last_line
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agentfly.run_directory import Kind, RunDirectory
 from agentfly.trajectory import Trajectory, load_trajectories
 from agentfly.viewing.chart import chart
 from agentfly.viewing.counted import counted
 from agentfly.viewing.lessons import Lessons
-from agentfly.viewing.run_directory import Kind, RunDirectory
 from agentfly.viewing.run_state import REWARD, SUCCESS
 from agentfly.viewing.trajectory_text import trajectory_panel
 

@@ -7,8 +7,8 @@ import pytest
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.run_directory import RunDirectory
 from agentfly.viewing.metrics import MetricsWriter
-from agentfly.viewing.run_directory import RunDirectory
 
 
 def test_runs_begun_in_the_same_second_get_directories_of_their_own(tmp_path):

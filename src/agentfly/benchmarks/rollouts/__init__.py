@@ -1,0 +1,1 @@
+"""How close rollouts come to the best possible time, on work whose length is known exactly."""

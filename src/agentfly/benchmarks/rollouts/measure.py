@@ -1,0 +1,248 @@
+"""What a workload takes: wall time against the best possible, processor time a turn, and memory a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfly import interruption
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.agents.tool import tool
+from agentfly.benchmarks.rollouts.latency import Uniform
+from agentfly.benchmarks.rollouts.timed_model import TimedModel
+from agentfly.benchmarks.rollouts.workload import WORKLOADS, Plan, Pool, Workload
+from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError
+from agentfly.events import Event, EventStream
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.runner import Runner
+from agentfly.task import Task
+from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.tokens import TokenSequence
+from agentfly.trajectory import Trajectory
+
+MAX_CPU_MS_PER_TURN = 0.5
+"""The processor time that is aimed at: of everything but the tokenizer, with every event recorded."""
+
+MAX_KB_PER_ROLLOUT = 200
+"""The memory of a running rollout that is aimed at, beside its tokens."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one workload took.
+
+    Attributes:
+        best_seconds: the best possible wall time; see `Workload.best_seconds`.
+        bare_seconds: what the same sleeps took in bare asyncio, without a pool: what machine and event loop lose.
+        efficiency: best possible time / measured time.
+        cpu_ms_per_turn: processor time of this process a turn, without the tokenizer's.
+        tokenizer_ms_per_turn: the tokenizer's.
+        model_calls, needed_model_calls: generations made, and generations that the workload needs.
+        events: how many events were recorded.
+        failed: rollouts that did not end as planned.
+    """
+
+    workload: str
+    rollouts: int
+    turns: int
+    best_seconds: float
+    bare_seconds: float
+    measured_seconds: float
+    efficiency: float
+    target: float
+    cpu_ms_per_turn: float
+    tokenizer_ms_per_turn: float
+    model_calls: int
+    needed_model_calls: int
+    events: int
+    failed: int
+
+
+async def measure(workload: Workload) -> Measurement:
+    """Run a workload once and compare it with the best possible time."""
+    plans = workload.plans()
+    bare = await _bare_seconds(plans)
+    model, events = TimedModel(plans), EventStream()
+    recorded: list[Event] = []
+    async with open_runner(workload, plans, model, events) as runner:
+        await runner.collect(
+            tasks_of(plans)[:1], label="first"
+        )  # what happens once in a process is not what is measured
+        model.calls, model.tokenizer.cpu_seconds = 0, 0.0
+        gc.collect()
+        with events.subscribed(recorded.append):
+            cpu, started = time.process_time(), time.perf_counter()
+            trajectories = await runner.collect(tasks_of(plans), label=workload.name)
+            measured, cpu = time.perf_counter() - started, time.process_time() - cpu
+    turns = sum(len(plan.generations) for plan in plans)
+    best = workload.best_seconds(plans)
+    return Measurement(
+        workload=workload.name,
+        rollouts=len(plans),
+        turns=turns,
+        best_seconds=best,
+        bare_seconds=bare,
+        measured_seconds=measured,
+        efficiency=best / measured,
+        target=workload.target,
+        cpu_ms_per_turn=1000 * (cpu - model.tokenizer.cpu_seconds) / turns,
+        tokenizer_ms_per_turn=1000 * model.tokenizer.cpu_seconds / turns,
+        model_calls=model.calls,
+        needed_model_calls=turns,
+        events=len(recorded),
+        failed=sum(
+            trajectory.reward != 1.0 or len(trajectory.turns) != len(plan.generations)
+            for trajectory, plan in zip(trajectories, plans, strict=True)
+        ),
+    )
+
+
+async def kb_per_rollout(rollouts: int = 1024) -> float:
+    """Memory of Python objects that one of many running rollouts holds beside its tokens, in kB.
+
+    Each has made four tool calls and waits for its fifth generation. What has to be there once is left out by measuring
+    another, far smaller number of rollouts and taking the difference.
+    """
+    few = rollouts // 16
+    return (await _held_bytes(rollouts) - await _held_bytes(few)) / (rollouts - few) / 1000
+
+
+def run_rollouts_bench(names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure the workloads of these names, or all of them, and the memory; the result is JSON-able.
+
+    Raises:
+        ConfigError: there is no workload of a name.
+    """
+    known = {workload.name: workload for workload in WORKLOADS}
+    if unknown := [name for name in names or () if name not in known]:
+        raise ConfigError(f"There is no workload {unknown[0]!r}; known are {', '.join(known)}.")
+    chosen = [known[name] for name in names or known]
+
+    async def measure_all() -> dict[str, Any]:
+        return {
+            "workloads": [asdict(await measure(workload)) for workload in chosen],
+            "max_cpu_ms_per_turn": MAX_CPU_MS_PER_TURN,
+            "kb_per_rollout": round(await kb_per_rollout(), 1),
+            "max_kb_per_rollout": MAX_KB_PER_ROLLOUT,
+        }
+
+    return interruption.run(measure_all())
+
+
+@asynccontextmanager
+async def open_runner(
+    workload: Workload, plans: Sequence[Plan], model: TimedModel, events: EventStream
+) -> AsyncIterator[Runner]:
+    """A runner whose model, tools, reward and sandboxes take the time that the plans give them."""
+    spec = _sandboxes(workload.pool) if workload.pool else None
+
+    async def wait_for_sandbox(context: Context) -> None:
+        if spec is not None:
+            await context.acquire(spec)
+
+    @tool
+    async def work(turn: int, context: Context) -> str:
+        """Do some work that takes a known time.
+
+        Args:
+            turn: number of the turn.
+        """
+        await wait_for_sandbox(context)
+        await asyncio.sleep(plans[context.task["number"]].tools[turn])
+        return "done"
+
+    @tool
+    def toil(turn: int, context: Context) -> str:
+        """Do some work that takes a known time, and a thread.
+
+        Args:
+            turn: number of the turn.
+        """
+        context.wait(wait_for_sandbox(context))
+        time.sleep(plans[context.task["number"]].tools[turn])
+        return "done"
+
+    @reward
+    async def look(number: int) -> float:
+        await asyncio.sleep(plans[number].reward)
+        return 1.0
+
+    agent = Agent(model="timed", tools=[work, toil], tool_prompt="", max_turns=workload.turns[1])
+    starts = workload.pool.capacity if workload.pool else 1
+    with tempfile.TemporaryDirectory() as ledger:
+        engine = ResourceEngine(ledger=Path(ledger), events=events, max_concurrent_starts=starts)
+        runner = Runner(
+            agent,
+            policy=model,
+            engine=engine,
+            reward=look,
+            events=events,
+            max_concurrent_rollouts=workload.rollouts,
+        )
+        async with engine, runner:
+            yield runner
+
+
+def _sandboxes(pool: Pool) -> FakeSpec:
+    async def take_time(operation: str, _: str) -> None:
+        if operation == "start":
+            await asyncio.sleep(pool.start_seconds)
+
+    return FakeSpec(world=FakeWorld(take_time), capacity=pool.capacity)
+
+
+def tasks_of(plans: Sequence[Plan]) -> list[Task]:
+    """A task for each plan, which holds the plan's number."""
+    return [Task(f"Rollout {number}", {"number": number}, str(number)) for number in range(len(plans))]
+
+
+async def _bare_seconds(plans: Sequence[Plan]) -> float:
+    async def one(plan: Plan) -> None:
+        for seconds in (*plan.generations, *plan.tools, plan.reward):
+            await asyncio.sleep(seconds)
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(one, plans))
+    return time.perf_counter() - started
+
+
+async def _held_bytes(rollouts: int) -> float:
+    """What so many rollouts hold in the middle of their work, without their tokens."""
+    turns = 5
+    at_once = Uniform(0, 0)
+    workload = Workload("memory", rollouts, (turns, turns), at_once, at_once, at_once, target=1.0)
+    plans = workload.plans()
+    model = TimedModel(plans)
+    async with open_runner(workload, plans, model, EventStream()) as runner:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            running: list[Trajectory] = []
+            collecting = asyncio.create_task(runner.collect(tasks_of(plans), label="memory"))
+            while model.calls < rollouts * (turns - 1):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            model.hold.clear()
+            while model.calls < rollouts * turns:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        model.hold.set()
+        running = await collecting
+    return held - sum(_token_bytes(sequence) for trajectory in running for sequence in trajectory.sequences)
+
+
+def _token_bytes(sequence: TokenSequence) -> int:
+    columns = (sequence.ids, sequence.origins, sequence.logprobs, sequence.raw_logprobs, sequence.versions)
+    return sum(column.itemsize * len(column) for column in columns)

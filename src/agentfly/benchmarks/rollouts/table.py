@@ -1,0 +1,46 @@
+"""The measurements of rollouts as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+
+def render(result: dict[str, Any]) -> Group:
+    """The workloads, a row each, and the memory below."""
+    table = Table(title="Rollouts: best possible time / measured time")
+    for heading in (
+        "",
+        "rollouts",
+        "turns",
+        "best s",
+        "bare s",
+        "measured",
+        "efficiency",
+        "target",
+        "CPU ms",
+        "calls",
+    ):
+        table.add_column(heading, justify="right")
+    for row in result["workloads"]:
+        table.add_row(
+            row["workload"],
+            str(row["rollouts"]),
+            str(row["turns"]),
+            f"{row['best_seconds']:.3f}",
+            f"{row['bare_seconds']:.3f}",
+            f"{row['measured_seconds']:.3f}",
+            f"{row['efficiency']:.1%}",
+            f"{row['target']:.0%}",
+            f"{row['cpu_ms_per_turn']:.2f}",
+            f"{row['model_calls'] / row['needed_model_calls']:.0%}",
+        )
+    return Group(
+        table,
+        "Bare is the same waits in asyncio alone; calls are those of the model, over those that are needed.",
+        f"CPU is a turn's: target below {result['max_cpu_ms_per_turn']} ms beside the tokenizer, every event recorded.",
+        f"Memory of a running rollout beside its tokens: {result['kb_per_rollout']:.1f} kB "
+        f"(target below {result['max_kb_per_rollout']} kB).",
+    )

@@ -1,0 +1,128 @@
+"""Workload: a seeded batch of rollouts whose every call takes a known time, and the best that can be done with it."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentfly.benchmarks.rollouts.latency import Latency, LogNormal, Uniform
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rollout of a workload.
+
+    Attributes:
+        generations: seconds of each generation; every one but the last is answered by a tool call.
+        tools: seconds of each tool call.
+        sync: whether each of them is a sync function, which has to be run on a thread.
+        reward: seconds of the reward.
+    """
+
+    generations: tuple[float, ...]
+    tools: tuple[float, ...]
+    sync: tuple[bool, ...]
+    reward: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the rollout takes if nothing is added to it."""
+        return sum(self.generations) + sum(self.tools) + self.reward
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sandboxes that the rollouts share: each holds one from its first tool call to its end.
+
+    Attributes:
+        capacity: how many there are at most.
+        start_seconds: how long one takes to start. A used one serves the next rollout at once.
+    """
+
+    capacity: int
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A seeded batch of rollouts.
+
+    Attributes:
+        name: the workload's letter.
+        rollouts: how many run at once.
+        turns: the fewest and the most generations of a rollout.
+        model, tools, rewards: how long a call takes.
+        target: the efficiency that is aimed at.
+        sync_share: share of the tool calls that go to a sync function.
+        pool: the sandboxes that tools need; None where they need none.
+    """
+
+    name: str
+    rollouts: int
+    turns: tuple[int, int]
+    model: Latency
+    tools: Latency
+    rewards: Latency
+    target: float
+    sync_share: float = 0.0
+    pool: Pool | None = None
+    seed: int = 0
+
+    def plans(self) -> list[Plan]:
+        """The rollouts, always the same."""
+        generator = random.Random(self.seed)
+        return [self._plan(generator) for _ in range(self.rollouts)]
+
+    def _plan(self, generator: random.Random) -> Plan:
+        turns = generator.randint(*self.turns)
+        return Plan(
+            generations=tuple(self.model.draw(generator) for _ in range(turns)),
+            tools=tuple(self.tools.draw(generator) for _ in range(turns - 1)),
+            sync=tuple(generator.random() < self.sync_share for _ in range(turns - 1)),
+            reward=self.rewards.draw(generator),
+        )
+
+    def best_seconds(self, plans: Sequence[Plan]) -> float:
+        """The shortest time for the whole batch.
+
+        Without a pool that of the longest rollout, exactly. With a pool the end of the schedule in which everybody is
+        served in the order of asking, the moment that it is possible, and nothing is added to anything.
+        """
+        if self.pool is None:
+            return max(plan.seconds for plan in plans)
+        return _served_in_order(plans, self.pool)
+
+
+def _served_in_order(plans: Sequence[Plan], pool: Pool) -> float:
+    """When the last rollout ends, if sandboxes are started as they are asked for and handed on as they come back."""
+    asking = sorted((plan.generations[0], plan.seconds - plan.generations[0]) for plan in plans if plan.tools)
+    ends = [plan.seconds for plan in plans if not plan.tools]
+    back: list[float] = []  # when each sandbox comes back, the earliest first
+    started = 0
+    for asked, held in asking:
+        if back and back[0] <= asked:
+            begins = max(asked, heapq.heappop(back))
+        elif started < pool.capacity:
+            started += 1
+            begins = asked + pool.start_seconds
+        else:
+            begins = heapq.heappop(back)
+        heapq.heappush(back, begins + held)
+        ends.append(begins + held)
+    return max(ends)
+
+
+_A = Workload("A", 64, (1, 9), Uniform(0.1, 0.1), Uniform(0.005, 0.05), Uniform(0.005, 0.02), target=0.97)
+_E = Workload("E", 1024, (1, 9), Uniform(1, 2), LogNormal(0.3, cap=20), Uniform(0.05, 0.2), target=0.95, sync_share=0.5)
+
+WORKLOADS = (
+    _A,
+    replace(_A, name="B", rollouts=256),
+    replace(_A, name="C", model=Uniform(0.1, 0.2), tools=LogNormal(0.03, cap=5), target=0.98),
+    replace(_A, name="D", rollouts=128, turns=(1, 3), tools=Uniform(0.5, 1.5), target=0.98),
+    _E,
+    replace(_E, name="F", pool=Pool(128, 0.5)),
+)
+"""The workloads of ``agentfly bench rollouts``."""

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.tool import TOOL_NAME, Tool
-from agentfly.agents.toolcalls.format import call_id
-from agentfly.agents.toolcalls.json_text import BadSyntax, NotJSON, decode_objects, repair
-from agentfly.agents.toolcalls.thinking import is_inside, thinking_spans
-from agentfly.messages import Message, ToolCall
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, blocks_at, unreadable
+from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_objects
+from agentfly.agents.toolcalls.thinking import MARKER
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-_END_OF_MALFORMED = re.compile(r"<tool_call>|</?think>")
-_NAME = re.compile(r'"name"\s*:\s*"([^"\n]{1,64})"')
+_OPEN = re.compile(re.escape(OPEN))
 _SHAPE = f'{OPEN}\n{{"name": …, "arguments": {{…}}}}\n{CLOSE}'
 
 
 @dataclass(frozen=True)
-class HermesFormat:
+class HermesFormat(NativeFormat):
     """Calls as JSON objects with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``.
 
     The object is decoded from its first character to its last, so a marker inside an argument is an argument. Several
@@ -33,14 +31,14 @@ class HermesFormat:
     Small slips are repaired if the tag is closed, nothing but white space follows it before the next call or the end,
     and no letter or digit of what was written is lost: Python's literals and quotes, a comma or closing bracket too
     many, a closing bracket missing at the end, words without quotes. Everything else is an error that the model is
-    told; text that was cut off is never repaired.
+    told; text that was cut off is never repaired. What follows a call that is neither readable nor closed is not
+    executed, since it may have been meant as part of it.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
-        in_template: whether the model's own chat template describes the tools, as Qwen's do.
+        in_template: whether the model's own chat template describes the tools, as those of Qwen2.5 and Qwen3 do.
     """
 
-    calls_in_thinking: bool = False
     in_template: bool = False
 
     @property
@@ -59,58 +57,18 @@ class HermesFormat:
             f'{OPEN}\n{{"name": "<name of the tool>", "arguments": {{"<name>": <value>}}}}\n{CLOSE}'
         )
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The calls in a turn's text."""
-        blocks = list(_blocks(text))
-        if not self.calls_in_thinking:
-            thought = thinking_spans(text, [(block.start, block.stop) for block in blocks])
-            blocks = [block for block in blocks if not is_inside(block.start, thought)]
-        calls = [call for block in blocks for call in block.calls]
-        return tuple(
-            ToolCall(call_id(first_call + number), call.name, call.arguments, call.error)
-            for number, call in enumerate(calls)
-        )
-
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a call."""
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"{OPEN}\n{call}\n{CLOSE}"
 
-    def result(self, call: ToolCall, observation: str) -> Message:
-        """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
-        message: Message = {"role": "tool", "content": observation, "tool_call_id": call.id}
-        if TOOL_NAME.fullmatch(call.name):
-            message["name"] = call.name
-        return message
+    def _blocks(self, text: str, known: Known) -> Iterable[Block]:
+        return blocks_at(
+            _OPEN, text, lambda found: _well_formed(text, found.start()) or _malformed(text, found.start())
+        )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call that is not numbered yet."""
-
-    name: str
-    arguments: dict[str, Any] | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One tag and what it holds: the text from ``start`` to ``stop``, tags included."""
-
-    start: int
-    stop: int
-    calls: tuple[_Call, ...]
-
-
-def _blocks(text: str) -> Iterator[_Block]:
-    start = text.find(OPEN)
-    while start >= 0:
-        block = _well_formed(text, start) or _malformed(text, start)
-        yield block
-        start = text.find(OPEN, block.stop)
-
-
-def _well_formed(text: str, start: int) -> _Block | None:
+def _well_formed(text: str, start: int) -> Block | None:
     """The block at ``start`` if its objects can be decoded as they stand and its tag is closed, or the turn ends."""
     try:
         objects, end = decode_objects(text, start + len(OPEN))
@@ -118,68 +76,27 @@ def _well_formed(text: str, start: int) -> _Block | None:
         return None
     if text.startswith(CLOSE, end):
         end += len(CLOSE)
-    elif not (end == len(text) or text.startswith((OPEN, "</think>"), end)):
+    elif not (end == len(text) or text.startswith(OPEN, end) or MARKER.match(text, end)):
         return None
-    return _Block(start, end, tuple(map(_call, objects)))
+    return Block(start, end, tuple(call_of(value, _SHAPE) for value in objects))
 
 
-def _malformed(text: str, start: int) -> _Block:
+def _malformed(text: str, start: int) -> Block:
     """The block at ``start``, which is not well formed: repaired, or one call with an error."""
     body = start + len(OPEN)
-    boundary = _END_OF_MALFORMED.search(text, body)
-    limit = boundary.start() if boundary else len(text)
+    following = text.find(OPEN, body)
+    limit = _thinking_or(text, body, following if following >= 0 else len(text))
     first, last = text.find(CLOSE, body, limit), text.rfind(CLOSE, body, limit)
     if first < 0:
-        return _Block(start, limit, (_error(text[body:limit], f"it is not closed by {CLOSE}"),))
+        limit = _thinking_or(text, body, len(text))
+        written = text[body:limit]
+        return Block(start, limit, (unreadable(written, f"it is not closed by {CLOSE}", _SHAPE, name_in(written)),))
     stop = last + len(CLOSE)
-    written = text[body:last]
     clear_end = first == last and not text[stop:limit].strip()
-    return _Block(start, stop, _repaired(written, may_repair=clear_end))
+    return Block(start, stop, calls_in_text(text[body:last], _SHAPE, may_repair=clear_end))
 
 
-def _repaired(written: str, *, may_repair: bool) -> tuple[_Call, ...]:
-    try:
-        _, end = decode_objects(written, 0)
-        reason = f"there is more text after the object, at character {end}"
-    except BadSyntax as error:
-        reason = str(error)
-    except NotJSON as error:
-        return (_error(written, str(error)),)
-    if may_repair:
-        try:
-            return tuple(map(_call, repair(written)))
-        except NotJSON:
-            pass  # what is wrong with the text as it stands says more
-    return (_error(written, reason),)
-
-
-def _error(written: str, reason: str) -> _Call:
-    named = _NAME.search(written)
-    message = (
-        f"This tool call was not executed, because it cannot be read: {reason}. Write it like this:\n{_SHAPE}\n"
-        f"You wrote: {excerpt(written.strip(), ECHO_CHARS)}"
-    )
-    return _Call(named.group(1) if named else "", None, message)
-
-
-def _call(value: Any) -> _Call:
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or not name:
-        return _wrong(value, "", 'it must be a JSON object with the text "name"')
-    unknown = sorted(set(value) - {"name", "arguments", "parameters", "id", "type"})
-    if unknown or ("arguments" in value and "parameters" in value):
-        return _wrong(value, name, 'everything that the tool takes must stand inside "arguments"')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            decoded, end = decode_objects(arguments, 0)
-            arguments = decoded[0] if len(decoded) == 1 and end == len(arguments) else arguments
-        except NotJSON:
-            pass  # it stays a text, and is refused as one
-    if not isinstance(arguments, dict):
-        return _wrong(value, name, '"arguments" must be a JSON object')
-    return _Call(name, arguments)
-
-
-def _wrong(value: Any, name: str, reason: str) -> _Call:
-    return _Call(name, None, _error(json.dumps(value, ensure_ascii=False), reason).error)
+def _thinking_or(text: str, start: int, limit: int) -> int:
+    """Where thinking begins or ends between the two positions, or the second."""
+    marker = MARKER.search(text, start, limit)
+    return marker.start() if marker else limit

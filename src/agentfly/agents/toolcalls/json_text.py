@@ -10,10 +10,13 @@ from typing import Any
 
 import json_repair
 
+from agentfly.errors import UsageError
+
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"\s*,?\s*")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _STRUCTURE = str.maketrans("", "", "{}[],:\"' \t\r\n")
+_THINK = re.compile(r"\[(/?THINK\])")
 _MOST_REPAIRED = 20_000  # characters: longer text is an error, since guessing at it takes too long
 _DEEPEST = 100  # levels of nesting: nothing downstream can then run out of stack
 
@@ -71,6 +74,19 @@ def decode_value(text: str, start: int) -> tuple[Any, int]:
     except ValueError as error:  # a repeated name, NaN, a number of too many digits, half of a surrogate pair
         raise NotJSON(str(error)) from None
     return value, end
+
+
+def dump(value: Any) -> str:
+    """``value`` as JSON on one line, in which no marker of a text format can stand: ``<`` is escaped.
+
+    Raises:
+        UsageError: JSON cannot hold the value.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"A tool call cannot be written with an argument that JSON cannot hold: {error}.") from error
+    return _THINK.sub(r"\\u005b\1", text.replace("<", "\\u003c"))
 
 
 def repair(text: str) -> list[Any]:

@@ -6,13 +6,16 @@ import bisect
 import re
 from collections.abc import Sequence
 
-MARKER = re.compile(r"</?think>")
+MARKER = re.compile(r"</?think>|\[/?THINK\]")
+"""What begins and ends thinking: ``<think>`` of most models, ``[THINK]`` of Mistral's."""
+
+_OPENING = ("<think>", "[THINK]")
 
 Span = tuple[int, int]
 
 
 def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
-    """Where ``text`` is between ``<think>`` and ``</think>``, the markers included.
+    """Where ``text`` is between ``<think>`` and ``</think>`` (or ``[THINK]`` and ``[/THINK]``), the markers included.
 
     Thinking that is never closed goes on to the end. A closing marker without an opening one closes thinking that the
     prompt had opened, so it starts at the beginning.
@@ -26,7 +29,7 @@ def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
     for marker in MARKER.finditer(text):
         if is_inside(marker.start(), skip):
             continue
-        if marker.group() == "<think>":
+        if marker.group() in _OPENING:
             opened = marker.start() if opened is None else opened
         elif opened is not None or not spans:
             spans.append((opened or 0, marker.end()))

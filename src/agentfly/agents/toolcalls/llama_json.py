@@ -1,0 +1,121 @@
+"""LlamaJsonFormat: calls as bare JSON objects, as Llama 3.1 to 3.3 write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.block import LINE_START, Block, Known, NativeFormat, blocks_at, rest_of
+from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.thinking import MARKER
+from agentfly.messages import Message, ToolCall
+
+_OPENING = re.compile(
+    rf"<\|python_tag\|>\s*|{LINE_START}(?=\{{\s*\"(?:name|type|id|parameters|arguments)\"\s*:)", re.MULTILINE
+)
+_BETWEEN = re.compile(r"\s*[;,]?\s*(?:<\|python_tag\|>\s*)?(?=\{)")
+_END = re.compile(rf"\s*(?:<\|eom_id\|>|\Z|(?={MARKER.pattern}))|[ \t]*;?[ \t]*\n")
+_ARGUMENTS = re.compile(r'"(?:parameters|arguments)"\s*:')
+_NEAR = 1000  # characters in which a malformed object must show that it is a call
+_EXAMPLE = '{"name": …, "parameters": {…}}'
+
+
+@dataclass(frozen=True)
+class LlamaJsonFormat(NativeFormat):
+    """Calls as JSON objects with ``name`` and ``parameters`` (or ``arguments``), with or without ``<|python_tag|>``.
+
+    An object is decoded from its first character to its last. It counts as a call where it stands behind the tag, or
+    begins a line and has both members; or begins a line and names one of the tools. Other objects are answers.
+    Several, one after another or separated by ``;``, are parallel calls. Line breaks inside texts are read as they
+    stand. Behind an object nothing else may stand on its line.
+
+    Small slips are repaired as in `HermesFormat`, if the object is the last that the turn says. Everything else is an
+    error that the model is told, and nothing behind it is executed.
+
+    A turn goes into the conversation with ``tool_calls`` if it is one call and nothing else, since the templates of
+    these models write no more than that; otherwise as the text that it is, which these templates keep.
+
+    Args:
+        calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
+        in_template: whether the model's own chat template describes the tools.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name by which an agent asks for the format."""
+        return "llama_json"
+
+    def instructions(self, tools: Sequence[Tool]) -> str:
+        """The tools as JSON, one a line, and how to call them."""
+        if not tools:
+            return ""
+        listed = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+        return (
+            f"You can call these functions:\n{listed}\n\n"
+            "To call one, write nothing but a JSON object with its name and its arguments, like this:\n"
+            '{"name": "name of the function", "parameters": {"name of an argument": its value}}'
+        )
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a call."""
+        return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        """The one call of the turn as ``tool_calls``, or the turn's text as it stands."""
+        message = super().said(text, calls)
+        return message if len(calls) == 1 and not message["content"] else {"role": "assistant", "content": text}
+
+    def _blocks(self, text: str, known: Known) -> Iterable[Block]:
+        return blocks_at(_OPENING, text, lambda found: _block(text, found, known))
+
+
+def _block(text: str, opening: re.Match[str], known: Known) -> Block | None:
+    """The block at ``opening``; None if that is no call."""
+    start, position = opening.span()
+    marked = opening.group().startswith("<|python_tag|>")
+    try:
+        objects, end = _objects(text, position)
+    except NotJSON:
+        return _malformed(text, start, position, known, marked=marked)
+    if not (marked or _is_call(objects[0], known)):
+        return Block(start, end, ())  # an answer in JSON
+    if stop := _END.match(text, end):
+        return Block(start, stop.end(), tuple(call_of(value, _EXAMPLE) for value in objects))
+    return _malformed(text, start, position, known, marked=True)
+
+
+def _objects(text: str, position: int) -> tuple[list[Any], int]:
+    """The objects that stand one after another from ``position`` on, up to one that is none of a call."""
+    value, end = decode_value(text, position)
+    objects = [value]
+    while following := _BETWEEN.match(text, end):
+        try:
+            value, after = decode_value(text, following.end())
+        except NotJSON:
+            if "\n" in following.group():
+                break  # on a line of its own it is a call of its own
+            raise
+        if not _is_call(value, {}):
+            break
+        objects.append(value)
+        end = after
+    return objects, end
+
+
+def _malformed(text: str, start: int, position: int, known: Known, *, marked: bool) -> Block | None:
+    near = text[position : position + _NEAR]
+    if not (marked or _ARGUMENTS.search(near) or name_in(near) in known):
+        return None
+    limit = rest_of(text, position)
+    return Block(start, limit, calls_in_text(text[position:limit], _EXAMPLE, may_repair=True))
+
+
+def _is_call(value: Any, known: Known) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    return value["name"] in known or "parameters" in value or "arguments" in value

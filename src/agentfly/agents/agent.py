@@ -112,7 +112,7 @@ class Agent:
 
     def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
         """The message that stands for a turn of the model in the conversation."""
-        return {"role": "assistant", "content": text}
+        return self.format.said(text, calls)
 
     def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none."""

@@ -91,6 +91,10 @@ class ActionFormat:
             return f"Action: {name}[{_bare(argument, value)}]"
         return f"Action: {name}[{', '.join(f'{key}={_quoted(value)}' for key, value in arguments.items())}]"
 
+    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        """The turn's text as it stands."""
+        return {"role": "assistant", "content": text}
+
     def result(self, call: ToolCall, observation: str) -> Message:
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.tool import TOOL_NAME, Tool
-from agentfly.agents.toolcalls.format import call_id
+from agentfly.agents.toolcalls.format import call_id, message_with_calls
 from agentfly.agents.toolcalls.thinking import MARKER, is_inside, thinking_spans
 from agentfly.messages import Message, ToolCall
 
@@ -101,15 +101,7 @@ class NativeFormat(BlockFormat):
         found = sum(len(block.calls) for block in blocks)
         if not self.in_template or not calls or found != len(calls) or any(call.arguments is None for call in calls):
             return {"role": "assistant", "content": text}
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        return {
-            "role": "assistant",
-            "content": _without(text, blocks),
-            "tool_calls": [
-                {"id": call.id, "type": "function", "function": function}
-                for call, function in zip(calls, functions, strict=True)
-            ],
-        }
+        return message_with_calls(_without(text, blocks), calls)
 
     def result(self, call: ToolCall, observation: str) -> Message:
         """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""

@@ -43,9 +43,33 @@ class ToolCallFormat(Protocol):
         """The text of a call, as the model should write it: for examples, oracles and scripted policies."""
         ...
 
+    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        """The message that stands for a turn of the model in the conversation.
+
+        Where the chat template writes the calls (`in_template`), that is what was said without them, with the calls as
+        ``tool_calls``; otherwise, and where a call is malformed, the text as it stands.
+
+        Args:
+            text: the text of the turn.
+            calls: the calls that `parse` found in it; none in a turn that a limit cut.
+        """
+        ...
+
     def result(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""
         ...
+
+
+def message_with_calls(content: str, calls: Sequence[ToolCall]) -> Message:
+    """A turn of the model whose calls stand in ``tool_calls``, and no longer in its text. None may be malformed."""
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ],
+    }
 
 
 def call_id(number: int) -> str:

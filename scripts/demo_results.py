@@ -13,8 +13,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from agentfly.viewing.report import RunSummary
 from agentfly.run_directory import RunDirectory
+from agentfly.viewing.report import RunSummary
 
 HEADINGS = ["seed", "steps", "first reward", "last reward", "held-out before", "held-out after", "minutes"]
 

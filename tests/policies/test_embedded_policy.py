@@ -117,6 +117,7 @@ async def test_log_probs_are_those_of_the_tempered_distribution(model: PreTraine
     async with policy_of(model, tokenizer) as policy:
         generation = await policy.generate([5, 6, 7], SamplingParams(temperature=0.6, max_tokens=20), rollout_id="a")
     assert generation.logprobs == pytest.approx(logprobs_alone(model, [5, 6, 7], generation.ids, 0.6), abs=1e-4)
+    assert generation.raw_logprobs == pytest.approx(logprobs_alone(model, [5, 6, 7], generation.ids, 1.0), abs=1e-4)
 
 
 async def test_a_later_turn_computes_only_what_is_new(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:

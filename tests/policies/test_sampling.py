@@ -16,13 +16,15 @@ from agentfly.policies.policy import SamplingParams
 def draw(logits: torch.Tensor, sampling: SamplingParams, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
     chance = random.Random(0)
     rows = logits.expand(count, -1)
-    return sample(rows, [sampling] * count, [chance.random() for _ in range(count)])
+    ids, logprobs, _ = sample(rows, [sampling] * count, [chance.random() for _ in range(count)])
+    return ids, logprobs
 
 
 def test_the_log_prob_is_that_of_the_scaled_distribution() -> None:
-    ids, logprobs = sample(torch.tensor([[2.0, 1.0, 0.0]]), [SamplingParams(temperature=0.5)], [0.1])
+    ids, logprobs, raw_logprobs = sample(torch.tensor([[2.0, 1.0, 0.0]]), [SamplingParams(temperature=0.5)], [0.1])
     assert ids.tolist() == [0]
     assert logprobs.item() == pytest.approx(-0.143, abs=1e-3)
+    assert raw_logprobs.item() == pytest.approx(-0.408, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -48,7 +50,7 @@ def test_top_k_then_top_p_cut_and_are_normalised_again() -> None:
 def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.full((4, 700), float("-inf"))
     logits[:, [3, 650]] = 0.0
-    ids, logprobs = sample(logits, [SamplingParams()] * 4, [0.0, 0.4999, 0.5001, 1 - 2**-53])
+    ids, logprobs, _ = sample(logits, [SamplingParams()] * 4, [0.0, 0.4999, 0.5001, 1 - 2**-53])
     assert ids.tolist() == [3, 3, 650, 650]
     torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
 
@@ -56,10 +58,11 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_rows_of_one_batch_are_sampled_each_in_its_own_way() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.5]]).expand(3, -1)
     ways = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams()]
-    ids, logprobs = sample(logits, ways, [0.9, 0.9, 0.0])
+    ids, logprobs, raw_logprobs = sample(logits, ways, [0.9, 0.9, 0.0])
     assert ids.tolist() == [1, 1, 0]
     plain = logits[0].log_softmax(-1)
     assert logprobs.tolist() == pytest.approx([plain[1].item(), 0.0, plain[0].item()], abs=1e-6)
+    assert raw_logprobs.tolist() == pytest.approx([plain[1].item(), plain[1].item(), plain[0].item()], abs=1e-6)
 
 
 @pytest.mark.parametrize(

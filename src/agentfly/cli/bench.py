@@ -38,6 +38,17 @@ def rollouts(
     _show(run_rollouts_bench(names), render, as_json)
 
 
+@app.command("sampling")
+def sampling(
+    model: Annotated[str, typer.Option(help="The model: a shipped name, a Hugging Face id, or a directory.")] = "tiny",
+    as_json: AsJson = False,
+) -> None:
+    """Tokens a second of rollouts of several turns: 32 at once, one at a time, and transformers' own static batch."""
+    from agentfly.benchmarks.sampling import render, run_sampling_bench
+
+    _show(run_sampling_bench(model), render, as_json)
+
+
 @app.command("resources")
 def resources(
     only: Annotated[

@@ -32,7 +32,7 @@ class Request:
         prompt: the prompt's token ids.
         sampling: how to sample.
         noise: where the request's uniform numbers come from, so that they do not depend on other requests.
-        ids, logprobs: the sampled tokens.
+        ids, logprobs, raw_logprobs: the sampled tokens.
         version: version of the weights that sample it, known once it has joined the batch.
         finish: why it ended; None while it runs.
         cancelled: set, from any thread, when nobody waits for the result any more.
@@ -44,6 +44,7 @@ class Request:
     noise: random.Random
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
     version: int = 0
     finish: Literal["stop", "length"] | None = None
     cancelled: bool = False
@@ -195,21 +196,22 @@ class RunningBatch:
     def _sample(self, rows: list[_Row], hidden: torch.Tensor) -> None:
         """Draw the next token of each row from its hidden state."""
         requests = [row.request for row in rows]
-        ids, logprobs = sample(
+        ids, logprobs, raw_logprobs = sample(
             self._head(hidden),
             [request.sampling for request in requests],
             [request.noise.random() for request in requests],
         )
-        drawn = list(zip(rows, ids.tolist(), logprobs.tolist(), strict=True))
-        if not all(math.isfinite(logprob) for _, _, logprob in drawn):
+        drawn = list(zip(rows, ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), strict=True))
+        if not all(math.isfinite(logprob) for _, _, logprob, _ in drawn):
             raise PolicyError(
                 "The model's output is not a distribution (NaN or infinite logits). If it is being trained, its "
                 "weights have diverged: go back to an earlier checkpoint, and lower the learning rate."
             )
-        for row, token, logprob in drawn:
+        for row, token, logprob, raw_logprob in drawn:
             request = row.request
             request.ids.append(token)
             request.logprobs.append(logprob)
+            request.raw_logprobs.append(raw_logprob)
             row.resident.ids.append(token)
             if token in request.sampling.stop_ids:
                 request.finish = "stop"

@@ -175,7 +175,7 @@ class EmbeddedPolicy:
         request = Request(rollout_id, array("i", prompt_ids), sampling, random.Random(seed))
         await sampler.complete(request)
         assert request.finish is not None
-        return Generation(request.ids, request.logprobs, request.finish, request.version)
+        return Generation(request.ids, request.logprobs, request.finish, request.version, request.raw_logprobs)
 
     def forget(self, rollout_id: str) -> None:
         """The rollout has ended: its keys and values may go."""

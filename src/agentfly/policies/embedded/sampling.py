@@ -31,7 +31,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def sample(
     logits: torch.Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token for each row by inverting its cumulative distribution.
 
     The logits are divided by the temperature, then cut to the ``top_k`` likeliest tokens, then to the smallest set of
@@ -45,20 +45,22 @@ def sample(
         uniforms: a number in [0, 1) for each row. The same number and logits give the same token.
 
     Returns:
-        Token ids [n], and log-probs [n] in float32.
+        Token ids [n], their log-probs [n], and their log-probs at temperature 1 without cuts [n], both in float32.
     """
-    logits = logits.float()
+    raw = torch.log_softmax(logits.float(), dim=-1)
+    logprobs = raw
     if any(how.temperature not in (0.0, 1.0) for how in samplings):
-        logits = logits / torch.tensor([how.temperature or 1.0 for how in samplings], device=logits.device)[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)
+        temperatures = torch.tensor([how.temperature or 1.0 for how in samplings], device=logits.device)
+        logprobs = torch.log_softmax(raw / temperatures[:, None], dim=-1)
     cut = [row for row, how in enumerate(samplings) if how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)]
     if cut:
+        logprobs = logprobs.clone() if logprobs is raw else logprobs
         logprobs[cut] = _cut(logprobs[cut], [samplings[row] for row in cut])
     ids = _invert(logprobs.exp(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
     if any(how.temperature == 0 for how in samplings):
         greedy = torch.tensor([how.temperature == 0 for how in samplings], device=logits.device)
         ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
-    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+    return ids, logprobs.gather(1, ids[:, None])[:, 0], raw.gather(1, ids[:, None])[:, 0]
 
 
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

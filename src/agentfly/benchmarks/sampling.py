@@ -1,0 +1,159 @@
+"""How fast a policy samples rollouts of several turns: many at once against one at a time, and against others.
+
+Each rollout has three turns. It begins with a prompt of random tokens; each generation is as long as it may be; between
+two of them come tokens that a tool might have answered. What is counted are sampled tokens a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from agentfly import interruption
+from agentfly.policies.load import load_policy
+from agentfly.policies.policy import Policy, SamplingParams
+
+if TYPE_CHECKING:
+    from agentfly.policies.embedded.policy import EmbeddedPolicy
+
+TARGET_SPEEDUP = 5.0
+"""Tokens a second of all rollouts at once, over one at a time."""
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Rollouts of several turns, all of the same lengths.
+
+    Attributes:
+        rollouts: how many at once.
+        turns: generations of each.
+        prompt, sampled, answer: tokens of the first prompt, of each generation, and of what comes between two of them.
+    """
+
+    rollouts: int = 32
+    turns: int = 3
+    prompt: int = 64
+    sampled: int = 64
+    answer: int = 32
+    seed: int = 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The tokens that one rollout samples."""
+        return self.turns * self.sampled
+
+
+async def tokens_per_second(policy: Policy, work: Conversations, *, rollouts: int, label: str) -> float:
+    """Sampled tokens a second of so many rollouts at once.
+
+    Args:
+        policy: entered.
+        work: what a rollout is.
+        rollouts: how many.
+        label: begins the rollouts' names; a policy that keeps what it has computed must not know them yet.
+    """
+    chance = random.Random(f"{work.seed}/{label}")
+    words = policy.tokenizer.encode_text(_WORDS)
+    sampling = SamplingParams(max_tokens=work.sampled)
+
+    async def one(number: int) -> None:
+        name = f"{label}-{number}"
+        ids = chance.choices(words, k=work.prompt)
+        for _ in range(work.turns):
+            generation = await policy.generate(ids, sampling, rollout_id=name)
+            ids = [*ids, *generation.ids, *chance.choices(words, k=work.answer)]
+        policy.forget(name)
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(one, range(rollouts)))
+    return rollouts * work.sampled_tokens / (time.perf_counter() - began)
+
+
+def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: Conversations) -> float:
+    """Sampled tokens a second of transformers' own ``generate``: the first turn of all rollouts as one static batch."""
+    import torch
+
+    words = policy.tokenizer.encode_text(_WORDS)
+    chance = random.Random(work.seed)
+    prompts = torch.tensor([chance.choices(words, k=work.prompt) for _ in range(work.rollouts)], device=policy.device)
+    generate: Any = policy.model.generate
+    began = time.perf_counter()
+    with torch.no_grad():
+        made = generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=work.sampled,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return int(made.shape[1] - work.prompt) * work.rollouts / (time.perf_counter() - began)
+
+
+async def measure_embedded(model: str | Path, work: Conversations) -> dict[str, float]:
+    """The embedded policy at its most and its least concurrent, and transformers' own static batch, in one process.
+
+    Returns:
+        Tokens a second: ``together`` (all rollouts at once), ``alone`` (one at a time), ``static_batch``.
+    """
+    policy = await asyncio.to_thread(load_policy, model, max_concurrent_generations=work.rollouts)
+    async with policy:
+        await tokens_per_second(policy, work, rollouts=2, label="first")  # what happens once is not what is measured
+        alone = await tokens_per_second(policy, work, rollouts=1, label="alone")
+        together = await tokens_per_second(policy, work, rollouts=work.rollouts, label="together")
+        async with policy.exclusive():
+            static = await asyncio.to_thread(static_batch_tokens_per_second, policy, work)
+    return {"together": together, "alone": alone, "static_batch": static}
+
+
+def run_sampling_bench(model: str | Path, work: Conversations | None = None) -> dict[str, Any]:
+    """Measure a model's sampling; the result is JSON-able.
+
+    Raises:
+        PrerequisiteError: the model or a package is missing.
+    """
+    work = work or Conversations()
+    speeds = interruption.run(measure_embedded(model, work))
+    return {
+        "model": str(model),
+        "work": asdict(work),
+        "tokens_per_second": {name: round(speed, 1) for name, speed in speeds.items()},
+        "speedup": round(speeds["together"] / speeds["alone"], 2),
+        "target_speedup": TARGET_SPEEDUP,
+        "over_static_batch": round(speeds["together"] / speeds["static_batch"], 2),
+    }
+
+
+def render(result: dict[str, Any]) -> Table:
+    """The result as a table for people."""
+    work, speeds = result["work"], result["tokens_per_second"]
+    table = Table(
+        title=f"Sampling {result['model']}: {work['rollouts']} rollouts of {work['turns']} turns, "
+        f"{work['sampled']} tokens each"
+    )
+    for heading in ("", "tokens/s", "ratio", "target"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("all at once", f"{speeds['together']:.0f}", "", "")
+    table.add_row(
+        "one at a time", f"{speeds['alone']:.0f}", f"{result['speedup']:.2f}", f"{result['target_speedup']:.0f}"
+    )
+    table.add_row(
+        "transformers' static batch, first turn",
+        f"{speeds['static_batch']:.0f}",
+        f"{result['over_static_batch']:.2f}",
+        "1",
+    )
+    return table
+
+
+_WORDS = (
+    "the quick brown fox jumps over a lazy dog while seven sailors count their coins and rain falls on old stone "
+    "roofs before morning comes with bread, tea and news of ships from far away"
+)

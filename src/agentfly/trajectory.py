@@ -122,7 +122,8 @@ class Turn:
 
     Attributes:
         index: number of the turn, from 0.
-        sequence: index into `Trajectory.sequences` of the sequence that holds the turn's tokens.
+        sequence: index into `Trajectory.sequences` of the sequence that holds the turn's tokens; -1 where nobody tells
+            them, as of a model behind an API.
         start, stop: the turn's sampled tokens in that sequence.
         text: the sampled tokens as text, without the end-of-turn token.
         stopped: whether the model ended the turn itself; False when a limit on tokens cut it.
@@ -198,11 +199,17 @@ class Trajectory:
         return any(failure is not None and not failure.by_policy for failure in (self.failure, self.reward_failure))
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens of every turn are known."""
+        return all(turn.sequence >= 0 for turn in self.turns)
+
+    @property
     def trainable(self) -> bool:
         """Whether the trajectory may enter a loss or a baseline: scored, sound, and with sampled tokens."""
         return (
             self.reward is not None
             and not self.infrastructure_failed
+            and self.has_tokens
             and any(sequence.sampled_count for sequence in self.sequences)
         )
 

@@ -80,7 +80,7 @@ def test_an_agent_without_tools_makes_no_calls() -> None:
         ({"max_turns": 0}, "max_turns=0"),
         ({"max_turns": 2.5}, "whole number"),
         ({"max_turns": True}, "whole number"),
-        ({"max_tokens_per_turn": 8192, "max_total_tokens": 4096}, "Lower the first or raise the second"),
+        ({"max_tokens_per_turn": 8192, "max_sequence_tokens": 4096}, "Lower the first or raise the second"),
         ({"max_tool_calls": 0}, "max_tool_calls=0"),
         ({"max_wall_seconds": 0}, "max_wall_seconds=0"),
         ({"max_consecutive_invalid_calls": 0}, "max_consecutive_invalid_calls=0"),

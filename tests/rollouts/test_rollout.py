@@ -254,7 +254,7 @@ async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
 
 async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_sent():
     policy = ScriptedPolicy([call("add", a=1, b=1), "2"])
-    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_total_tokens=110)
+    asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_sequence_tokens=110)
     result = await run(asked, ["go"], policy=policy)
     [trajectory] = result.trajectories
     assert len(trajectory.turns) == 1
@@ -269,7 +269,10 @@ async def test_a_prompt_longer_than_the_context_ends_as_length_without_a_turn():
         return -0.2
 
     trajectory = await play(
-        ["never said"], reward=penalty, prompt="x" * 500, settings={"max_total_tokens": 600, "max_tokens_per_turn": 9}
+        ["never said"],
+        reward=penalty,
+        prompt="x" * 500,
+        settings={"max_sequence_tokens": 600, "max_tokens_per_turn": 9},
     )
     assert (trajectory.finish, trajectory.turns) == (FinishReason.LENGTH, [])
     assert trajectory.reward is None

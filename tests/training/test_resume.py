@@ -105,7 +105,7 @@ def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:
         ({"tool_call_format": "action"}, ["tool-call format was 'hermes' and is now 'action'"]),
         ({"max_turns": 3}, ["max_turns was 10 and is now 3"]),
         ({"max_tokens_per_turn": 9}, ["max_tokens_per_turn was 512 and is now 9"]),
-        ({"max_total_tokens": 900}, ["max_total_tokens was None and is now 900"]),
+        ({"max_sequence_tokens": 900}, ["max_sequence_tokens was None and is now 900"]),
         ({"max_tool_calls": 2}, ["max_tool_calls was None and is now 2"]),
         ({"max_wall_seconds": 2.5}, ["max_wall_seconds was None and is now 2.5"]),
         ({"max_consecutive_invalid_calls": 1}, ["max_consecutive_invalid_calls was 3 and is now 1"]),

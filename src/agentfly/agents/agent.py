@@ -33,8 +33,11 @@ class Agent:
         tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
         max_turns: the most generations of a rollout.
         max_tokens_per_turn: the most tokens sampled in one turn.
-        max_total_tokens: the most tokens of a rollout's sequence, prompt, sampled and observations together; None for
-            as many as the policy's context holds.
+        max_sequence_tokens: the most tokens of one token sequence: prompt, sampled and observations together. That is
+            the whole conversation under the strategy ``chain``, until memory folds it, and each turn with its prompt
+            under ``step``. None for as many as the policy's context holds, which bounds it in any case.
+        max_sampled_tokens: the most tokens sampled in a rollout: all turns of the agent together, those of its
+            subagents not counted, which have limits of their own; None for any number.
         max_tool_calls: the most tool calls of a rollout; None for any number.
         max_wall_seconds: the longest that a rollout may take, waiting for resources included; None for any time.
         max_consecutive_invalid_calls: a rollout ends after this many calls in a row that could not be executed.
@@ -53,7 +56,8 @@ class Agent:
     tool_prompt: str | None = None
     max_turns: int = 10
     max_tokens_per_turn: int = 512
-    max_total_tokens: int | None = None
+    max_sequence_tokens: int | None = None
+    max_sampled_tokens: int | None = None
     max_tool_calls: int | None = None
     max_wall_seconds: float | None = None
     max_consecutive_invalid_calls: int = 3
@@ -139,7 +143,8 @@ class Agent:
         for field in (
             "max_turns",
             "max_tokens_per_turn",
-            "max_total_tokens",
+            "max_sequence_tokens",
+            "max_sampled_tokens",
             "max_tool_calls",
             "max_consecutive_invalid_calls",
         ):
@@ -148,11 +153,13 @@ class Agent:
                 raise ConfigError(f"Agent({field}={limit!r}): it must be a whole number of at least 1.")
         if self.max_wall_seconds is not None and not self.max_wall_seconds > 0:
             raise ConfigError(f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be above 0, or None.")
-        if self.max_total_tokens is not None and self.max_tokens_per_turn > self.max_total_tokens:
-            raise ConfigError(
-                f"Agent(max_tokens_per_turn={self.max_tokens_per_turn}, max_total_tokens={self.max_total_tokens}): one "
-                "turn may hold more tokens than the whole rollout. Lower the first or raise the second."
-            )
+        for field, whole in (("max_sequence_tokens", "sequence that holds it"), ("max_sampled_tokens", "rollout")):
+            limit = getattr(self, field)
+            if limit is not None and self.max_tokens_per_turn > limit:
+                raise ConfigError(
+                    f"Agent(max_tokens_per_turn={self.max_tokens_per_turn}, {field}={limit}): one turn may hold more "
+                    f"tokens than the whole {whole}. Lower the first or raise the second."
+                )
 
     def _check_sampling(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentfly.messages import Message
-from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions
+from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
 from agentfly.rollouts.tape import Tape
 
 
@@ -27,16 +27,26 @@ class Chain:
 
     def show(self, view: Sequence[Message], tools: Definitions = ()) -> None:
         """Put what is new in ``view`` on the tape, or all of it where it is not a continuation."""
-        known = len(self._known)
-        rendered = None
-        if known and len(view) > known and list(view[:known]) == self._known:
-            rendered = self._chat.continuation(view[known:], after=self._tape.ids, conversation=view, tools=tools)
-        if rendered is None:
+        continuation = self._continuation(view, tools)
+        if continuation is None:
             self._tape.begin(self._chat.prompt(view, tools))
         else:
-            self._tape.extend(rendered)
+            self._tape.extend(continuation)
         self._known = list(view)
+
+    def length(self, view: Sequence[Message], tools: Definitions = ()) -> int:
+        """The length of the sequence with what is new in ``view``, or of the new sequence that it would begin."""
+        continuation = self._continuation(view, tools)
+        if continuation is None:
+            return len(self._chat.prompt(view, tools).ids)
+        return self._tape.length + len(continuation.ids)
 
     def replied(self, message: Message) -> None:
         """The last turn's answer, with which the next view must go on."""
         self._known.append(message)
+
+    def _continuation(self, view: Sequence[Message], tools: Definitions) -> Rendered | None:
+        known = len(self._known)
+        if not known or len(view) <= known or list(view[:known]) != self._known:
+            return None
+        return self._chat.continuation(view[known:], after=self._tape.ids, conversation=view, tools=tools)

@@ -13,13 +13,13 @@ from agentfly.agents.reward import Reward
 from agentfly.contexts.context import Context, Notice, unnoticed
 from agentfly.events import EventStream, GenerationFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
-from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
-from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.scoring import score_rollout
-from agentfly.rollouts.speaker import Speaker, Utterance
+from agentfly.rollouts.speaker import Utterance
+from agentfly.rollouts.tape import NO_PLACE
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, execute_calls
+from agentfly.rollouts.voice import ChangeOfSampling, Voice, unchanged
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
 
@@ -28,12 +28,15 @@ from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, T
 class Surroundings:
     """What all rollouts of a runner share."""
 
-    agent: Agent
-    policy: Policy
-    chat: ChatFormat
+    voice: Voice
     engine: ResourceEngine
     reward: Reward | None
     events: EventStream
+
+    @property
+    def agent(self) -> Agent:
+        """The agent."""
+        return self.voice.agent
 
     def needs(self, task: Task) -> list[ResourceSpec[Any]]:
         """The resources that the tools and the reward have declared for a task.
@@ -52,8 +55,8 @@ class Rollout:
 
     Args:
         surroundings: what all rollouts share.
-        speaker: the model's side of the conversation, which records its tokens in ``trajectory``.
         trajectory: the record to fill, with its ids and task.
+        sampling: changes how the agent samples.
         priority: of this rollout's requests for resources; higher goes first.
         notice: told of this rollout's waits for resources.
     """
@@ -61,15 +64,15 @@ class Rollout:
     def __init__(
         self,
         surroundings: Surroundings,
-        speaker: Speaker,
         trajectory: Trajectory,
         *,
+        sampling: ChangeOfSampling = unchanged,
         priority: int = 0,
         notice: Notice = unnoticed,
     ) -> None:
         self._around = surroundings
         self._agent = surroundings.agent
-        self._speaker = speaker
+        self._speaker = surroundings.voice.speaker(trajectory.sequences, trajectory.rollout_id, sampling)
         self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
         self._tool_calls = 0
         self._invalid_calls_in_a_row = 0
@@ -90,7 +93,7 @@ class Rollout:
             trajectory.finish = FinishReason.CANCELLED
             raise
         finally:
-            self._around.policy.forget(trajectory.rollout_id)
+            self._around.voice.forget(trajectory.rollout_id)
             try:
                 await asyncio.shield(self._context.close())
             finally:  # also if it is cancelled again
@@ -123,7 +126,7 @@ class Rollout:
         self._context.declare(self._around.needs(trajectory.task))
         trajectory.messages = self._opening()
         while True:
-            said = await self._speaker.speak(list(trajectory.messages), first_call=self._tool_calls)
+            said = await self._speaker.speak(trajectory.messages)
             if said is None:
                 return FinishReason.LENGTH
             turn = self._record(said)
@@ -144,7 +147,7 @@ class Rollout:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def _record(self, said: Utterance) -> Turn:
-        trajectory, place = self.trajectory, said.place
+        trajectory, place = self.trajectory, said.place or NO_PLACE
         turn = Turn(
             index=len(trajectory.turns),
             sequence=place.sequence,

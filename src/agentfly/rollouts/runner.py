@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,26 +15,16 @@ from agentfly.agents.reward import Reward
 from agentfly.agents.tool import Tool
 from agentfly.errors import AgentFlyError, ConfigError, UsageError
 from agentfly.events import EventStream
-from agentfly.messages import Message, ToolCall
 from agentfly.policies.load import load_policy
-from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.admission import Admission
-from agentfly.rollouts.chain import Chain
-from agentfly.rollouts.chat.chat_format import ChatFormat
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.foresight import Foresight
 from agentfly.rollouts.rollout import Rollout, Surroundings
-from agentfly.rollouts.speaker import TokenSpeaker
-from agentfly.rollouts.step import Step
-from agentfly.rollouts.strategy import Strategy
-from agentfly.rollouts.tape import Tape
+from agentfly.rollouts.voice import Voice, require_strategy, unchanged
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, Trajectory
-
-STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
-"""The strategies by name."""
 
 
 class TooManyFailures(AgentFlyError):
@@ -86,7 +75,7 @@ class Runner:
         self,
         agent: Agent,
         *,
-        policy: Policy | None = None,
+        policy: Policy | ChatPolicy | None = None,
         engine: ResourceEngine | None = None,
         reward: Reward | None = None,
         events: EventStream | None = None,
@@ -102,9 +91,7 @@ class Runner:
         self._engine = engine
         self._reward = reward
         self._events = events or EventStream()
-        if strategy not in STRATEGIES:
-            known = " and ".join(map(repr, STRATEGIES))
-            raise ConfigError(f"strategy={strategy!r}: there is no such strategy; known are {known}.")
+        require_strategy(strategy)
         self._strategy = strategy
         self._max_concurrent = max_concurrent_rollouts
         self._max_failure_share = max_failure_share
@@ -119,11 +106,11 @@ class Runner:
                 policy = await self._owned.enter_async_context(loaded)
             if engine is None:
                 engine = await self._owned.enter_async_context(ResourceEngine(events=self._events))
-            chat = TemplateChatFormat(policy.tokenizer, self._answer)
+            voice = Voice.of(self._agent, policy, strategy=self._strategy)
         except BaseException:
             await self._owned.aclose()
             raise
-        self._around = Surroundings(self._agent, policy, chat, engine, self._reward, self._events)
+        self._around = Surroundings(voice, engine, self._reward, self._events)
         return self
 
     async def __aexit__(
@@ -170,7 +157,6 @@ class Runner:
         finished: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
         admission = Admission(self._max_concurrent)
         foresight = Foresight(around, tasks)
-        params = self._sampling(around, sampling)
 
         stopping = False
 
@@ -180,8 +166,10 @@ class Runner:
                 foresight.begins(index)
                 trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
                 try:
-                    speaker, notice = self._speaker(around, trajectory, params), guest.notice
-                    return await Rollout(around, speaker, trajectory, priority=priority, notice=notice).run()
+                    rollout = Rollout(
+                        around, trajectory, sampling=sampling or unchanged, priority=priority, notice=guest.notice
+                    )
+                    return await rollout.run()
                 except asyncio.CancelledError as error:
                     if stopping:
                         raise
@@ -209,29 +197,6 @@ class Runner:
             for rollout in running:
                 rollout.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    def _answer(self, text: str) -> Message:
-        """The message that answers a generation of this agent: a tool's result, or a user's words."""
-        if not self._agent.tools:
-            return {"role": "user", "content": text}
-        return self._agent.result_message(ToolCall("call_0", self._agent.tools[0].name), text)
-
-    def _sampling(
-        self, around: Surroundings, change: Callable[[SamplingParams], SamplingParams] | None
-    ) -> SamplingParams:
-        agent = self._agent
-        params = SamplingParams(
-            temperature=agent.temperature, top_p=agent.top_p, top_k=agent.top_k, max_tokens=agent.max_tokens_per_turn
-        )
-        return replace(change(params) if change else params, stop_ids=around.chat.stop_ids)
-
-    def _speaker(self, around: Surroundings, trajectory: Trajectory, sampling: SamplingParams) -> TokenSpeaker:
-        agent, policy, chat = around.agent, around.policy, around.chat
-        limit = policy.context_length if agent.max_total_tokens is None else agent.max_total_tokens
-        max_tokens = min(limit, policy.context_length)
-        tape = Tape(trajectory.sequences, max_tokens=max_tokens, stop_ids=chat.stop_ids)
-        strategy = STRATEGIES[self._strategy](chat, tape)
-        return TokenSpeaker(agent, policy, chat, strategy, tape, sampling, trajectory.rollout_id)
 
     def _require_entered(self) -> Surroundings:
         if self._around is None:

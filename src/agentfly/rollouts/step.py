@@ -25,5 +25,9 @@ class Step:
         """Put the whole of ``view`` on the tape."""
         self._tape.begin(self._chat.prompt(view, tools))
 
+    def length(self, view: Sequence[Message], tools: Definitions = ()) -> int:
+        """The length of the whole of ``view``."""
+        return len(self._chat.prompt(view, tools).ids)
+
     def replied(self, message: Message) -> None:
         """Nothing is continued, so nothing is to be known of it."""

@@ -21,6 +21,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def length(self, view: Sequence[Message], tools: Definitions = ()) -> int:
+        """How many tokens the policy would see if ``view`` were shown now. Nothing is put on the tape."""
+        ...
+
     def replied(self, message: Message) -> None:
         """The policy has answered what was shown last; ``message`` is the answer as it stands in the conversation."""
         ...

@@ -22,6 +22,10 @@ class Place:
     stop: int
 
 
+NO_PLACE = Place(-1, 0, 0)
+"""The place of a turn whose tokens nobody tells."""
+
+
 class Tape:
     """Records the token sequences of one conversation, with their invariants checked at every turn.
 
@@ -54,9 +58,19 @@ class Tape:
         return tuple(self._sequence.images)
 
     @property
+    def length(self) -> int:
+        """How many tokens the current sequence holds; 0 before the first."""
+        return len(self._sequence) if self._current is not None else 0
+
+    @property
+    def sampled_count(self) -> int:
+        """How many tokens were sampled in all."""
+        return sum(place.stop - place.start for place in self._places)
+
+    @property
     def room(self) -> int:
         """How many more tokens the current sequence may hold; below 1 when a rendered part had to be cut."""
-        return self._limit - len(self._sequence) if self._current is not None else self._limit
+        return self._limit - self.length
 
     def begin(self, prompt: Rendered) -> None:
         """Begin a sequence with a prompt."""
@@ -75,7 +89,7 @@ class Tape:
 
     def follow(self, prompt: Rendered) -> None:
         """Take a whole prompt: one that starts with the current sequence continues it, another begins a new one."""
-        known = len(self._sequence) if self._current is not None else 0
+        known = self.length
         if known and len(prompt.ids) > known and array("i", prompt.ids[:known]) == self._sequence.ids:
             rest = tuple(placed.moved(-known) for placed in prompt.images if placed.start >= known)
             self.extend(Rendered(prompt.ids[known:], rest))
@@ -118,10 +132,8 @@ class Tape:
             sequence = self._sequences[index]
             places = [place for place in self._places if place.sequence == index]
             counted = sum(place.stop - place.start for place in places)
-            exact = all(
-                sequence.origins[i] == Origin.SAMPLED for place in places for i in range(place.start, place.stop)
-            )
-            if not exact or counted != sequence.sampled_count:
+            masked = sum(sequence.origins[place.start : place.stop].count(Origin.SAMPLED) for place in places)
+            if not masked == counted == sequence.sampled_count:
                 raise TokenInvariantError("The loss mask does not cover exactly the sampled tokens. This is a bug.")
             sequence.freeze()
 

@@ -34,7 +34,8 @@ _FINGERPRINT = "sha256:"
 _LIMITS = (
     "max_turns",
     "max_tokens_per_turn",
-    "max_total_tokens",
+    "max_sequence_tokens",
+    "max_sampled_tokens",
     "max_tool_calls",
     "max_wall_seconds",
     "max_consecutive_invalid_calls",

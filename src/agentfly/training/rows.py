@@ -69,8 +69,8 @@ class RowBatch:
 
     Attributes:
         rows: the rows, those of one group side by side.
-        left_out: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_sampled_tokens``,
-            ``no_logprobs``.
+        left_out: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (nobody
+            tells the tokens of a turn), ``no_sampled_tokens``, ``no_logprobs``.
     """
 
     rows: tuple[Row, ...]
@@ -100,6 +100,8 @@ def untrainable_cause(trajectory: Trajectory) -> str | None:
         return "infrastructure"
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
         return "unscored"
+    if not trajectory.has_tokens:
+        return "no_tokens"
     if not trajectory.trainable:
         return "no_sampled_tokens"
     return None if all(map(_logprobs_known, trajectory.sequences)) else "no_logprobs"

@@ -1,0 +1,91 @@
+"""TokenSpeaker: speaks by a policy that takes and returns token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentfly.agents.agent import Agent
+from agentfly.errors import PromptTooLong, TokenInvariantError
+from agentfly.messages import Message, ToolCall
+from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.rollouts.chat.chat_format import ChatFormat
+from agentfly.rollouts.speaker import CallNumbers, Utterance
+from agentfly.rollouts.strategy import Strategy
+from agentfly.rollouts.tape import Tape
+
+
+class TokenSpeaker:
+    """Speaks by a policy that takes and returns token ids.
+
+    Args:
+        agent: reads the tool calls.
+        policy: samples.
+        chat: renders and reads.
+        strategy: decides what is sent, on ``tape``.
+        tape: the record.
+        sampling: how to sample; ``max_tokens`` is the limit of one turn.
+        rollout_id: the conversation's name, under which the policy keeps what it knows of earlier turns.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        policy: Policy,
+        chat: ChatFormat,
+        strategy: Strategy,
+        tape: Tape,
+        sampling: SamplingParams,
+        rollout_id: str,
+    ) -> None:
+        self._agent = agent
+        self._policy = policy
+        self._chat = chat
+        self._strategy = strategy
+        self._tape = tape
+        self._sampling = sampling
+        self._rollout_id = rollout_id
+        self._numbers = CallNumbers()
+
+    async def speak(self, view: Sequence[Message], *, max_tokens: int | None = None) -> Utterance | None:
+        """Show the view, sample, and read what came."""
+        tape, agent = self._tape, self._agent
+        self._strategy.show(view, agent.template_tools)
+        limits = [max_tokens or self._sampling.max_tokens, tape.room]
+        if agent.max_sampled_tokens is not None:
+            limits.append(agent.max_sampled_tokens - tape.sampled_count)
+        if min(limits) < 1:
+            return None
+        prompt = tape.prompt()
+        sampling = replace(self._sampling, max_tokens=min(limits))
+        started = time.perf_counter()
+        try:
+            generation = await self._policy.generate(prompt, sampling, rollout_id=self._rollout_id, images=tape.images)
+        except PromptTooLong:
+            return None
+        seconds = time.perf_counter() - started
+        if len(generation.ids) > sampling.max_tokens:
+            raise TokenInvariantError(
+                f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
+            )
+        place = tape.sampled(generation)
+        reply = self._chat.reply(generation.ids)
+        stopped = generation.finish == "stop"
+        calls: tuple[ToolCall, ...] = ()
+        if stopped:
+            read = agent.calls_in(reply.text, first_call=self._numbers.next) if reply.calls is None else reply.calls
+            calls = self._numbers.claim(read)
+        message = agent.said(reply.text, calls)
+        self._strategy.replied(message)
+        return Utterance(
+            message, reply.text, reply.content, reply.reasoning, calls, stopped, place, len(prompt), seconds
+        )
+
+    def tokens(self, view: Sequence[Message]) -> int:
+        """The length that the sequence would have."""
+        return self._strategy.length(view, self._agent.template_tools)
+
+    def finish(self) -> None:
+        """Check every invariant of the tokens, and freeze the sequences."""
+        self._tape.finish()

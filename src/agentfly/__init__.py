@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent as Agent
-    from agentfly.agents.reward import RewardResult as RewardResult
+    from agentfly.agents.group_reward import group_reward as group_reward
     from agentfly.agents.reward import reward as reward
+    from agentfly.agents.reward_result import RewardResult as RewardResult
     from agentfly.agents.tool import FromTask as FromTask
     from agentfly.agents.tool import ToolResult as ToolResult
     from agentfly.agents.tool import tool as tool
+    from agentfly.agents.weighted import weighted as weighted
     from agentfly.contexts.context import Context as Context
     from agentfly.errors import AgentFlyError as AgentFlyError
     from agentfly.errors import ToolError as ToolError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from agentfly.resources.engine import ResourceEngine as ResourceEngine
     from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
     from agentfly.resources.models.spec import ModelServerSpec as ModelServerSpec
+    from agentfly.rollouts.rescoring import rescore as rescore
     from agentfly.rollouts.run import RunResult as RunResult
     from agentfly.rollouts.run import evaluate as evaluate
     from agentfly.rollouts.run import run as run
@@ -47,7 +50,7 @@ _HOMES = {
     "ModelAPISpec": "agentfly.resources.apis.spec",
     "ModelServerSpec": "agentfly.resources.models.spec",
     "ResourceEngine": "agentfly.resources.engine",
-    "RewardResult": "agentfly.agents.reward",
+    "RewardResult": "agentfly.agents.reward_result",
     "RunResult": "agentfly.rollouts.run",
     "Runner": "agentfly.rollouts.runner",
     "ScriptedPolicy": "agentfly.policies.scripted",
@@ -57,10 +60,13 @@ _HOMES = {
     "TrainConfig": "agentfly.training.config",
     "Trajectory": "agentfly.trajectory",
     "evaluate": "agentfly.rollouts.run",
+    "group_reward": "agentfly.agents.group_reward",
+    "rescore": "agentfly.rollouts.rescoring",
     "reward": "agentfly.agents.reward",
     "run": "agentfly.rollouts.run",
     "tool": "agentfly.agents.tool",
     "train": "agentfly.training.train",
+    "weighted": "agentfly.agents.weighted",
 }
 
 __all__ = ["__version__"]

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from agentfly.errors import ConfigError, PrerequisiteError
 
@@ -141,6 +141,11 @@ class RunDirectory:
             if step.isdigit():
                 found.append((int(step), path))
         return sorted(found)
+
+    def saved_trajectories(self) -> list[Path]:
+        """All saved files of trajectories as they came of the run, in the order of kinds and steps."""
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        return [path for kind in kinds for _, path in self.trajectory_files(kind)]
 
     @property
     def checkpoints(self) -> Path:

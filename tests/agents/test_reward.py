@@ -11,7 +11,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from agentfly.agents.reward import Reward, RewardResult, reward, tool_rewards
+from agentfly.agents.reward import Reward, reward, tool_rewards
+from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
 from agentfly.errors import AcquireTimeout, PromptTooLong, RewardDefinitionError, RewardError, ToolCrashed, ToolError
 from agentfly.messages import ToolCall

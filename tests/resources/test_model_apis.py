@@ -339,7 +339,7 @@ async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine,
 @pytest.mark.parametrize(
     ("script", "always", "reward", "kind"),
     [
-        ([fails(429, retry_after_ms="1")], says('{"score": 0.8}'), 0.8, None),
+        ([fails(429, retry_after_ms="1")] * 2, says('{"score": 0.8}'), 0.8, None),
         ([], fails(500, retry_after="0"), None, "APIUnavailable"),
         ([], behaviour.replies(200, b"<html>"), None, "APIMalformed"),
         ([], says("Very good!"), None, "APIMalformed"),
@@ -349,7 +349,7 @@ async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine,
 async def test_a_judge_scores_or_leaves_unscored(far_side, script, always, reward, kind):
     far_side.script += script
     far_side.always = always
-    spec = ModelAPISpec(base_url=far_side.url, model="m", retries=1)
+    spec = ModelAPISpec(base_url=far_side.url, model="m", retries=2)
 
     @af.reward
     async def judged(response: str, answer: str, context: af.Context) -> float:

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import RewardResult, reward
+from agentfly.agents.reward import reward
+from agentfly.agents.reward_result import RewardResult
 from agentfly.agents.tool import ToolResult, tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.contexts.context import Context

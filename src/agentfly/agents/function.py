@@ -11,7 +11,7 @@ from typing import Any
 
 from agentfly.agents.needs import Needs
 from agentfly.errors import UsageError
-from agentfly.resources.environments.parcel import blame
+from agentfly.resources.environments.parcel import blame, importable
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,9 +38,9 @@ class UserFunction:
         return self.function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """By name where it can be imported by name, as functions are; else by value, which needs cloudpickle."""
+        """By name where another process can import it so, as functions are; else by value, which needs cloudpickle."""
         module, path = self.__dict__["__module__"], self.__dict__["__qualname__"]
-        if module in sys.modules and module != "__main__" and path:
+        if module in sys.modules and module != "__main__" and path and importable(module):
             try:
                 if attrgetter(path)(sys.modules[module]) is self:
                     return str(path)

@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, overload
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.function import UserFunction, name_of
-from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
-from agentfly.agents.needs import Needs, checked_needs, needs_for
-from agentfly.agents.parameters import Parameter, Source, field_of_task, names_at, read_parameters
+from agentfly.agents.needs import Needs
+from agentfly.agents.parameters import names_at
+from agentfly.agents.reward_function import RewardFunction, make
+from agentfly.agents.reward_result import RewardResult, read_result, sum_of
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, say
-from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory
-
-_CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
-
-_FROM_TRAJECTORY: dict[str, Callable[[Trajectory], Any]] = {
-    "response": lambda trajectory: trajectory.response,
-    "trajectory": lambda trajectory: trajectory,
-    "task": lambda trajectory: trajectory.task,
-    "prompt": lambda trajectory: trajectory.task.prompt,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """A score and further numbers that explain it.
-
-    Attributes:
-        reward: the score.
-        metrics: further numbers, by name; they are averaged over a batch and shown, and never trained on.
-    """
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+from agentfly.errors import RewardDefinitionError
+from agentfly.trajectory import Trajectory, Turn
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reward(UserFunction):
+class Reward(RewardFunction):
     """What scores a finished rollout. Made by `@reward`; still callable as the function it was made from.
 
     Attributes:
-        function: the function.
-        name: its name, for messages and records.
-        parameters: what it asks for.
-        timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
+        per_turn: whether the function is called once for each turn, and the score is the sum.
     """
 
-    parameters: tuple[Parameter, ...]
-    timeout_s: float | None = None
+    per_turn: bool = False
 
-    def __repr__(self) -> str:
-        return f"<reward {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
-
-    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """What the reward has declared that it needs for a task.
-
-        Raises:
-            RewardDefinitionError: the function that says so failed for this task.
-        """
-        try:
-            return needs_for(self.resources, task)
-        except ValueError as error:
-            raise RewardDefinitionError(f"The reward {self.name!r}: {error}.") from error.__cause__
+    _decorator: ClassVar[str] = "reward"
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
         """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.
@@ -78,59 +37,42 @@ class Reward(UserFunction):
             RewardError: the function failed, which is the cause, or took longer than ``timeout_s``. That is so
                 even if the policy may have caused it, for instance because it did not write a file: only the function
                 knows what that is worth, so it has to catch the failure and give the score.
+            UsageError: the function is to run in a process of its own, and cannot travel there.
             AgentFlyError: a typed failure of something the function used, for instance of a resource.
         """
-        arguments = {one.name: self._value(one, trajectory, context) for one in self.parameters}
+        given = {
+            "response": trajectory.response,
+            "trajectory": trajectory,
+            "task": trajectory.task,
+            "prompt": trajectory.task.prompt,
+        }
+        if not self.per_turn:
+            return read_result(await self._call(given, context), self.name, len(trajectory.turns))
+        acts = [turn for turn in trajectory.turns if turn.kind == "act"]
         try:
-            value = await invoke(self.function, arguments, timeout_s=self.timeout_s, context=context)
-        except Overrun:
-            raise RewardError(f"The reward {self.name!r} gave no score within {self.timeout_s:g} s.") from None
-        except FunctionFailed as failed:
-            error = failed.error
-            if isinstance(error, AgentFlyError) and not error.by_policy:
-                raise error from error.__cause__
-            message = excerpt(say(error), ECHO_CHARS)
-            raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
-        return self._result(value)
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(self._call({**given, "turn": turn}, context)) for turn in acts]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures.exceptions[0].__cause__
+        values = iter([call.result() for call in calls])
+        return self._of_turns([next(values) if turn.kind == "act" else None for turn in trajectory.turns])
 
-    def _value(self, parameter: Parameter, trajectory: Trajectory, context: Context) -> Any:
-        if parameter.source is Source.CONTEXT:
-            return context
-        if parameter.source is Source.CALLER and parameter.name in _FROM_TRAJECTORY:
-            return _FROM_TRAJECTORY[parameter.name](trajectory)
-        try:
-            return field_of_task(parameter.name, context, parameter.default)
-        except KeyError as error:
+    def _of_turns(self, values: Sequence[Any]) -> RewardResult:
+        """The score that one value for each turn makes."""
+        results = [None if value is None else read_result(value, self.name, turns=0) for value in values]
+        rewards = [None if result is None else result.reward for result in results]
+        total = sum_of(rewards)
+        if total is None:
             raise RewardDefinitionError(
-                f"The reward {self.name!r} asks for {parameter.name!r}, but {error.args[0]}. A reward can ask for "
-                f"'context', {', '.join(map(repr, _FROM_TRAJECTORY))} and the fields of its task. Rename the "
-                "parameter, give it a default, or add the field to the tasks."
-            ) from None
-
-    def _result(self, value: Any) -> RewardResult:
-        if isinstance(value, RewardResult):
-            return self._checked(value.reward, value.metrics)
-        if isinstance(value, Mapping):
-            metrics = {name: number for name, number in value.items() if name != "reward"}
-            if "reward" not in value:
-                raise RewardDefinitionError(
-                    f"The reward {self.name!r} returned a dict without the key 'reward', only {sorted(metrics)}. "
-                    f"{_CURE}"
-                )
-            return self._checked(value["reward"], metrics)
-        return self._checked(value, {})
-
-    def _checked(self, score: Any, metrics: Mapping[str, Any]) -> RewardResult:
-        if not _is_finite(score):
-            found = "None" if score is None else f"{type(score).__name__} {excerpt(repr(score), ECHO_CHARS // 8)}"
-            raise RewardDefinitionError(f"The reward {self.name!r} returned {found}, which is not a score. {_CURE}")
-        for name, number in metrics.items():
-            if not _is_finite(number):
-                raise RewardDefinitionError(
-                    f"The reward {self.name!r} returned the metric {name!r} as {number!r}, which is no finite number. "
-                    "Leave it out where it has no value."
-                )
-        return RewardResult(float(score), {str(name): float(number) for name, number in metrics.items()})
+                f"The reward {self.name!r} returned None for each of the {len(values)} turns, so there is no score. "
+                "Return a float for at least one of them."
+            )
+        metrics: dict[str, list[float]] = {}
+        for result in results:
+            for name, number in result.metrics.items() if result is not None else ():
+                metrics.setdefault(name, []).append(number)
+        means = {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items()}
+        return RewardResult(total, means, rewards)
 
 
 @overload
@@ -139,7 +81,14 @@ def reward(function: Callable[..., Any], /) -> Reward: ...
 
 @overload
 def reward(
-    *, name: str | None = None, timeout_s: float | None = None, resources: Needs = ()
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    resources: Needs = (),
+    per_turn: bool = False,
+    process: bool = False,
+    workers: int | None = None,
+    memory: int | str = 0,
 ) -> Callable[[Callable[..., Any]], Reward]: ...
 
 
@@ -150,6 +99,10 @@ def reward(
     name: str | None = None,
     timeout_s: float | None = None,
     resources: Needs = (),
+    per_turn: bool = False,
+    process: bool = False,
+    workers: int | None = None,
+    memory: int | str = 0,
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
@@ -165,55 +118,40 @@ def reward(
         timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
         resources: specs of what the reward acquires with scope ``rollout``, or a function from the task to them; got
             together with what the tools declare.
+        per_turn: call the function once for each turn, all turns at a time, with the `Turn` as the further parameter
+            ``turn``. It may return None for a turn of which nothing can be said. The score is the sum.
+        process: run the function in a process of its own, as its main thread. Where it takes longer than
+            ``timeout_s``, whatever it does, the process is killed. The function cannot ask for the context.
+        workers: how many such processes there are at most; one for each processor if not given.
+        memory: what such a process may use, with all that it starts, for instance ``"1GiB"``; 0 for any amount.
 
     Raises:
         RewardDefinitionError: the function cannot become a reward.
     """
+    settings: dict[str, Any] = {
+        "name": name,
+        "timeout_s": timeout_s,
+        "resources": resources,
+        "per_turn": per_turn,
+        "process": process,
+        "workers": workers,
+        "memory": memory,
+    }
     if function is not None:
-        return _make(function, names_at(1), name, timeout_s, resources)
+        return make(Reward, function, names_at(1), **settings)
 
     def decorate(function: Callable[..., Any]) -> Reward:
-        return _make(function, names_at(1), name, timeout_s, resources)
+        return make(Reward, function, names_at(1), **settings)
 
     return decorate
-
-
-def _make(
-    function: Callable[..., Any], names: Mapping[str, Any], name: str | None, timeout_s: float | None, resources: Needs
-) -> Reward:
-    name = name or name_of(function)
-    if isinstance(function, (Reward, type)) or not callable(function):
-        raise RewardDefinitionError(f"{name!r} is not a function. Put @reward, once, on a function.")
-    if timeout_s is not None and not timeout_s > 0:
-        raise RewardDefinitionError(f"The reward {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
-    try:
-        parameters, resources = read_parameters(function, names), checked_needs(resources)
-    except ValueError as error:
-        raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
-    return Reward(function, name, parameters, timeout_s, resources=resources)
-
-
-def _cure_of(error: BaseException) -> str:
-    if not (isinstance(error, AgentFlyError) and error.by_policy):
-        return ""
-    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
-    return (
-        "\nThe trajectory stays unscored. The policy may have caused this: "
-        f"catch {kind} in the reward and give a score."
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 @reward
 def tool_rewards(trajectory: Trajectory) -> float:
     """The sum of what the tools said their calls were worth; 0 if they said nothing."""
-    return sum_of_tool_rewards(trajectory) or 0.0
+    return sum_of_tool_rewards(trajectory.turns) or 0.0
 
 
-def sum_of_tool_rewards(trajectory: Trajectory) -> float | None:
-    """The same sum; None if they said nothing."""
-    said = [result.reward for turn in trajectory.turns for result in turn.results if result.reward is not None]
-    return float(sum(said)) if said else None
+def sum_of_tool_rewards(turns: Sequence[Turn]) -> float | None:
+    """What the tools said that the calls of some turns were worth, summed; None if they said nothing."""
+    return sum_of([result.reward for turn in turns for result in turn.results])

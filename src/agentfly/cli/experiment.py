@@ -18,7 +18,7 @@ from agentfly.task import Task, as_tasks
 
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent
-    from agentfly.agents.reward import Reward
+    from agentfly.agents.group_reward import AnyReward
     from agentfly.cli.config_file import RunConfig
     from agentfly.events import EventStream
 
@@ -39,7 +39,7 @@ class Experiment:
     agent: Agent
     tasks: list[Task]
     eval_tasks: list[Task] | None
-    reward: Reward
+    reward: AnyReward
 
     @classmethod
     def of(cls, config: RunConfig) -> Experiment:
@@ -116,13 +116,24 @@ def _tasks(reference: str, base: Path, field: str) -> list[Task]:
     return as_tasks(_called(named, field, reference) if callable(named) else named)
 
 
-def _reward(reference: str | None, base: Path) -> Reward:
-    from agentfly.agents.reward import Reward, tool_rewards
+def _reward(reference: str | None, base: Path) -> AnyReward:
+    from agentfly.agents.reward import tool_rewards
 
     if reference is None:
         return tool_rewards
     named = load_reference(reference, base=base, field="reward")
-    if not isinstance(named, Reward):
+    return require_reward(named, reference)
+
+
+def require_reward(named: object, reference: str) -> AnyReward:
+    """What a reference names, if it is a reward.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    from agentfly.agents.group_reward import AnyReward
+
+    if not isinstance(named, AnyReward):
         raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")
     return named
 

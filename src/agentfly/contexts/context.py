@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import Any, TypeVar
 
 from agentfly.contexts.acquisition import Acquisition, Lending
-from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError, UsageError, say
+from agentfly.errors import AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
 from agentfly.resources.registry import require_usable
@@ -43,6 +43,9 @@ class Context:
     It requests resources from the engine on behalf of its rollout and gives every one of them back when the rollout
     ends, however it ends. A tool holds no line of allocation or clean-up.
 
+    One that is made ``over`` is for looking back at a rollout, or a group of them, after its own resources have been
+    given back: nothing can be had with scope ``rollout``, because it would not be as the agent left it.
+
     Attributes:
         rollout_id: the rollout's name, with which the owner of its leases begins.
         group_id: shared by all attempts at one task.
@@ -59,6 +62,7 @@ class Context:
         *,
         priority: int = 0,
         notice: Notice = unnoticed,
+        over: bool = False,
     ) -> None:
         self.rollout_id = trajectory.rollout_id
         self.group_id = trajectory.group_id
@@ -70,6 +74,7 @@ class Context:
         self._engine = engine
         self._priority = priority
         self._notice = notice
+        self._over = over
         self._loop = asyncio.get_running_loop()
         self._rollout = _Shared()
         self._call: _Call | None = None
@@ -126,6 +131,12 @@ class Context:
             raise UsageError(
                 "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
                 "Write `async with context.lease(spec) as resource:` instead."
+            )
+        if scope is Scope.ROLLOUT and self._over:
+            raise LeaseOver(
+                f"{spec.label} was asked for as the agent left it, but rollout {self.rollout_id} is over and has given "
+                "it back. Group rewards, and rewards of stored trajectories, can have what is shared "
+                "(scope='global') or new for this call (scope='call', context.lease(…)), and what the trajectory holds."
             )
         if scope is Scope.GLOBAL and prepare is not None:
             raise UsageError(

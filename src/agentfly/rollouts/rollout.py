@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward
+from agentfly.agents.group_reward import AnyReward
 from agentfly.contexts.context import Context, Notice, unnoticed
 from agentfly.events import EventStream, GenerationFinished, RolloutFinished, RolloutStarted
 from agentfly.messages import Message, ToolCall
@@ -30,7 +30,7 @@ class Surroundings:
 
     voice: Voice
     engine: ResourceEngine
-    reward: Reward | None
+    reward: AnyReward | None
     events: EventStream
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward
+from agentfly.agents.group_reward import AnyReward
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.runner import Runner
@@ -41,7 +41,7 @@ async def run(
     agent: Agent,
     tasks: Tasks,
     *,
-    reward: Reward | None = None,
+    reward: AnyReward | None = None,
     attempts: int = 1,
     sampling: Callable[[SamplingParams], SamplingParams] | None = None,
     label: str | None = None,
@@ -82,7 +82,7 @@ async def evaluate(
     agent: Agent,
     tasks: Tasks,
     *,
-    reward: Reward | None = None,
+    reward: AnyReward | None = None,
     attempts: int = 1,
     temperature: float = 0.0,
     label: str | None = None,

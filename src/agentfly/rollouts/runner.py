@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward
+from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.tool import Tool
 from agentfly.errors import AgentFlyError, ConfigError, UsageError
 from agentfly.events import EventStream
@@ -77,7 +77,7 @@ class Runner:
         *,
         policy: Policy | ChatPolicy | None = None,
         engine: ResourceEngine | None = None,
-        reward: Reward | None = None,
+        reward: AnyReward | None = None,
         events: EventStream | None = None,
         strategy: str = "chain",
         max_concurrent_rollouts: int = 256,

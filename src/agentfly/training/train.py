@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfly import interruption
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward
+from agentfly.agents.group_reward import AnyReward
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
 from agentfly.policies.policy import Policy
@@ -25,7 +25,7 @@ from agentfly.viewing.progress import ConsoleProgress
 def train(
     agent: Agent,
     tasks: Tasks,
-    reward: Reward | None = None,
+    reward: AnyReward | None = None,
     *,
     eval_tasks: Tasks | None = None,
     run_dir: Path | str | None = None,

@@ -15,7 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.reward import Reward, tool_rewards
+from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.reward import tool_rewards
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
     CheckpointSaved,
@@ -107,7 +108,7 @@ class Trainer:
         self,
         agent: Agent,
         tasks: Tasks,
-        reward: Reward | None = None,
+        reward: AnyReward | None = None,
         *,
         run_dir: Path | str,
         eval_tasks: Tasks | None = None,
@@ -320,7 +321,7 @@ def _require_rows(batch: RowBatch) -> None:
         )
 
 
-def _require_score(agent: Agent, reward: Reward) -> None:
+def _require_score(agent: Agent, reward: AnyReward) -> None:
     """Raise if every score is sure to be 0.
 
     Raises:

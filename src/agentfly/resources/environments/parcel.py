@@ -67,7 +67,7 @@ def _dumps(value: Any) -> bytes:
     import cloudpickle  # here, because a process that only opens parcels starts faster without it
 
     with _BY_VALUE:
-        modules = [module for module in _modules_of(value) if not _importable(module.__name__)]
+        modules = [module for module in _modules_of(value) if not importable(module.__name__)]
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
         try:
@@ -91,7 +91,7 @@ def _modules_of(value: Any) -> set[ModuleType]:
 
 
 @lru_cache(maxsize=1024)  # it searches the file system, and is asked at every call
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
     """Whether a fresh process with this process's path would find the module ``name``."""
     if name in sys.builtin_module_names:
         return True

@@ -43,7 +43,7 @@ def unpack_error(parcel: bytes | None, kind: str, message: str, trace: str) -> E
         except Exception as unreadable:  # its type's module cannot be imported here
             error.add_note(f"The exception itself could not be read here: {unreadable}")
     if trace:
-        error.add_note(f"In the simulator's process:\n{trace.rstrip()}")
+        error.add_note(f"In its process:\n{trace.rstrip()}")
     return error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentfly.agents.reward import RewardResult, reward
+from agentfly.agents.reward import reward
+from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
 from agentfly.tasks.stockroom.shop import ORDERS
 from agentfly.tasks.stockroom.tools import STOCKROOM

@@ -1,0 +1,145 @@
+"""GroupReward: what scores all attempts at a task together, made from a function by `@group_reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, overload
+
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.parameters import names_at
+from agentfly.agents.reward import Reward
+from agentfly.agents.reward_function import RewardFunction, make
+from agentfly.agents.reward_result import RewardResult, as_list, read_result
+from agentfly.contexts.context import Context
+from agentfly.errors import RewardDefinitionError
+from agentfly.trajectory import Trajectory
+
+Outcome = RewardResult | RewardDefinitionError | None
+"""What a group reward made of one attempt: its score, what it returned instead of one, or nothing to say."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupReward(RewardFunction):
+    """What scores all attempts at a task together. Made by `@group_reward`; still callable as its function.
+
+    Attributes:
+        after: scores each attempt first, while what it leased is still there.
+    """
+
+    after: Reward | None = None
+
+    _decorator: ClassVar[str] = "group_reward"
+
+    async def score(self, trajectories: Sequence[Trajectory], context: Context) -> list[Outcome]:
+        """Score the attempts of a group, each of which has ended and is sound.
+
+        Returns:
+            What came of each trajectory, in their order. One that got no score takes none from the others.
+
+        Raises:
+            RewardDefinitionError: the function returned no list, or one of another length, so that it is not known
+                whose the scores are; or it asks for a field that the task does not have.
+            RewardError, UsageError, AgentFlyError: as of `Reward.score`.
+        """
+        task = trajectories[0].task
+        given = {
+            "trajectories": list(trajectories),
+            "responses": [trajectory.response for trajectory in trajectories],
+            "task": task,
+            "prompt": task.prompt,
+        }
+        value = await self._call(given, context)
+        scores = as_list(value)
+        if scores is None or len(scores) != len(trajectories):
+            found = excerpt(repr(value), ECHO_CHARS // 8) if scores is None else f"{len(scores)} scores"
+            raise RewardDefinitionError(
+                f"The group reward {self.name!r} was given {len(trajectories)} trajectories and returned {found}. "
+                "Return a list with one score for each of them, None where there is none."
+            )
+        return [self._outcome(score, one) for score, one in zip(scores, trajectories, strict=True)]
+
+    def _outcome(self, score: Any, trajectory: Trajectory) -> Outcome:
+        if score is None:
+            return None
+        try:
+            return read_result(score, self.name, len(trajectory.turns))
+        except RewardDefinitionError as error:
+            return error
+
+
+AnyReward = Reward | GroupReward
+"""Whatever scores rollouts: one by one, or all attempts at a task together."""
+
+
+@overload
+def group_reward(function: Callable[..., Any], /) -> GroupReward: ...
+
+
+@overload
+def group_reward(
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    after: Reward | None = None,
+    process: bool = False,
+    workers: int | None = None,
+    memory: int | str = 0,
+) -> Callable[[Callable[..., Any]], GroupReward]: ...
+
+
+def group_reward(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    after: Reward | None = None,
+    process: bool = False,
+    workers: int | None = None,
+    memory: int | str = 0,
+) -> GroupReward | Callable[[Callable[..., Any]], GroupReward]:
+    """Make a reward of a function that sees all attempts at a task: ``@group_reward``, for instance to rank them.
+
+    It is called once, when all attempts of the group have ended, with what it asks for by the names of its parameters:
+    ``trajectories`` (a list, in the order of the attempts), ``responses`` (the texts of their last turns), ``task``,
+    ``prompt``, ``context``, and any field of the task. It returns a list with one score for each trajectory, each a
+    number, a `RewardResult` or a dict as of `reward`, or None where there is nothing to say.
+
+    Attempts that infrastructure spoiled, that were cancelled or that had no turn are not among the trajectories: they
+    stay unscored, and no score can go to the wrong attempt.
+
+    The attempts' own resources have been given back by then. What the context acquires is shared (``scope="global"``)
+    or new, for this call (``scope="call"``, `Context.lease`).
+
+    Args:
+        function: a sync or async function.
+        name: its name, for messages and records; the function's name if it is not given.
+        timeout_s: seconds that it may take for a group, waiting for resources not counted; None for any time.
+        after: scores each attempt as it ends, while what the agent left is still there. Its scores and metrics are
+            those of the trajectories that the function is given; what the function returns replaces the scores.
+        process, workers, memory: as of `reward`.
+
+    Raises:
+        RewardDefinitionError: the function cannot become a group reward.
+    """
+    if after is not None and not isinstance(after, Reward):
+        raise RewardDefinitionError(
+            f"@group_reward(after={after!r}): what scores each attempt first is a function with @reward above it."
+        )
+    settings: dict[str, Any] = {
+        "name": name,
+        "timeout_s": timeout_s,
+        "resources": after.needs if after is not None else (),
+        "after": after,
+        "process": process,
+        "workers": workers,
+        "memory": memory,
+    }
+    if function is not None:
+        return make(GroupReward, function, names_at(1), **settings)
+
+    def decorate(function: Callable[..., Any]) -> GroupReward:
+        return make(GroupReward, function, names_at(1), **settings)
+
+    return decorate

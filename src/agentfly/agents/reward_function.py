@@ -1,0 +1,159 @@
+"""RewardFunction: a user's function that gives scores, called by the names of its parameters, its failures typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.function import UserFunction, name_of
+from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
+from agentfly.agents.needs import Needs, checked_needs, needs_for
+from agentfly.agents.parameters import Parameter, Source, field_of_task, read_parameters
+from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
+from agentfly.contexts.context import Context
+from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, say
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
+
+F = TypeVar("F", bound="RewardFunction")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RewardFunction(UserFunction):
+    """What `@reward` and `@group_reward` make of a function.
+
+    Attributes:
+        function: the function.
+        name: its name, for messages and records.
+        parameters: what it asks for.
+        timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
+        process: whether it runs in processes of its own, which are killed when it takes too long.
+        workers: how many such processes there are at most; None for one for each processor.
+        memory: what such a process may use.
+    """
+
+    parameters: tuple[Parameter, ...]
+    timeout_s: float | None = None
+    process: bool = False
+    workers: int | None = None
+    memory: int | str = 0
+
+    _decorator: ClassVar[str]
+
+    def __repr__(self) -> str:
+        return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What it has declared that it needs for a task.
+
+        Raises:
+            RewardDefinitionError: the function that says so failed for this task.
+        """
+        try:
+            return needs_for(self.resources, task)
+        except ValueError as error:
+            raise RewardDefinitionError(f"The reward {self.name!r}: {error}.") from error.__cause__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "process_spec"}  # it refers back
+
+    @cached_property
+    def process_spec(self) -> RewardProcessSpec:
+        """The processes that it runs in.
+
+        Raises:
+            UsageError: it cannot travel to another process. The message names the part of it that cannot.
+        """
+        assert self.timeout_s is not None  # `make` has seen to it
+        return reward_process(self, timeout_s=self.timeout_s, workers=self.workers, memory=self.memory)
+
+    async def _call(self, given: Mapping[str, Any], context: Context) -> Any:
+        """What the function returns, with all that it raises typed."""
+        arguments = {one.name: self._value(one, given, context) for one in self.parameters}
+        try:
+            if self.process:
+                return await score_in_process(self.process_spec, arguments, context)
+            return await invoke(self.function, arguments, timeout_s=self.timeout_s, context=context)
+        except Overrun:
+            raise RewardError(f"The reward {self.name!r} gave no score within {self.timeout_s:g} s.") from None
+        except FunctionFailed as failed:
+            error = failed.error
+            if isinstance(error, AgentFlyError) and not error.by_policy:
+                raise error from error.__cause__
+            message = excerpt(say(error), ECHO_CHARS)
+            raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
+
+    def _value(self, parameter: Parameter, given: Mapping[str, Any], context: Context) -> Any:
+        if parameter.source is Source.CONTEXT:
+            return context
+        if parameter.source is Source.CALLER and parameter.name in given:
+            return given[parameter.name]
+        try:
+            return field_of_task(parameter.name, context, parameter.default)
+        except KeyError as error:
+            raise RewardDefinitionError(
+                f"The reward {self.name!r} asks for {parameter.name!r}, but {error.args[0]}. A {self._decorator} can "
+                f"ask for 'context', {', '.join(map(repr, given))} and the fields of its task. Rename the parameter, "
+                f"give it a default, or add the field to the tasks."
+            ) from None
+
+
+def make(
+    kind: type[F],
+    function: Callable[..., Any],
+    names: Mapping[str, Any],
+    *,
+    name: str | None,
+    timeout_s: float | None,
+    resources: Needs,
+    process: bool,
+    workers: int | None,
+    memory: int | str,
+    **others: Any,
+) -> F:
+    """Make a reward of a function, as its decorator does.
+
+    Raises:
+        RewardDefinitionError: the function cannot become one.
+    """
+    name = name or name_of(function)
+    if isinstance(function, (RewardFunction, type)) or not callable(function):
+        raise RewardDefinitionError(f"{name!r} is not a function. Put @{kind._decorator}, once, on a function.")
+    if timeout_s is not None and not timeout_s > 0:
+        raise RewardDefinitionError(f"The reward {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
+    try:
+        parameters, resources = read_parameters(function, names), checked_needs(resources)
+    except ValueError as error:
+        raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
+    if process:
+        _require_process(name, parameters, timeout_s)
+    elif workers is not None or memory:
+        raise RewardDefinitionError(
+            f"The reward {name!r} has workers= or memory=, which are of processes, but process=True is not set."
+        )
+    return kind(function, name, parameters, timeout_s, process, workers, memory, resources=resources, **others)
+
+
+def _require_process(name: str, parameters: tuple[Parameter, ...], timeout_s: float | None) -> None:
+    if timeout_s is None:
+        raise RewardDefinitionError(
+            f"The reward {name!r} has process=True, so that it can be killed, but nothing says when. Add timeout_s=…."
+        )
+    if any(parameter.source is Source.CONTEXT for parameter in parameters):
+        raise RewardDefinitionError(
+            f"The reward {name!r} has process=True, but asks for the context, which cannot travel to another process. "
+            "Leave one of them out: what is asked of a resource is bounded by the resource's own time limits."
+        )
+
+
+def _cure_of(error: BaseException) -> str:
+    if not (isinstance(error, AgentFlyError) and error.by_policy):
+        return ""
+    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+    return (
+        "\nThe trajectory stays unscored. The policy may have caused this: "
+        f"catch {kind} in the reward and give a score."
+    )

@@ -1,0 +1,110 @@
+"""RewardResult: a score with what explains it, read from whatever a reward returned."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.errors import RewardDefinitionError
+
+_CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A score and further numbers that explain it.
+
+    Attributes:
+        reward: the score. Left out, it is the sum of ``turn_rewards``.
+        metrics: further numbers, by name; they are averaged over a batch and shown, and never trained on.
+        turn_rewards: what each turn was worth, one for each of `Trajectory.turns`; None for a turn of which nothing
+            can be said.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float | None] | None = None
+
+
+def read_result(value: Any, name: str, turns: int) -> RewardResult:
+    """What a reward returned, checked; its ``reward`` is a finite float.
+
+    Args:
+        value: what it returned.
+        name: the reward's name, for messages.
+        turns: how many turns the trajectory has.
+
+    Raises:
+        RewardDefinitionError: that is no score, or not one for each turn.
+    """
+    given = _as_result(value, name)
+    turn_rewards = None if given.turn_rewards is None else _each_turn(given.turn_rewards, name, turns)
+    reward: Any = given.reward
+    if reward is None and turn_rewards is not None:
+        reward = sum_of(turn_rewards)
+    if not is_score(reward):
+        found = "None" if reward is None else f"{type(reward).__name__} {excerpt(repr(reward), ECHO_CHARS // 8)}"
+        raise RewardDefinitionError(f"The reward {name!r} returned {found}, which is not a score. {_CURE}")
+    return RewardResult(float(reward), _metrics(given.metrics, name), turn_rewards)
+
+
+def is_score(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, and so a score."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def sum_of(rewards: Sequence[float | None]) -> float | None:
+    """The sum of those that there are; None where there is none."""
+    known = [reward for reward in rewards if reward is not None]
+    return math.fsum(known) if known else None
+
+
+def _as_result(value: Any, name: str) -> RewardResult:
+    if isinstance(value, RewardResult):
+        return value
+    if not isinstance(value, Mapping):
+        return RewardResult(value)
+    if "reward" not in value and "turn_rewards" not in value:
+        raise RewardDefinitionError(
+            f"The reward {name!r} returned a dict without the key 'reward', only {sorted(map(str, value))}. {_CURE}"
+        )
+    metrics = {key: number for key, number in value.items() if key not in ("reward", "turn_rewards")}
+    return RewardResult(value.get("reward"), metrics, value.get("turn_rewards"))
+
+
+def _metrics(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
+    for key, number in metrics.items():
+        if not is_score(number):
+            raise RewardDefinitionError(
+                f"The reward {name!r} returned the metric {key!r} as {number!r}, which is no finite number. "
+                "Leave it out where it has no value."
+            )
+    return {str(key): float(number) for key, number in metrics.items()}
+
+
+def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
+    rewards = as_list(rewards)
+    if rewards is None or len(rewards) != turns:
+        found = "no list" if rewards is None else f"{len(rewards)} of them"
+        raise RewardDefinitionError(
+            f"The reward {name!r} returned turn_rewards for a trajectory of {turns} turns, and this is {found}. "
+            "Give one for each of trajectory.turns, None where there is none."
+        )
+    for number, reward in enumerate(rewards):
+        if reward is not None and not is_score(reward):
+            raise RewardDefinitionError(
+                f"The reward {name!r} returned {excerpt(repr(reward), ECHO_CHARS // 8)} as the reward of turn "
+                f"{number}, which is no finite number. Give None where there is none."
+            )
+    return tuple(None if reward is None else float(reward) for reward in rewards)
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """What is in a list, tuple or array; None if it is nothing of that kind."""
+    if isinstance(value, (str, bytes, Mapping)) or not (hasattr(value, "__len__") and hasattr(value, "__iter__")):
+        return None
+    return list(value)

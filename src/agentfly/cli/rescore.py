@@ -1,0 +1,129 @@
+"""``agentfly rescore``: what stored trajectories are worth by another reward, or by the same one mended."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly import interruption
+from agentfly.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentfly.agents.group_reward import AnyReward
+    from agentfly.rollouts.rescoring import ScoreChange
+    from agentfly.trajectory import Trajectory
+
+
+def rescore(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|FILE.jsonl", help="A run's directory, or a file of trajectories.")
+    ],
+    reward: Annotated[str, typer.Option(help="The reward: module:name or path/file.py:name.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the new files go; beside the old ones if not given.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many trajectories are scored at a time.")] = 64,
+) -> None:
+    """Score stored trajectories anew.
+
+    The old files stay as they are. What a rollout had leased is gone: a reward that needs it leaves the trajectory
+    unscored. What is shared, such as a judge, can be had.
+    """
+    from rich.console import Console
+
+    from agentfly.cli.experiment import require_reward
+    from agentfly.cli.references import load_reference
+    from agentfly.rollouts.rescoring import ScoreChange
+    from agentfly.trajectory import load_trajectories, save_trajectories
+
+    chosen = require_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
+    name = reward.rpartition(":")[2]
+    changes: dict[Path, ScoreChange] = {}
+    for path in _files(source):
+        old = list(load_trajectories(path))
+        new = interruption.run(_rescored(old, chosen, concurrency))
+        _require_scores(new, reward)
+        target = _target(path, name, out)
+        save_trajectories(new, target)
+        changes[target] = ScoreChange.between(old, new)
+    console = Console()
+    console.print(_table(changes))
+    for path in changes:
+        console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+async def _rescored(trajectories: list[Trajectory], reward: AnyReward, concurrency: int) -> list[Trajectory]:
+    from agentfly.rollouts.rescoring import rescore
+
+    return await rescore(trajectories, reward, max_concurrent_scores=concurrency)
+
+
+def _files(source: Path) -> list[Path]:
+    from agentfly.run_directory import RunDirectory
+
+    if source.is_file():
+        return [source]
+    files = RunDirectory(source).saved_trajectories() if source.is_dir() else []
+    if not files:
+        what = "has no trajectories" if source.is_dir() else "is not there"
+        raise ConfigError(
+            f"{source} {what}. Name the directory of a run, or a file of trajectories such as "
+            "runs/mine/trajectories/train-000001.jsonl."
+        )
+    return files
+
+
+def _target(path: Path, name: str, out: Path | None) -> Path:
+    """A file that is not there yet, called after the old one and the reward."""
+    directory = path.parent if out is None else out
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        target = directory / f"{path.stem}.{name}{'' if number == 1 else f'-{number}'}.jsonl"
+        if not target.exists():
+            break
+    return target
+
+
+def _require_scores(trajectories: Iterable[Trajectory], reward: str) -> None:
+    """Raise if the reward failed for all: nothing is written then.
+
+    Raises:
+        UsageError: it did; the message has one of the failures.
+    """
+    tried = [one for one in trajectories if one.reward is not None or one.reward_failure is not None]
+    failures = [one.reward_failure for one in tried if one.reward_failure is not None]
+    if tried and len(failures) == len(tried):
+        place = f" (raised at {failures[0].place})" if failures[0].place else ""
+        raise UsageError(
+            f"{reward} gave none of {len(tried)} trajectories a score, so nothing was written. For instance: "
+            f"{failures[0].message}{place}"
+        )
+
+
+def _table(changes: dict[Path, ScoreChange]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="scored anew", title_justify="left")
+    table.add_column("file", overflow="fold")
+    for heading in ("trajectories", "changed", "mean before", "mean now", "unscored"):
+        table.add_column(heading, justify="right")
+    for path, change in changes.items():
+        table.add_row(
+            path.name,
+            str(change.trajectories),
+            str(change.changed),
+            _mean(change.old_mean, change.old_scored),
+            _mean(change.new_mean, change.new_scored),
+            "\n".join(f"{count} {cause}" for cause, count in sorted(change.unscored.items())) or "0",
+        )
+    return table
+
+
+def _mean(mean: float | None, scored: int) -> str:
+    return "none scored" if mean is None else f"{mean:.4g} of {scored}"

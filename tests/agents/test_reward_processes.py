@@ -1,0 +1,199 @@
+"""Rewards in processes of their own end on time, whatever they do, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfly.agents.reward import Reward, reward
+from agentfly.agents.reward_result import RewardResult
+from agentfly.contexts.context import Context
+from agentfly.errors import ResourceDied, RewardDefinitionError, RewardError, UsageError
+from agentfly.resources.engine import ResourceEngine
+from agentfly.task import Task
+from agentfly.trajectory import Failure, Trajectory, Turn
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ResourceEngine]:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    async with ResourceEngine() as engine:
+        yield engine
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+def score(engine: ResourceEngine) -> Callable[..., Any]:
+    """Score a rollout whose task has the given fields."""
+    numbers = iter(range(1000))
+
+    async def scored(one: Reward, response: str = "", **fields: Any) -> Any:
+        turn = Turn(0, 0, 0, 1, response, stopped=True)
+        trajectory = Trajectory(f"rollout-{next(numbers)}", "group", Task("?", fields), turns=[turn])
+        context = Context(trajectory, engine)
+        try:
+            return await one.score(trajectory, context)
+        finally:
+            await context.close()
+
+    return scored
+
+
+@reward(process=True, timeout_s=20, workers=1)
+def misbehaving(how: str) -> Any:
+    if how == "alarm":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(1)
+        return float(threading.current_thread() is threading.main_thread())
+    if how == "raise":
+        return int("many")
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "unpicklable":
+        return threading.Lock()
+    return {"reward": os.getpid(), "metric": 1}
+
+
+@reward(process=True, timeout_s=1, workers=2)
+def slow_or_not(how: str) -> float:
+    while how == "loop":
+        pass
+    return 1.0 if how == "good" else float(9**9**9**9)
+
+
+@pytest.mark.slow
+async def test_hangs_end_on_time_and_those_behind_them_are_scored(score: Callable[..., Any]) -> None:
+    hangs = [score(slow_or_not, how=how) for how in ("loop", "power", "loop", "power", "loop")]
+    good = [score(slow_or_not, how="good") for _ in range(10)]
+    outcomes = await asyncio.gather(*hangs, *good, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RewardError] * 5 + [RewardResult] * 10
+    assert "'slow_or_not' gave no score within 1 s" in str(outcomes[0])
+    assert not [thread for thread in threading.enumerate() if "slow_or_not" in thread.name]
+
+
+@pytest.mark.slow
+async def test_whatever_a_reward_does_in_its_process_the_next_score_is_sound(score: Callable[..., Any]) -> None:
+    sound = await score(misbehaving, how="sound")
+    assert sound.metrics == {"metric": 1.0}
+    assert sound.reward != os.getpid()
+    assert (await score(misbehaving, how="alarm")).reward == 1.0
+    await asyncio.sleep(1.2)  # in which the alarm would end the process
+    assert await score(misbehaving, how="sound") == sound, "the process serves again, its alarm taken back"
+
+    with pytest.raises(RewardError, match="'misbehaving' failed with ValueError: invalid literal") as raised:
+        await score(misbehaving, how="raise")
+    failure = Failure.of(raised.value)
+    assert 'return int("many")' in failure.traceback
+    assert failure.place.startswith(__file__)
+
+    with pytest.raises(UsageError, match=r"the result.* is a _thread\.lock"):
+        await score(misbehaving, how="unpicklable")
+    with pytest.raises(ResourceDied, match=r"reward:misbehaving ended during score\(\): it was ended by SIGKILL"):
+        await score(misbehaving, how="die")
+    assert (await score(misbehaving, how="sound")).reward not in (sound.reward, os.getpid())
+
+
+@pytest.mark.slow
+async def test_a_reward_of_each_turn_runs_there_too_with_what_it_refers_to(score: Callable[..., Any]) -> None:
+    bonus = 0.5
+
+    @reward(process=True, timeout_s=20, per_turn=True)
+    def rated(turn: Turn, trajectory: Trajectory) -> float:
+        return bonus + len(turn.text) + len(trajectory.turns)
+
+    assert (await score(rated, "four")).turn_rewards == [5.5]
+
+
+@pytest.mark.slow
+async def test_memory_that_a_reward_takes_without_end_ends_its_process(score: Callable[..., Any]) -> None:
+    @reward(process=True, timeout_s=30, memory="300MiB")
+    def greedy() -> float:
+        return float(len([bytes(range(200)) * 100_000 for _ in range(1_000)]))
+
+    with pytest.raises(ResourceDied, match="reward:greedy ran out of its limit of 300MiB"):
+        await score(greedy)
+
+
+async def test_what_keeps_a_reward_from_its_process_is_named_with_its_path(score: Callable[..., Any]) -> None:
+    guard = {"lock": threading.Lock()}
+
+    @reward(process=True, timeout_s=1, name="guarded")
+    def guarded() -> float:
+        with guard["lock"]:
+            return 1.0
+
+    with pytest.raises(UsageError, match=r"guarded, variable 'guard'\['lock'\] is a _thread.lock"):
+        await score(guarded)
+
+
+def plain() -> float:
+    return 1.0
+
+
+def asking(context: Context) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "cure"),
+    [
+        (plain, {"process": True}, "Add timeout_s"),
+        (asking, {"process": True, "timeout_s": 1}, "asks for the context"),
+        (plain, {"workers": 2}, "process=True is not set"),
+        (plain, {"memory": "1GiB"}, "process=True is not set"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(function: Any, settings: dict[str, Any], cure: str) -> None:
+    with pytest.raises(RewardDefinitionError, match=cure):
+        reward(**settings)(function)
+
+
+PROGRAM = """
+import asyncio, os
+import agentfly as af
+
+@af.reward(process=True, timeout_s=600, workers=1)
+def hanging() -> float:
+    print(os.getpid(), file=open("started", "w"), flush=True)
+    while True:
+        pass
+
+asyncio.run(af.run(af.Agent(model="scripted"), ["go"], reward=hanging, policy=af.ScriptedPolicy(["done"])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_hanging_reward_when_its_program_ends(tmp_path: Path, sent: signal.Signals) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    program = subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "AGENTFLY_STATE_DIR": str(tmp_path / "state")},
+        stderr=subprocess.DEVNULL,
+    )
+    started = tmp_path / "started"
+    _wait_until(lambda: started.exists() and started.read_text().strip() != "", 30)
+    worker = psutil.Process(int(started.read_text()))
+    program.send_signal(sent)
+    program.wait(timeout=30)
+    _wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

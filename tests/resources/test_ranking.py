@@ -1,0 +1,96 @@
+"""Judges that put responses in order: the order becomes scores, and a slip of the judge becomes none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentfly.errors import APIMalformed
+from agentfly.resources.apis.api import ModelAPI
+from agentfly.resources.apis.spec import ModelAPISpec
+from agentfly.resources.engine import ResourceEngine
+from agentfly.testing.far_side import FarSide, says
+
+
+@pytest.fixture
+async def far_side() -> AsyncIterator[FarSide]:
+    async with FarSide() as far_side:
+        yield far_side
+
+
+@pytest.fixture
+async def judge(far_side: FarSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelAPI]:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    async with ResourceEngine() as engine:
+        lease = await engine.acquire(ModelAPISpec(base_url=far_side.url, model="m"), "me", scope="global")
+        yield lease.resource
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"ranking": [3, 1, 2]}',
+        'Number {1} is fine. {"reason": "c is best", "ranking": ["3", "1", "2"]}',
+        '<think>{"ranking": [1, 2, 3]}</think>{"ranking": [3, 1, 2]}',
+        "```json\n{'reason': 'clear', ranking: [3, 1, 2],}\n```",
+    ],
+)
+async def test_an_order_becomes_scores_from_one_to_zero(said: str, judge: ModelAPI, far_side: FarSide) -> None:
+    far_side.always = says(said)
+    assert await judge.rank(["a", "b", "c"], 42, question="6*7?", criterion="{brevity}") == [0.5, 0.0, 1.0]
+    told, asked = far_side.requests[0].body["messages"]
+    assert "{brevity}" in told["content"]
+    assert json.loads(asked["content"]) == {
+        "question": "6*7?",
+        "answer": 42,
+        "responses": {"1": "a", "2": "b", "3": "c"},
+    }
+
+
+async def test_responses_with_the_same_text_are_ranked_once_and_share_their_places(
+    judge: ModelAPI, far_side: FarSide
+) -> None:
+    far_side.always = says('{"ranking": [2, 1]}')
+    assert await judge.rank(["a", "b", "a", "a", "b"]) == [0.25, 0.875, 0.25, 0.25, 0.875]
+
+
+@pytest.mark.parametrize(("responses", "scores"), [([], []), (["a"], [0.5]), (["a", "a", "a"], [0.5] * 3)])
+async def test_where_there_is_nothing_to_rank_nobody_is_asked(
+    responses: list[str], scores: list[float], judge: ModelAPI, far_side: FarSide
+) -> None:
+    assert await judge.rank(responses) == scores
+    assert far_side.requests == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The second is better.",
+        '{"ranking": [1]}',
+        '{"ranking": [1, 1]}',
+        '{"ranking": [1, 2, 3]}',
+        '{"ranking": [0, 1]}',
+        '{"ranking": [true, 2]}',
+        '{"ranking": [1.0, 2.0]}',
+        '{"ranking": "1, 2"}',
+        '{"ranking": {"1": 1, "2": 2}}',
+        '{"ranking": null}',
+        '{"score": 1}',
+    ],
+)
+async def test_what_is_no_order_of_all_of_them_is_asked_for_again_and_then_given_up(
+    said: str, judge: ModelAPI, far_side: FarSide
+) -> None:
+    far_side.script += [says(said), says('{"ranking": [1, 2]}')]
+    assert await judge.rank(["a", "b"]) == [1.0, 0.0]
+    again = far_side.requests[1].body["messages"]
+    assert again[2] == {"role": "assistant", "content": said}
+    assert "from 1 to 2" in again[3]["content"]
+
+    far_side.always = says(said)
+    with pytest.raises(APIMalformed, match="no ranking of 2 responses"):
+        await judge.rank(["a", "b"])
+    assert len(far_side.requests) == 5

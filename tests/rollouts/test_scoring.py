@@ -1,0 +1,188 @@
+"""What a rollout is worth, turn by turn and in all, and what leaves it unscored."""
+
+import math
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.group_reward import group_reward
+from agentfly.agents.reward import reward
+from agentfly.agents.reward_result import RewardResult
+from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.weighted import weighted
+from agentfly.contexts.context import Context
+from agentfly.errors import Boundary, LeaseOver
+from agentfly.events import EventStream, RewardFinished
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.group_scoring import group_scorer, score_group
+from agentfly.rollouts.run import run
+from agentfly.task import Task
+from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn
+
+
+@tool
+async def move(worth: float) -> ToolResult:
+    """Move.
+
+    Args:
+        worth: what it is worth.
+    """
+    return ToolResult("moved", reward=worth)
+
+
+def calls(*worth):
+    return "".join(HermesFormat().write("move", {"worth": one}) for one in worth)
+
+
+async def play(script, reward=None):
+    agent = Agent(model="scripted", tools=[move])
+    result = await run(agent, ["go"], reward=reward, policy=ScriptedPolicy(script))
+    return result.trajectories[0]
+
+
+async def test_a_turn_is_worth_what_its_tools_said_and_the_rollout_all_of_it():
+    trajectory = await play([calls(0.5, -2), calls(1), "end"])
+    assert [turn.reward for turn in trajectory.turns] == [-1.5, 1.0, None]
+    assert trajectory.reward == -0.5
+
+
+async def test_a_reward_says_what_the_rollout_is_worth_and_leaves_the_turns_to_the_tools():
+    @reward
+    def fixed() -> float:
+        return 7
+
+    trajectory = await play([calls(0.5), "end"], fixed)
+    assert trajectory.reward == 7.0
+    assert [turn.reward for turn in trajectory.turns] == [0.5, None]
+
+
+async def test_a_reward_that_speaks_of_turns_replaces_what_the_tools_said():
+    @reward(per_turn=True)
+    def talkative(turn) -> float | None:
+        return float(len(turn.results)) or None
+
+    trajectory = await play([calls(0.5, 0.5), "end"], weighted({talkative: 10}))
+    assert trajectory.reward == 20.0
+    assert [turn.reward for turn in trajectory.turns] == [20.0, None]
+    assert trajectory.metrics == {"talkative": 2.0}
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    async with ResourceEngine() as engine:
+        yield engine
+
+
+def attempts(*texts):
+    task = Task("Which is longest?", {"unit": 2})
+    made = []
+    for number, text in enumerate(texts):
+        turn = Turn(0, 0, 0, 1, text, stopped=True)
+        made.append(Trajectory(f"g.{number}", "g", task, number, turns=[turn], finish=FinishReason.ANSWERED))
+    return made
+
+
+def spoil(trajectory):
+    trajectory.finish = FinishReason.FAILED
+    trajectory.failure = Failure.of(OSError("no space"), Boundary.MACHINE)
+
+
+@group_reward
+def longest(responses: list[str], unit: int) -> list[float]:
+    return [len(response) / unit for response in responses]
+
+
+async def test_attempts_are_scored_together_whatever_the_order_of_their_ends(engine):
+    told, events = [], EventStream()
+    short, middle, long = attempts("a", "bb", "cccc")
+    with events.subscribed(told.append):
+        await score_group([long, short, middle], longest, engine, events)
+    assert [one.reward for one in (short, middle, long)] == [0.5, 1.0, 2.0]
+    scores = {event.rollout_id: event.reward for event in told if isinstance(event, RewardFinished)}
+    assert scores == {"g.0": 0.5, "g.1": 1.0, "g.2": 2.0}
+
+
+async def test_attempts_that_are_not_sound_are_left_out_and_shift_no_score(engine):
+    broken, first, silent, cancelled, last = attempts("zzzzzz", "a", "", "zzz", "cccc")
+    spoil(broken)
+    silent.turns.clear()
+    cancelled.finish = FinishReason.CANCELLED
+    await score_group([broken, first, silent, cancelled, last], longest, engine, EventStream())
+    assert [one.reward for one in (broken, first, silent, cancelled, last)] == [None, 0.5, None, None, 2.0]
+    assert first.reward_failure is last.reward_failure is silent.reward_failure is None
+
+
+async def test_of_a_group_without_a_sound_attempt_nothing_is_asked(engine):
+    @group_reward
+    def never() -> list[float]:
+        raise AssertionError("asked")
+
+    [broken] = attempts("a")
+    spoil(broken)
+    await score_group([broken], never, engine, EventStream())
+    assert (broken.reward, broken.reward_failure) == (None, None)
+
+
+@pytest.mark.parametrize("gone", [None, math.nan, "1.0"])
+async def test_an_attempt_without_a_score_is_unscored_and_never_zero(gone, engine):
+    @group_reward
+    def uneven() -> list:
+        return [1, gone, 0, RewardResult(2, {"wins": 3}, [0.5])]
+
+    group = attempts("a", "b", "c", "d")
+    await score_group(group, uneven, engine, EventStream())
+    assert [one.reward for one in group] == [1.0, None, 0.0, 2.0]
+    assert [one.reward_failure and one.reward_failure.kind for one in group] == [
+        None,
+        None if gone is None else "RewardDefinitionError",
+        None,
+        None,
+    ]
+    assert (group[3].metrics, group[3].turns[0].reward) == ({"wins": 3.0}, 0.5)
+
+
+async def test_a_group_whose_reward_fails_is_unscored_as_a_whole_with_the_cause(engine):
+    @group_reward
+    def failing() -> list[float]:
+        raise OSError("judge unreachable")
+
+    group = attempts("a", "b")
+    await score_group(group, failing, engine, EventStream())
+    for one in group:
+        assert one.reward is None
+        assert one.reward_failure.boundary is Boundary.REWARD
+        assert "judge unreachable" in one.reward_failure.message
+
+
+async def test_a_group_has_what_is_new_or_shared_and_not_what_the_attempts_had(engine):
+    world = FakeWorld()
+    judge, new = FakeSpec(world=world, name="judge"), FakeSpec(world=world, name="new")
+
+    @group_reward
+    async def looking(context: Context) -> list[float]:
+        await context.acquire(judge, scope="global")
+        await context.acquire(new, scope="call")
+        async with context.lease(new):
+            assert len(world.alive) == 3
+        with pytest.raises(LeaseOver, match=r"new was asked for as the agent left it.*has given it back"):
+            await context.acquire(new)
+        return [1.0]
+
+    [one] = attempts("a")
+    await score_group([one], looking, engine, EventStream())
+    assert (one.reward, one.reward_failure) == (1.0, None)
+
+
+async def test_only_group_rewards_score_groups(engine):
+    assert group_scorer(None, engine, EventStream()) is None
+    assert group_scorer(reward(lambda: 1.0), engine, EventStream()) is None
+    group = attempts("a", "bb")
+    await group_scorer(longest, engine, EventStream())(group)
+    assert [one.reward for one in group] == [0.5, 1.0]

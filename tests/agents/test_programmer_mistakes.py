@@ -130,7 +130,7 @@ async def test_a_crash_of_a_tools_own_code_is_told_to_its_author_once_with_the_l
 
     with caplog.at_level(logging.WARNING, "agentfly"):
         await call(twice)
-    (record,) = [record for record in caplog.records if record.name == "agentfly.agents.tool"]
+    (record,) = [record for record in caplog.records if record.name == "agentfly.agents.function_tool"]
     assert "'crashing' crashed with KeyError: 'nothing', at " in record.getMessage()
     assert "test_programmer_mistakes.py" in record.getMessage()
     assert "in crashing" in record.getMessage()

@@ -56,7 +56,7 @@ async def check(item: str, context: Context) -> str:
     return f"{item}: low ({context.rollout_id})"
 
 
-@tool(name="add-up", timeout_s=5, max_output_chars=100)
+@tool(name="add-up", timeout_s=5, max_output_tokens=100)
 def add(a: int, b: int = 1) -> int:
     """Add two numbers.
 
@@ -187,7 +187,8 @@ def yields() -> Iterator[str]:
         (no_json, "lock.*Use types that JSON"),
         (yields, "yields.*return it"),
         (check, "a tool already"),
-        (dict, "not a function"),
+        (dict, "nothing that the model could call"),
+        (3, "not a function"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_with_the_cure(function: Any, cure: str) -> None:
@@ -200,7 +201,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_the_cure(function: Any
     [
         ({"name": "look up"}, "letters, digits"),
         ({"timeout_s": 0}, "above 0"),
-        ({"max_output_chars": 0}, "at least 1"),
+        ({"max_output_tokens": 0}, "at least 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], cure: str) -> None:
@@ -316,7 +317,7 @@ async def test_a_tool_result_says_more_than_a_text(context: Context) -> None:
         """Step."""
         return ToolResult("won", reward=1.0, done=True, state={"at": 3}, info={"moves": 9})
 
-    assert await step.call({}, context) == ToolResult("won", 1.0, True, {"at": 3}, {"moves": 9})
+    assert await step.call({}, context) == ToolResult("won", 1.0, True, {"at": 3}, (), {"moves": 9})
 
 
 async def result_with(context: Context, **fields: Any) -> ToolResult:
@@ -353,13 +354,13 @@ def test_a_reward_of_a_call_that_is_no_number_is_refused(reward: Any) -> None:
 
 
 async def test_a_long_observation_keeps_its_head_and_tail_and_says_so(context: Context) -> None:
-    @tool(max_output_chars=10)
+    @tool(max_output_tokens=3)
     def dump() -> str:
         """Dump."""
-        return "abcde" + "x" * 1000 + "vwxyz"
+        return "abcdef" + "x" * 1000 + "uvwxyz"
 
     observation = (await dump.call({}, context)).observation
-    assert observation == "abcde\n[... 1000 characters left out ...]\nvwxyz"
+    assert observation == "abcdef\n[... 1000 characters left out ...]\nuvwxyz"
 
 
 async def test_an_exception_of_the_tools_code_is_told_to_the_model_with_its_cause(context: Context) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from agentfly.agents.class_tool import tools_of
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
@@ -26,7 +27,8 @@ class Agent:
 
     Args:
         model: the model: a name that AgentFly ships, a Hugging Face id, or a local directory.
-        tools: what the model can call, made by `@tool`.
+        tools: what the model can call: what `@tool` was put on, functions, methods of an instance, and classes, of
+            which each rollout gets an instance of its own.
         system_prompt: what the model is told first; the tools are described after it.
         tool_call_format: how calls are written: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
             models), or a format of one's own.
@@ -66,7 +68,7 @@ class Agent:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tools", tuple(self.tools))
+        object.__setattr__(self, "tools", tuple(tool for given in self.tools for tool in tools_of(given) or [given]))
         self._check_tools()
         self._check_limits()
         self._check_sampling()

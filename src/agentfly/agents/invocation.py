@@ -5,14 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import threading
+import logging
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from agentfly.agents.outage import may_pass
+from agentfly.agents.steady_thread import on_new_thread
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError, message_of
+from agentfly.errors import PrerequisiteError, message_of, say
 
 T = TypeVar("T")
+
+Thread = Callable[[Callable[[], None], str], None]
+"""Has a work done on some thread, which gets a name if it is new."""
+
+FIRST_PAUSE_S = 0.5
+"""The longest pause before the second try of a function; it doubles with each further one, up to `LONGEST_PAUSE_S`."""
+
+LONGEST_PAUSE_S = 8.0
+
+logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02  # while a function waits for a resource its time stands still, and is looked at this often
 
@@ -30,7 +43,13 @@ class FunctionFailed(Exception):
 
 
 async def invoke(
-    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float | None, context: Context
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    timeout_s: float | None,
+    context: Context,
+    retries: int = 0,
+    thread: Thread = on_new_thread,
 ) -> Any:
     """Call a sync or async function and wait for what it returns.
 
@@ -40,8 +59,12 @@ async def invoke(
     Args:
         function: what to call.
         arguments: its arguments, by name.
-        timeout_s: seconds that the function may take, what it waits for resources not counted; None for any time.
+        timeout_s: seconds that the function may take with all its tries, what it waits for resources not counted; None
+            for any time.
         context: the rollout's context, which knows what was waited for.
+        retries: how often it is called again after failures that may pass (see `may_pass`), after pauses of random
+            length.
+        thread: where a sync function runs.
 
     Raises:
         Overrun: the function took longer than ``timeout_s``.
@@ -52,7 +75,7 @@ async def invoke(
     limit = asyncio.timeout(None)
     try:
         async with limit, _Clock(limit, timeout_s, context):
-            return await _call(function, arguments)
+            return await _call_until_it_works(function, arguments, retries, thread)
     except TimeoutError as error:
         if limit.expired():
             raise Overrun from None
@@ -73,8 +96,8 @@ async def invoke(
         raise FunctionFailed(error) from None
 
 
-async def run_in_thread(function: Callable[..., T], /, **arguments: Any) -> T:
-    """Call a sync function on a thread of its own and wait for what it returns, with the caller's context variables.
+async def run_in_thread(function: Callable[..., T], arguments: Mapping[str, Any], thread: Thread = on_new_thread) -> T:
+    """Call a sync function on a thread and wait for what it returns, with the caller's context variables.
 
     One thread a call, because a pool of fewer threads than rollouts would make sync functions wait for one another.
     """
@@ -99,7 +122,7 @@ async def run_in_thread(function: Callable[..., T], /, **arguments: Any) -> T:
             return
 
     try:
-        threading.Thread(target=work, name=f"agentfly-{getattr(function, '__name__', 'call')}", daemon=True).start()
+        thread(work, getattr(function, "__name__", "call"))
     except RuntimeError as error:
         raise _ThreadRefused(str(error)) from error
     return await outcome
@@ -109,11 +132,25 @@ class _ThreadRefused(Exception):
     """The system refused to start another thread."""
 
 
-async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _call_until_it_works(
+    function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, thread: Thread
+) -> Any:
+    for retry in range(retries):
+        try:
+            return await call(function, arguments, thread)
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            logger.info("%s failed with %s; it is tried again.", getattr(function, "__name__", function), say(error))
+        await asyncio.sleep(random.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2**retry, LONGEST_PAUSE_S))
+    return await call(function, arguments, thread)
+
+
+async def call(function: Callable[..., Any], arguments: Mapping[str, Any], thread: Thread) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = await function(**arguments)
     else:
-        result = await run_in_thread(function, **arguments)
+        result = await run_in_thread(function, arguments, thread)
     return await result if inspect.isawaitable(result) else result  # as of `return box.run(command)`
 
 

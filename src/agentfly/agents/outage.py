@@ -6,7 +6,14 @@ import errno
 import socket
 import sys
 
-from agentfly.errors import AgentFlyError
+from agentfly.errors import (
+    AgentFlyError,
+    EngineClosed,
+    LeaseOver,
+    PrerequisiteError,
+    TokenInvariantError,
+    UsageError,
+)
 
 _MACHINE_OR_NETWORK = frozenset(
     {
@@ -48,6 +55,18 @@ def outage_in(error: BaseException) -> BaseException | None:
     return None
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether it may help to try again what failed with this: an outage that nobody has to mend first.
+
+    What the model can cause and wrong uses of AgentFly do not pass by themselves, nor does what the machine lacks.
+    """
+    if isinstance(error, AgentFlyError) and error.by_policy:
+        return False
+    lasting = (UsageError, PrerequisiteError, TokenInvariantError, EngineClosed, LeaseOver)
+    outage = outage_in(error)
+    return outage is not None and not isinstance(outage, lasting)
+
+
 def _is_outage(error: BaseException) -> bool:
     if isinstance(error, AgentFlyError):
         return not error.by_policy
@@ -55,5 +74,6 @@ def _is_outage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _MACHINE_OR_NETWORK:
         return True
-    httpx = sys.modules.get("httpx")  # not imported: an exception of its can only come from one who has
-    return httpx is not None and isinstance(error, httpx.TransportError)
+    # not imported: an exception of theirs can only come from one who has
+    clients = (sys.modules.get(name) for name in ("httpx", "httpx2"))
+    return any(client is not None and isinstance(error, client.TransportError) for client in clients)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+import typing_extensions
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic import create_model as create_pydantic_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.json_schema import in_words, plain, read_as
 from agentfly.errors import InvalidArguments
 
 _MOST_PROBLEMS = 5  # of one call that an error lists
@@ -73,7 +78,7 @@ class ArgumentSchema:
                 was expected, and repeats what was given, cut to about 800 characters.
         """
         try:
-            model = self._model.model_validate(dict(given))
+            model = self._model.model_validate(read_as(dict(given), self.json_schema))
         except ValidationError as error:
             raise self._refusal(given, _problems(error)) from None
         except RecursionError:
@@ -93,7 +98,7 @@ class ArgumentSchema:
 
     def type_of(self, name: str) -> str:
         """The type of an argument in JSON's words."""
-        return _in_words(self.json_schema["properties"][name])
+        return in_words(self.json_schema["properties"][name])
 
     def _refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
         expected = f"It takes: {self.describe()}." if self.arguments else "It takes no arguments."
@@ -122,47 +127,31 @@ def _model_of(name: str, arguments: Sequence[Argument]) -> type[BaseModel]:
     return model
 
 
-def _reader(argument: Argument) -> WrapValidator:
-    return WrapValidator(_Reader(_allows_null(argument.annotation)))
-
-
 def _typed(argument: Argument) -> tuple[Any, Any]:
-    annotation = Annotated[argument.annotation, _reader(argument)]  # type: ignore[name-defined]
+    annotation = _with_typed_dicts(argument.annotation)
     default: Any = ... if argument.required else None
     if argument.description:
         return annotation, Field(default, alias=argument.name, description=argument.description)
     return annotation, Field(default, alias=argument.name)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads a value as its type, and where that fails as the JSON text of a value of that type."""
-
-    allows_null: bool
-
-    def __call__(self, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        if self.allows_null and value == "null":
-            return read(None)
-        try:
-            return read(value)
-        except ValidationError:
-            if not isinstance(value, str):
-                raise
-            try:
-                decoded = json.loads(value)
-            except (ValueError, RecursionError):
-                decoded = value
-            if isinstance(decoded, str):
-                raise
-        return read(decoded)
-
-
-def _allows_null(annotation: Any) -> bool:
-    if typing.get_origin(annotation) is Annotated:
-        annotation = annotation.__origin__
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        return any(_allows_null(one) for one in typing.get_args(annotation))
-    return annotation is None or annotation is type(None)
+def _with_typed_dicts(annotation: Any) -> Any:
+    """A type whose ``typing.TypedDict`` classes are remade, because before Python 3.12 pydantic does not read them."""
+    if sys.version_info >= (3, 12):
+        return annotation
+    if typing.is_typeddict(annotation):
+        fields = typing.get_type_hints(annotation, include_extras=True)
+        remade = {name: _with_typed_dicts(hint) for name, hint in fields.items()}
+        return typing_extensions.TypedDict(annotation.__name__, remade, total=annotation.__total__)  # type: ignore[operator]
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return Annotated[(_with_typed_dicts(inner[0]), *annotation.__metadata__)]
+    changed = tuple(_with_typed_dicts(one) for one in inner)
+    if changed == inner:
+        return annotation
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, changed)
+    return origin[changed]
 
 
 def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[str, Any]:
@@ -177,21 +166,8 @@ def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[
                 PydanticSerializationError
             ):  # a default that JSON cannot show is left out: the model need not know it
                 continue
-    plain: dict[str, Any] = _without_titles(schema)
-    return {"type": "object", "properties": plain.pop("properties", {}), **plain}
-
-
-def _without_titles(node: Any, *, names: bool = False) -> Any:
-    """A schema without the titles that pydantic derives from names. ``names`` tells that the keys are a user's."""
-    if isinstance(node, dict):
-        return {
-            key: _without_titles(value, names=not names and key in ("properties", "$defs"))
-            for key, value in node.items()
-            if names or key != "title"
-        }
-    if isinstance(node, list):
-        return [_without_titles(value) for value in node]
-    return node
+    simple = plain(schema)
+    return {"type": "object", "properties": simple.pop("properties", {}), **simple}
 
 
 def _problems(error: ValidationError) -> list[str]:
@@ -209,18 +185,6 @@ def _each_problem(error: ValidationError) -> Iterator[str]:
             yield f"{excerpt(where, ECHO_CHARS // 8)!r} is not among them"
         else:
             yield f"{excerpt(where, ECHO_CHARS // 8)}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-
-
-def _in_words(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return "one of " + ", ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if "const" in schema:
-        return json.dumps(schema["const"], ensure_ascii=False)
-    if "anyOf" in schema:
-        return " or ".join(_in_words(one) for one in schema["anyOf"])
-    if schema.get("type") == "array" and "items" in schema:
-        return f"array of {_in_words(schema['items'])}"
-    return str(schema.get("type", "object" if "$ref" in schema else "any"))
 
 
 def _echo(given: Mapping[str, Any]) -> str:

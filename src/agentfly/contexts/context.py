@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import Any, TypeVar
 
 from agentfly.contexts.acquisition import Acquisition, Lending
+from agentfly.contexts.belongings import Belongings
 from agentfly.errors import AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
@@ -197,12 +198,33 @@ class Context:
             work.close()
             raise self._too_late()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        if self._call is not None:
-            self._call.works.add(future)
-            future.add_done_callback(self._call.works.discard)
-            if self._call.ended:  # just now, so that it may not have been seen
-                future.cancel()
+        ending = self._rollout if self._call is None else self._call
+        ending.works.add(future)
+        future.add_done_callback(ending.works.discard)
+        if ending.ended:  # just now, so that it may not have been seen
+            future.cancel()
         return future.result()
+
+    async def keep(
+        self,
+        key: object,
+        make: Callable[[Context], Coroutine[Any, Any, T]],
+        close: Callable[[T], Awaitable[object]],
+    ) -> T:
+        """An object that the rollout keeps between its calls: made once, and closed when the rollout ends.
+
+        Args:
+            key: what it is known by; the same object for the same key.
+            make: makes it, of the context of the whole rollout. A call's own ends with the call.
+            close: closes it, before the rollout's resources go back, and within ten seconds.
+
+        Raises:
+            ResourceError: the rollout is at its end.
+            Exception: what making it raises.
+        """
+        whole = copy.copy(self)
+        whole._call = None
+        return await self._rollout.belongings.get(key, lambda: make(whole), close)
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[Context]:
@@ -224,8 +246,13 @@ class Context:
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
-        self._rollout.ended = True
-        await self._engine.release_owner(self._owner)
+        try:
+            await self._rollout.belongings.close()
+        finally:
+            self._rollout.ended = True
+            for work in list(self._rollout.works):
+                work.cancel()
+            await self._engine.release_owner(self._owner)
 
     async def _request(
         self, spec: ResourceSpec[R], scope: Scope, timeout: float | None, callers: tuple[object, ...]
@@ -315,6 +342,8 @@ class _Shared:
         self.preparations: dict[int, _Preparation] = {}
         self.declared: dict[ResourceSpec[Any], None] = {}
         self.has_declared = False
+        self.belongings = Belongings()
+        self.works: set[concurrent.futures.Future[Any]] = set()
         self.ended = False
 
 

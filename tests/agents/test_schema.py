@@ -3,8 +3,8 @@ from __future__ import annotations
 import enum
 import json
 import pickle
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import cloudpickle
 import pytest
@@ -28,6 +28,20 @@ class Point:
 class Place(BaseModel):
     city: str
     points: list[Point] = []
+
+
+class Segment(TypedDict):
+    start: Point
+    note: NotRequired[str]
+
+
+@dataclass
+class Tree:
+    """A node."""
+
+    name: str
+    kind: Literal["leaf"] = "leaf"
+    children: list[Tree] = field(default_factory=list)
 
 
 def schema_of(**types: Any) -> ArgumentSchema:
@@ -60,6 +74,14 @@ def schema_of(**types: Any) -> ArgumentSchema:
         (Point, '{"x": "1"}', Point(1)),
         (Place, {"city": "Oslo", "points": [{"x": 1, "y": 2}]}, Place(city="Oslo", points=[Point(1, 2)])),
         (Annotated[int, Field(ge=1)], "1", 1),
+        (Place, {"city": "Oslo", "points": '[{"x": "1"}]'}, Place(city="Oslo", points=[Point(1)])),
+        (list[Colour], '["none"]', [Colour.NONE]),
+        (Segment, {"start": {"x": "1"}, "note": "0123"}, {"start": Point(1), "note": "0123"}),
+        (Segment | None, '{"start": {"x": 1}}', {"start": Point(1)}),
+        (tuple[int, str], '["1", "2"]', (1, "2")),
+        (list[Point | None], '[{"x": "1"}, null]', [Point(1), None]),
+        (bool | int, "true", True),
+        (int, "5.0", 5),
     ],
 )
 def test_a_value_is_read_as_the_type_where_that_loses_nothing(annotation: Any, given: Any, expected: Any) -> None:
@@ -163,3 +185,34 @@ def test_the_json_schema_is_json() -> None:
     schema = ArgumentSchema("look", [Argument("at", Place, required=False, default=Place(city="Oslo"))])
     assert json.loads(json.dumps(schema.json_schema)) == schema.json_schema
     assert schema.json_schema["properties"]["at"]["default"] == {"city": "Oslo", "points": []}
+
+
+def test_the_json_schema_has_no_references_which_chat_templates_do_not_know() -> None:
+    schema = ArgumentSchema(
+        "look",
+        [Argument("tree", Tree, "where"), Argument("colour", Colour), Argument("way", Segment), Argument("by", Place)],
+    )
+    text = json.dumps(schema.json_schema)
+    assert "$ref" not in text
+    assert "$defs" not in text
+    tree, colour = (schema.json_schema["properties"][name] for name in ("tree", "colour"))
+    assert tree["description"] == "where"
+    assert tree["properties"]["kind"] == {"type": "string", "default": "leaf", "enum": ["leaf"]}
+    assert tree["properties"]["children"]["items"] == {"type": "object"}  # a tree in a tree in a tree …
+    assert colour == {"type": "string", "enum": ["none", "red"]}
+    assert schema.describe().startswith('tree (object), colour (one of "none", "red"), way (object)')
+
+
+def test_a_type_that_holds_itself_is_read_to_its_depth() -> None:
+    given = {"name": "a", "children": [{"name": "b", "children": [{"name": "c"}]}]}
+    assert schema_of(it=Tree).validate({"it": json.dumps(given)}) == {
+        "it": Tree("a", children=[Tree("b", children=[Tree("c")])])
+    }
+
+
+def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
+    deep: Any = "x"
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(InvalidArguments, match="was not executed"):
+        schema_of(it=list[str]).validate({"it": deep})

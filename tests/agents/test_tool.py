@@ -19,18 +19,21 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from agentfly.agents import invocation
 from agentfly.agents.tool import FromTask, Tool, ToolResult, tool
 from agentfly.contexts.context import Context
 from agentfly.errors import (
     AcquireTimeout,
     InvalidArguments,
     PrerequisiteError,
+    ResourceDied,
     ToolCrashed,
     ToolDefinitionError,
     ToolError,
     ToolTimeout,
     ToolUnavailable,
     UnknownTool,
+    UsageError,
 )
 from agentfly.trajectory import Failure
 
@@ -202,6 +205,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_the_cure(function: Any
         ({"name": "look up"}, "letters, digits"),
         ({"timeout_s": 0}, "above 0"),
         ({"max_output_tokens": 0}, "at least 1"),
+        ({"retries": -1}, "at least 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], cure: str) -> None:
@@ -554,6 +558,59 @@ async def test_time_spent_waiting_for_resources_is_not_the_tools(
         return "done"
 
     assert (await queue.call({}, context)).observation == "done"
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invocation, "FIRST_PAUSE_S", 0.001)
+
+
+class Flaky:
+    """Fails as often as it is told, and counts."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        self.error, self.times, self.calls = error, times, 0
+
+    def look(self) -> str:
+        """Look."""
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
+        return "there"
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("error", [ConnectionResetError("peer"), httpx.ReadTimeout("slow"), ResourceDied("gone")])
+async def test_a_call_that_infrastructure_made_fail_is_made_again_as_often_as_the_tool_says(
+    error: Exception, context: Context
+) -> None:
+    flaky = Flaky(error, times=2)
+    assert (await tool(retries=2)(flaky.look).call({}, context)).observation == "there"
+    assert flaky.calls == 3
+    for retries in (0, 1):
+        flaky = Flaky(error, times=2)
+        with pytest.raises((ToolUnavailable, ResourceDied)):
+            await tool(retries=retries)(flaky.look).call({}, context)
+        assert flaky.calls == 1 + retries
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize(
+    "error", [ToolError("no such item"), ValueError("x"), UsageError("wrong"), PrerequisiteError("bwrap")]
+)
+async def test_what_the_model_caused_and_what_must_be_mended_is_never_tried_again(
+    error: Exception, context: Context
+) -> None:
+    flaky = Flaky(error, times=1)
+    with pytest.raises((ToolError, UsageError, PrerequisiteError)):
+        await tool(retries=5)(flaky.look).call({}, context)
+    assert flaky.calls == 1
+
+
+async def test_all_tries_together_have_the_tools_time(context: Context) -> None:
+    flaky = Flaky(ConnectionResetError("peer"), times=1000)
+    with pytest.raises(ToolTimeout):
+        await tool(retries=1000, timeout_s=0.1)(flaky.look).call({}, context)
 
 
 async def test_cancelling_the_caller_cancels_the_call(context: Context) -> None:

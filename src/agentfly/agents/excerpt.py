@@ -13,6 +13,8 @@ CHARS_PER_TOKEN = 4
 
 _LONG_TOKEN_CHARS = 16  # few tokens are longer: so much text, for each token that may stay, is looked at
 
+_PART = "\ufffd"  # what a part of a character is decoded to
+
 Cut = Callable[[str, int], str]
 """Cuts a text that has more than so many tokens down to its head and tail."""
 
@@ -80,8 +82,10 @@ class TokenCutter:
         """How many characters at the beginning have so many tokens."""
         window = text[: tokens * _LONG_TOKEN_CHARS]
         ids = self._coder.encode_text(window)
-        kept = self._coder.decode(ids[:tokens]).rstrip("\ufffd")  # half of a character
-        length = len(kept) if window.startswith(kept) else len(window) * tokens // max(1, len(ids))
+        kept = self._coder.decode(ids[:tokens])
+        while not window.startswith(kept) and kept.endswith(_PART):
+            kept = kept[:-1]
+        length = len(kept) if window.startswith(kept) else len(window) * tokens // len(ids)
         while length and self._count(text[:length]) > tokens:  # what is cut in two may have more than it had in one
             length -= 1 + length // 16
         return length
@@ -92,8 +96,10 @@ class TokenCutter:
             return 0
         window = text[-tokens * _LONG_TOKEN_CHARS :]
         ids = self._coder.encode_text(window)
-        kept = self._coder.decode(ids[-tokens:]).lstrip("\ufffd")
-        length = len(kept) if window.endswith(kept) else len(window) * tokens // max(1, len(ids))
+        kept = self._coder.decode(ids[-tokens:])
+        while not window.endswith(kept) and kept.startswith(_PART):
+            kept = kept[1:]
+        length = len(kept) if window.endswith(kept) else len(window) * tokens // len(ids)
         while length and self._count(text[len(text) - length :]) > tokens:
             length -= 1 + length // 16
         return length

@@ -176,7 +176,10 @@ class Rollout:
         limit = self._agent.max_tool_calls
         allowed = len(calls) if limit is None else max(0, min(len(calls), limit - self._tool_calls))
         started = time.perf_counter()
-        results = await execute_calls(calls[:allowed], self._agent, self._context, self._around.events, turn=turn)
+        cut = self._around.voice.cut
+        results = await execute_calls(
+            calls[:allowed], self._agent, self._context, self._around.events, turn=turn, cut=cut
+        )
         self.trajectory.seconds["tools"] += time.perf_counter() - started
         self._tool_calls += len(calls)
         for result in results:

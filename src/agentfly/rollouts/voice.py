@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.errors import ConfigError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
@@ -72,6 +73,11 @@ class Voice:
 
         chat = TemplateChatFormat(policy.tokenizer, answer) if isinstance(policy, Policy) else None
         return cls(agent, policy, chat, strategy)
+
+    @property
+    def cut(self) -> Cut:
+        """Cuts what tools say by the tokens of the policy's model, where they can be counted here."""
+        return TokenCutter(self.policy.tokenizer) if isinstance(self.policy, Policy) else cut_by_characters
 
     def speaker(self, sequences: list[TokenSequence], rollout_id: str, change: ChangeOfSampling = unchanged) -> Speaker:
         """The model's side of one conversation.

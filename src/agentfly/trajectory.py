@@ -255,7 +255,7 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
     """Write trajectories as JSON lines, one a line."""
     with Path(path).open("a" if append else "w", encoding="utf-8") as file:
         for trajectory in trajectories:
-            file.write(_to_line(trajectory))
+            file.write(trajectory_line(trajectory))
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
@@ -266,12 +266,14 @@ def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
                 yield Trajectory.from_json(json.loads(line))
 
 
-def _to_line(trajectory: Trajectory) -> str:
-    line = json.dumps(trajectory.to_json(), ensure_ascii=False, allow_nan=False)
+def trajectory_line(trajectory: Trajectory, **besides: Any) -> str:
+    """A trajectory as one line of JSON, with its line end; ``besides`` is kept with it, for who reads the JSON."""
+    value = trajectory.to_json() | besides
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         line.encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
-        line = json.dumps(trajectory.to_json(), allow_nan=False)
+        line = json.dumps(value, allow_nan=False)
     return line + "\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -29,101 +28,109 @@ def spec(name, capacity=1, **fields):
     return FakeSpec(world=FakeWorld(), name=name, capacity=capacity, **fields)
 
 
-@dataclass
-class Hall:
-    """Rollouts at the door of an admission, which note when they have begun."""
+@dataclass(eq=False)
+class Queue:
+    """A source of numbered rollouts, which notes which have begun."""
 
-    admission: Admission
+    numbers: list[int]
+    priority: int = 0
     begun: list[int] = field(default_factory=list)
-    ends: dict[int, asyncio.Event] = field(default_factory=dict)
     guests: dict[int, Guest] = field(default_factory=dict)
-    left: Callable[[], object] = bool  # called when one leaves, at once
 
-    def arrive(self, number):
-        self.ends[number] = asyncio.Event()
-        return asyncio.create_task(self.stay(number))
-
-    async def stay(self, number):
-        async with self.admission.turn() as self.guests[number]:
-            self.begun.append(number)
-            await self.ends[number].wait()
-        self.left()
+    def begin_next(self, guest):
+        if not self.numbers:
+            return False
+        number = self.numbers.pop(0)
+        self.begun.append(number)
+        self.guests[number] = guest
+        return True
 
 
-async def test_no_more_begin_than_may_run_and_in_the_order_of_arrival():
-    hall = Hall(Admission(2))
-    tasks = [hall.arrive(number) for number in range(4)]
-    await asyncio.sleep(0)
-    assert hall.begun == [0, 1]
-    hall.ends[1].set()
-    await tasks[1]
-    await asyncio.sleep(0)
-    assert hall.begun == [0, 1, 2]
-    for end in hall.ends.values():
-        end.set()
-    await asyncio.gather(*tasks)
+def test_no_more_begin_than_may_run_and_in_their_order():
+    admission, queue = Admission(2), Queue([0, 1, 2, 3])
+    admission.announce(queue)
+    assert queue.begun == [0, 1]
+    queue.guests[1].leave()
+    queue.guests[1].leave()  # again
+    assert queue.begun == [0, 1, 2]
+    queue.guests[0].leave()
+    queue.guests[2].leave()
+    assert queue.begun == [0, 1, 2, 3]
 
 
-async def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empties_lets_more():
-    hall, box = Hall(Admission(6)), spec("box", capacity=2)
-    tasks = [hall.arrive(number) for number in range(12)]
-    await asyncio.sleep(0.01)
-    assert hall.begun == [0, 1, 2, 3, 4, 5]
-    waits = [hall.guests[number].notice((box,), Scope.ROLLOUT) for number in range(6)]
+def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empties_lets_more():
+    admission, queue, box = Admission(6), Queue(list(range(12))), spec("box", capacity=2)
+    admission.announce(queue)
+    assert queue.begun == [0, 1, 2, 3, 4, 5]
+    waits = [queue.guests[number].notice((box,), Scope.ROLLOUT) for number in range(6)]
     for wait in waits:
         wait.__enter__()  # the third in line and those after it find two before them: the limit falls to two
     for number in range(3):
         waits[number].__exit__(None, None, None)
-        hall.ends[number].set()
-    await asyncio.sleep(0.01)
-    assert hall.begun == [0, 1, 2, 3, 4, 5]  # three could run, but three are ahead
+        queue.guests[number].leave()
+    assert queue.begun == [0, 1, 2, 3, 4, 5]  # three could run, but three are ahead
     waits[3].__exit__(None, None, None)
     waits[4].__exit__(None, None, None)
-    await asyncio.sleep(0.01)
-    assert hall.begun == [0, 1, 2, 3, 4, 5, 6]
+    assert queue.begun == [0, 1, 2, 3, 4, 5, 6]
     waits[5].__exit__(None, None, None)  # the line is empty: one more may be ahead
-    await asyncio.sleep(0.01)
-    assert hall.begun == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    for end in hall.ends.values():
-        end.set()
-    await asyncio.sleep(0.01)
-    assert hall.begun == list(range(12))
-    await asyncio.gather(*tasks)
+    assert queue.begun == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    for number in range(12):
+        queue.guests[number].leave()
+    assert queue.begun == list(range(12))
 
 
-@pytest.mark.parametrize("admitted", [False, True])
-async def test_who_is_cancelled_at_the_door_takes_nobodys_place(admitted):
-    hall = Hall(Admission(1))
-    first, second, third = (hall.arrive(number) for number in range(3))
-    await asyncio.sleep(0)
-    if admitted:
-        hall.left = second.cancel  # it is let in, and not there to notice
-        hall.ends[0].set()
-        await first
-    else:
-        second.cancel()
-        await asyncio.wait({second})
-        hall.ends[0].set()
-    await asyncio.sleep(0.01)
-    assert hall.begun == [0, 2]
-    hall.ends[2].set()
-    await third
+def test_those_of_higher_priority_begin_first_and_of_equal_ones_those_that_were_asked_for_first():
+    admission, first, second, urgent = Admission(1), Queue([1, 2]), Queue([3]), Queue([4, 5], priority=1)
+    for queue in (first, second, urgent):
+        admission.announce(queue)
+    order = [1]
+    current = first.guests[1]
+    for queue in (urgent, urgent, first, second):
+        current.leave()
+        order.append(queue.begun[-1])
+        current = queue.guests[queue.begun[-1]]
+    assert order == [1, 4, 5, 2, 3]
+    first.numbers.append(6)
+    second.numbers.append(7)
+    admission.announce(second)
+    admission.announce(first)  # it keeps the place that it had
+    current.leave()
+    assert first.begun == [1, 2, 6]
+
+
+def test_those_who_wait_for_a_resource_with_lower_priority_do_not_keep_evaluation_from_beginning():
+    admission, box = Admission(8), spec("box", capacity=1)
+    training, evaluation = Queue(list(range(8))), Queue([8, 9], priority=1)
+    admission.announce(training)
+    with contextlib.ExitStack() as waits:
+        for guest in list(training.guests.values())[:4]:
+            waits.enter_context(guest.notice((box,), Scope.ROLLOUT))
+        for guest in list(training.guests.values())[4:6]:
+            guest.leave()
+        training.numbers += [10, 11]
+        admission.announce(training)
+        admission.announce(evaluation)
+        assert training.begun == list(range(8))  # six are ahead where five may be
+        assert evaluation.begun == [8, 9]
+
+
+def test_a_source_that_is_forgotten_has_nobody_let_in():
+    admission, queue = Admission(1), Queue([0, 1])
+    admission.announce(queue)
+    admission.forget(queue)
+    queue.guests[0].leave()
+    assert queue.begun == [0]
 
 
 @pytest.mark.parametrize(("fields", "limited"), [({"max_concurrency": 1}, True), ({}, False)])
-async def test_places_of_a_shared_resource_are_the_seats_of_its_replicas(fields, limited):
-    hall, judge = Hall(Admission(4)), spec("judge", capacity=2, replicas=2, **fields)
-    tasks = [hall.arrive(number) for number in range(5)]
-    await asyncio.sleep(0.01)
+def test_places_of_a_shared_resource_are_the_seats_of_its_replicas(fields, limited):
+    admission, queue, judge = Admission(4), Queue(list(range(5))), spec("judge", capacity=2, replicas=2, **fields)
+    admission.announce(queue)
     with contextlib.ExitStack() as waits:
         for number in range(4):
-            waits.enter_context(hall.guests[number].notice((judge,), Scope.GLOBAL))
-        hall.ends[0].set()
-        await asyncio.sleep(0.01)
-        assert (4 in hall.begun) is not limited
-    for end in hall.ends.values():
-        end.set()
-    await asyncio.gather(*tasks)
+            waits.enter_context(queue.guests[number].notice((judge,), Scope.GLOBAL))
+        queue.guests[0].leave()
+        assert (4 in queue.begun) is not limited
 
 
 # --- in whole runs ----------------------------------------------------------------------------------------------------
@@ -200,6 +207,26 @@ def test_evaluation_goes_before_prefetched_training_rollouts_and_needs_none_of_t
     took, waiting = in_virtual_time(scene, tmp_path)
     assert waiting > 0  # training still waits
     assert took <= 1 + 2 * 6 + 1
+
+
+def test_evaluation_on_the_same_runner_goes_before_training_that_holds_every_resource(tmp_path):
+    box = spec("box", capacity=8)
+
+    async def scene(engine):
+        agent = agent_with(using(box))
+        policy = ScriptedPolicy(lambda prompt, turn: agent.format.write("use", {}) if turn == 0 else "Done.", seconds=1)
+        async with Runner(agent, policy=policy, engine=engine, max_concurrent_rollouts=16) as runner:
+            training = runner.batch([Task(f"t{number}") for number in range(64)], label="training")
+            await asyncio.sleep(2)  # eight use the boxes, the others wait for one
+            held_out = [Task(f"e{number}") for number in range(8)]
+            began = asyncio.get_running_loop().time()
+            results = await runner.collect(held_out, priority=1)
+            return asyncio.get_running_loop().time() - began, training.state, results
+
+    took, training, results = in_virtual_time(scene, tmp_path)
+    assert [result.finish for result in results] == ["answered"] * 8
+    assert took <= 4 + 6 + 6 + 2  # the boxes come back within four seconds, and training gets none in between
+    assert training.waiting >= 32
 
 
 def test_many_rollouts_that_need_two_pools_in_opposite_order_all_finish_if_the_tools_say_so(tmp_path):

@@ -14,8 +14,9 @@ from agentfly.errors import Boundary, ResourceStartError, ToolError
 from agentfly.events import EventStream, RolloutFinished
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.health import TooManyFailures
 from agentfly.rollouts.run import run
-from agentfly.rollouts.runner import Runner, TooManyFailures
+from agentfly.rollouts.runner import Runner
 from agentfly.task import Task
 from agentfly.tokens import Origin
 from agentfly.trajectory import FinishReason

@@ -12,10 +12,11 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError
 from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.rollouts.traits import agent_traits
 from agentfly.run_directory import RunDirectory
 from agentfly.training.checkpoints import Place
 from agentfly.training.config import TrainConfig
-from agentfly.training.resume import FREE_TO_CHANGE, agent_traits, forget_after, require_same_run
+from agentfly.training.resume import FREE_TO_CHANGE, forget_after, require_same_run
 from agentfly.viewing.metrics import MetricsWriter
 
 

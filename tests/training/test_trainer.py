@@ -28,7 +28,7 @@ from agentfly.events import (
 )
 from agentfly.policies.load import load_policy
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.runner import TooManyFailures
+from agentfly.rollouts.health import TooManyFailures
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner, UpdateStopped

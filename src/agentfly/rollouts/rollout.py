@@ -93,13 +93,13 @@ class Rollout:
             trajectory.finish = FinishReason.CANCELLED
             raise
         finally:
-            self._around.voice.forget(trajectory.rollout_id)
             try:
                 await asyncio.shield(self._context.close())
             finally:  # also if it is cancelled again
                 trajectory.seconds["waiting"] = self._context.waited_seconds
                 trajectory.seconds["total"] = time.perf_counter() - started
                 events.emit(_finished_event(trajectory))
+                self._around.voice.forget(trajectory.rollout_id)
         return trajectory
 
     async def _play(self) -> None:

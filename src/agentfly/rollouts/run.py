@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
+from agentfly.errors import ConfigError
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
-from agentfly.rollouts.runner import Runner
+from agentfly.rollouts.record import RolloutRecord
+from agentfly.rollouts.runner import BatchSettings, Runner
 from agentfly.rollouts.summary import occupancy_metrics, summarize
+from agentfly.run_directory import Kind, RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Trajectory
 
@@ -46,6 +51,10 @@ async def run(
     sampling: Callable[[SamplingParams], SamplingParams] | None = None,
     label: str | None = None,
     priority: int = 0,
+    run_dir: RunDirectory | Path | str | None = None,
+    resume: bool = False,
+    kind: Kind = "rollout",
+    step: int = 0,
     **runner_settings: Any,
 ) -> RunResult:
     """Roll an agent out on tasks and score what it did.
@@ -59,8 +68,13 @@ async def run(
         reward: scores each rollout.
         attempts: rollouts a task; they form a group.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
-        label: begins the ids of the rollouts; see `Runner.stream`.
-        priority: of the rollouts' requests for resources; higher goes first.
+        label: begins the ids of the rollouts; see `BatchSettings`.
+        priority: rollouts of a higher one begin, and get resources, first.
+        run_dir: a directory in which each trajectory is saved as soon as it has finished.
+        resume: go on with what was begun in ``run_dir``: what had finished there is not run again, what infrastructure
+            had spoiled is. Agent, model, reward and sampling have to be as they were; there may be more tasks.
+        kind, step: what the file in ``run_dir`` is named after: what is rolled out for, and how many steps the model
+            was trained.
         runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
@@ -68,12 +82,23 @@ async def run(
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     rows = as_tasks(tasks)
+    if resume and run_dir is None:
+        raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+    run = run_dir if isinstance(run_dir, RunDirectory) or run_dir is None else RunDirectory(run_dir)
+    record = None if run is None else RolloutRecord(run.trajectories_file(step, kind), resume=resume)
     with ended_by_sigterm():
-        async with Runner(agent, reward=reward, **runner_settings) as runner:
-            before = runner.occupancy()
-            trajectories = await runner.collect(
-                rows, attempts=attempts, sampling=sampling, label=label, priority=priority
+        async with Runner(agent, reward=reward, **runner_settings) as runner, AsyncExitStack() as stack:
+            settings = BatchSettings(
+                attempts=attempts, sampling=sampling, label=label, priority=priority, record=record
             )
+            if run is not None and record is not None:
+                settings["label"] = label or record.about.get("label") or uuid.uuid4().hex[:8]
+                about = {"label": settings["label"], "tasks": len(rows), "attempts": attempts}
+                run.ensure()
+                stack.callback(run.remove_if_empty)
+                await stack.enter_async_context(record.opened(runner.traits(sampling), about))
+            before = runner.occupancy()
+            trajectories = await runner.collect(rows, **settings)
             resources = occupancy_metrics(before, runner.occupancy())
     return RunResult(trajectories, summarize(trajectories) | resources)
 
@@ -87,11 +112,15 @@ async def evaluate(
     temperature: float = 0.0,
     label: str | None = None,
     priority: int = 1,
+    run_dir: RunDirectory | Path | str | None = None,
+    resume: bool = False,
+    step: int = 0,
     **runner_settings: Any,
 ) -> RunResult:
     """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`.
 
-    Its requests for resources go before those of a `run` on the same engine.
+    Its requests for resources go before those of a `run` on the same engine, and its rollouts begin before those of
+    other batches of the same runner.
     """
     return await run(
         agent,
@@ -101,5 +130,9 @@ async def evaluate(
         sampling=lambda params: replace(params, temperature=temperature),
         label=label,
         priority=priority,
+        run_dir=run_dir,
+        resume=resume,
+        kind="eval",
+        step=step,
         **runner_settings,
     )

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.tool import Tool
-from agentfly.errors import AgentFlyError, ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.instances.attendance import Occupancy
-from agentfly.rollouts.admission import Admission
+from agentfly.rollouts.admission import Admission, Guest
+from agentfly.rollouts.backlog import Backlog
+from agentfly.rollouts.batch import Batch
 from agentfly.rollouts.foresight import Foresight
+from agentfly.rollouts.group_scoring import group_scorer
+from agentfly.rollouts.health import Health
+from agentfly.rollouts.record import RolloutRecord
 from agentfly.rollouts.rollout import Rollout, Surroundings
+from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import Voice, require_strategy, unchanged
 from agentfly.task import Task
-from agentfly.trajectory import Failure, FinishReason, Trajectory
-
-
-class TooManyFailures(AgentFlyError):
-    """So many rollouts failed for reasons the policy could not cause that going on would be a waste."""
+from agentfly.trajectory import Trajectory
 
 
 def require_agent(agent: object) -> None:
@@ -45,6 +47,25 @@ def require_agent(agent: object) -> None:
     if callable(agent) and name:
         raise UsageError(f"{name} is not an Agent. If it makes one, call it and pass an Agent, e.g. {name}('tiny').")
     raise UsageError(f"A {type(agent).__name__} is not an Agent. Pass an Agent, e.g. Agent(model='tiny').")
+
+
+class BatchSettings(TypedDict, total=False):
+    """How a batch of rollouts is run.
+
+    Attributes:
+        attempts: rollouts a task; they form a group. 1 if not given.
+        sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
+        label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens from
+            a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
+        priority: higher ones begin, and get resources, first. 0 if not given.
+        record: where finished rollouts are written, and found again; to be opened before.
+    """
+
+    attempts: int
+    sampling: Callable[[SamplingParams], SamplingParams] | None
+    label: str | None
+    priority: int
+    record: RolloutRecord | None
 
 
 class Runner:
@@ -65,7 +86,8 @@ class Runner:
             those that run wait for resources (see `Admission`).
         strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
             ``"step"``, one for each turn.
-        max_failure_share: the run stops once more than this share of a batch failed for infrastructure's reasons.
+        max_failure_share: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
+            infrastructure's reasons (see `Health`).
 
     Raises:
         UsageError: ``agent`` is not an `Agent`.
@@ -96,6 +118,8 @@ class Runner:
         self._max_concurrent = max_concurrent_rollouts
         self._max_failure_share = max_failure_share
         self._owned = AsyncExitStack()
+        self._admission = Admission(max_concurrent_rollouts)
+        self._batches: set[Batch] = set()
         self._around: Surroundings | None = None
 
     async def __aenter__(self) -> Self:
@@ -117,86 +141,81 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._around = None
-        await self._owned.aclose()
+        try:
+            async with asyncio.TaskGroup() as closing:
+                for batch in self._batches:
+                    closing.create_task(batch.close())
+        finally:
+            await self._owned.aclose()
 
     def occupancy(self) -> dict[str, Occupancy]:
         """How much the engine's instances were leased and used so far, by the labels of their specs."""
         return self._require_entered().engine.occupancy()
 
-    async def collect(self, tasks: Sequence[Task], **settings: Any) -> list[Trajectory]:
-        """All trajectories, in the order of the tasks and attempts. Settings: as of `stream`."""
-        trajectories = [trajectory async for trajectory in self.stream(tasks, **settings)]
-        return sorted(trajectories, key=lambda t: (_task_index(t), t.attempt))
+    def batch(self, tasks: Iterable[Task] = (), **settings: Unpack[BatchSettings]) -> Batch:
+        """Rollouts that run side by side and are handed out as they finish, with more to be added at any time.
 
-    async def stream(
-        self,
-        tasks: Sequence[Task],
-        *,
-        attempts: int = 1,
-        sampling: Callable[[SamplingParams], SamplingParams] | None = None,
-        label: str | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[Trajectory]:
-        """Trajectories as they finish. Leaving the iteration cancels what still runs and gives its resources back.
+        Several batches of a runner may be under way at once; those of higher priority go first.
 
         Args:
-            tasks: the tasks.
-            attempts: rollouts a task; they form a group.
-            sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
-            label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens
-                from a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
-            priority: of the rollouts' requests for resources; higher goes first.
+            tasks: the tasks to begin with. They are read on the event loop, a few ahead of what begins, so that there
+                may be any number of them.
+            settings: see `BatchSettings`.
+        """
+        around = self._require_entered()
+        label = settings.get("label") or uuid.uuid4().hex[:8]
+        priority = settings.get("priority", 0)
+        sampling = settings.get("sampling") or unchanged
+
+        def make(trajectory: Trajectory, guest: Guest) -> Rollout:
+            return Rollout(around, trajectory, sampling=sampling, priority=priority, notice=guest.notice)
+
+        batch = Batch(
+            make,
+            admission=self._admission,
+            backlog=Backlog(label, Foresight(around).expect),
+            health=Health(self._max_failure_share, self._max_concurrent),
+            attempts=settings.get("attempts", 1),
+            priority=priority,
+            record=settings.get("record"),
+            score_group=group_scorer(self._reward, around.engine, self._events),
+        )
+        self._batches = {batch, *(other for other in self._batches if not other.closed)}
+        batch.add(tasks)
+        return batch
+
+    async def stream(self, tasks: Iterable[Task], **settings: Unpack[BatchSettings]) -> AsyncIterator[Trajectory]:
+        """Trajectories as they finish. Leaving the iteration cancels what still runs and gives its resources back.
+
+        Arguments: as of `batch`.
 
         Raises:
-            TooManyFailures: more than ``max_failure_share`` of the batch, or all of it, was spoiled by infrastructure.
+            TooManyFailures: infrastructure has spoiled too many rollouts, or each of them.
         """
-        if attempts < 1:
-            raise ConfigError(f"attempts={attempts}: a task needs at least one attempt.")
-        around = self._require_entered()
-        label = label or uuid.uuid4().hex[:8]
-        finished: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
-        admission = Admission(self._max_concurrent)
-        foresight = Foresight(around, tasks)
-
-        stopping = False
-
-        async def play(index: int, task: Task, attempt: int) -> Trajectory:
-            group_id = f"{label}-{index}"
-            async with admission.turn() as guest:
-                foresight.begins(index)
-                trajectory = Trajectory(f"{group_id}.{attempt}", group_id, task, attempt)
-                try:
-                    rollout = Rollout(
-                        around, trajectory, sampling=sampling or unchanged, priority=priority, notice=guest.notice
-                    )
-                    return await rollout.run()
-                except asyncio.CancelledError as error:
-                    if stopping:
-                        raise
-                    trajectory.finish = FinishReason.FAILED  # something in the rollout cancelled it from within
-                    trajectory.failure = Failure.of(error)
-                    return trajectory
-
-        running = set()
-        try:
-            for index, task in enumerate(tasks):
-                for attempt in range(attempts):
-                    rollout = asyncio.create_task(play(index, task, attempt))
-                    rollout.add_done_callback(finished.put_nowait)
-                    running.add(rollout)
-            health = _Health(self._max_failure_share, len(running))
-            while running:
-                rollout = await finished.get()
-                running.discard(rollout)
-                trajectory = rollout.result()
-                health.count(trajectory)
+        async with self.batch(tasks, **settings) as batch:
+            async for trajectory in batch:
                 yield trajectory
-            health.require_any_sound()
-        finally:
-            stopping = True
-            for rollout in running:
-                rollout.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+
+    async def collect(self, tasks: Iterable[Task], **settings: Unpack[BatchSettings]) -> list[Trajectory]:
+        """All trajectories, in the order of the tasks and attempts. Arguments and errors: as of `stream`."""
+        async with self.batch(tasks, **settings) as batch:
+            trajectories = [trajectory async for trajectory in batch]
+        return sorted(trajectories, key=lambda t: (_task_number(t), t.attempt))
+
+    def traits(self, change: Callable[[SamplingParams], SamplingParams] | None = None) -> dict[str, Any]:
+        """What shapes the rollouts, as JSON-able values by name, so that they are told apart from other ones.
+
+        Args:
+            change: changes the agent's sampling.
+        """
+        sampling = asdict(self._require_entered().voice.sampling(change or unchanged))
+        return {
+            "the model": str(self._agent.model),
+            "the reward": None if self._reward is None else self._reward.name,
+            "the strategy": self._strategy,
+            **{f"the agent's {name}": value for name, value in agent_traits(self._agent).items()},
+            **{f"the sampling's {name}": value for name, value in sampling.items()},
+        }
 
     def _require_entered(self) -> Surroundings:
         if self._around is None:
@@ -204,39 +223,5 @@ class Runner:
         return self._around
 
 
-class _Health:
-    """Counts what infrastructure spoiled of a batch, and stops a run that has lost too much of it."""
-
-    def __init__(self, max_failure_share: float, batch: int) -> None:
-        self._limit = max_failure_share * batch
-        self._ended = 0
-        self._kinds: Counter[str] = Counter()
-        self._examples: dict[str, Failure] = {}
-
-    def count(self, trajectory: Trajectory) -> None:
-        self._ended += 1
-        if trajectory.infrastructure_failed:
-            failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
-            self._kinds[failure.kind] += 1
-            self._examples.setdefault(failure.kind, failure)
-        if self._kinds.total() > self._limit:
-            raise self._error()
-
-    def require_any_sound(self) -> None:
-        """Called when all rollouts have ended: a run in which not one was sound has no result to return."""
-        if self._ended and self._kinds.total() == self._ended:
-            raise self._error()
-
-    def _error(self) -> TooManyFailures:
-        kind, count = self._kinds.most_common(1)[0]
-        example = self._examples[kind]
-        place = f" (raised at {example.place})" if example.place else ""
-        return TooManyFailures(
-            f"{self._kinds.total()} of {self._ended} rollouts failed for reasons that the policy could not cause; "
-            f"stopping. The most frequent was {kind} ({count} times), for instance: "
-            f"{example.message}{place}"
-        )
-
-
-def _task_index(trajectory: Trajectory) -> int:
+def _task_number(trajectory: Trajectory) -> int:
     return int(trajectory.group_id.rpartition("-")[2])

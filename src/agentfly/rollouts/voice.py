@@ -87,10 +87,7 @@ class Voice:
             rollout_id: the conversation's name, under which the policy may keep what it knows of earlier turns.
             change: changes how the agent samples.
         """
-        agent, policy = self.agent, self.policy
-        sampling = change(
-            SamplingParams(agent.temperature, agent.top_p, agent.top_k, max_tokens=agent.max_tokens_per_turn)
-        )
+        agent, policy, sampling = self.agent, self.policy, self.sampling(change)
         if self.chat is None or not isinstance(policy, Policy):
             assert isinstance(policy, ChatPolicy)
             tape = Tape(sequences, max_tokens=sys.maxsize, stop_ids=())
@@ -101,6 +98,11 @@ class Voice:
         strategy = STRATEGIES[self.strategy](self.chat, tape)
         sampling = replace(sampling, stop_ids=self.chat.stop_ids)
         return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id)
+
+    def sampling(self, change: ChangeOfSampling = unchanged) -> SamplingParams:
+        """How the agent samples, perhaps changed; the ids at which its format stops not among it."""
+        agent = self.agent
+        return change(SamplingParams(agent.temperature, agent.top_p, agent.top_k, max_tokens=agent.max_tokens_per_turn))
 
     def forget(self, rollout_id: str) -> None:
         """The conversation of this name has ended: what the policy keeps for it may go."""

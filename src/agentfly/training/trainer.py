@@ -32,6 +32,7 @@ from agentfly.policies.policy import Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
+from agentfly.rollouts.traits import agent_traits
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
@@ -47,7 +48,7 @@ from agentfly.training.checkpoints import (
 )
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner
-from agentfly.training.resume import agent_traits, forget_after, require_same_run
+from agentfly.training.resume import forget_after, require_same_run
 from agentfly.training.rows import RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy

@@ -1,0 +1,85 @@
+"""Backlog: the rollouts of a batch that have not begun."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+
+from agentfly.rollouts.foresight import AHEAD
+from agentfly.rollouts.group import Group
+from agentfly.task import Task
+
+
+class Backlog:
+    """Groups in the order in which they were added, read from where they come from only as far as needed.
+
+    Args:
+        label: begins the ids of the groups; their numbers, from 0, follow.
+        expect: told of each task some tasks before its turn comes.
+    """
+
+    def __init__(self, label: str, expect: Callable[[Task], None]) -> None:
+        self._label = label
+        self._expect = expect
+        self._sources: deque[tuple[Iterator[Task], int]] = deque()
+        self._read: deque[Group] = deque()
+        self._numbers = 0
+        self._occurrences: Counter[str] = Counter()
+        self._unread: int | None = 0
+
+    @property
+    def rollouts(self) -> int | None:
+        """How many rollouts wait; None while that is not known, because an iterator has not been read to its end."""
+        return None if self._unread is None else self._unread + sum(group.waiting for group in self._read)
+
+    def add(self, tasks: Iterable[Task], attempts: int) -> None:
+        """Add groups of so many attempts at each of the tasks."""
+        size = len(tasks) if isinstance(tasks, Sized) else None
+        self._sources.append((iter(tasks), attempts))
+        if size is None:
+            self._unread = None
+        elif self._unread is not None:
+            self._unread += size * attempts
+
+    def group(self) -> Group | None:
+        """The group whose next attempt comes next; None if nothing waits.
+
+        Raises: what the iterator of the tasks raises.
+        """
+        while True:
+            while self._sources and len(self._read) <= AHEAD:
+                self._read_one()
+            if not self._read or self._read[0].waiting:
+                break
+            self._read.popleft()
+        return self._read[0] if self._read else None
+
+    def find(self, group_id: str) -> Group | None:
+        """A group that waits, wholly or in part, with all that come before it read; None if there is none."""
+        label, _, number = group_id.rpartition("-")
+        if label != self._label or not number.isdigit():
+            return None
+        while self._numbers <= int(number) and self._sources:
+            self._read_one()
+        return next((group for group in self._read if group.group_id == group_id), None)
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        self._sources.clear()
+        self._read.clear()
+        self._unread = 0
+
+    def _read_one(self) -> None:
+        tasks, attempts = self._sources[0]
+        task = next(tasks, None)
+        if task is None:
+            self._sources.popleft()
+            if not self._sources:
+                self._unread = 0
+            return
+        if self._unread is not None:
+            self._unread -= attempts
+        self._expect(task)
+        self._read.append(Group(f"{self._label}-{self._numbers}", task, self._occurrences[task.id], attempts))
+        self._numbers += 1
+        self._occurrences[task.id] += 1

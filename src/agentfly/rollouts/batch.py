@@ -1,0 +1,387 @@
+"""Batch: rollouts that were asked for, which begin when they may and are handed out as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from agentfly.errors import ConfigError, UsageError
+from agentfly.rollouts.admission import Admission, Guest
+from agentfly.rollouts.backlog import Backlog
+from agentfly.rollouts.crew import Crew, Work
+from agentfly.rollouts.group import Group
+from agentfly.rollouts.group_scoring import ScoreGroup
+from agentfly.rollouts.health import Health
+from agentfly.rollouts.record import RolloutRecord
+from agentfly.rollouts.rollout import Rollout
+from agentfly.task import Task
+from agentfly.trajectory import Failure, FinishReason, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """How far a batch is, in numbers of rollouts.
+
+    Attributes:
+        waiting: have not begun; None while that is not known, because the tasks come from an iterator.
+        running: have begun and not ended, or their group is being scored.
+        ready: have ended and were not handed out yet.
+        handed_out: were handed out.
+        cancelled: have ended because they were cancelled, after they had begun.
+    """
+
+    waiting: int | None
+    running: int
+    ready: int
+    handed_out: int
+    cancelled: int
+
+    @property
+    def kept(self) -> int:
+        """Those that have begun and were not handed out: what there is beyond what was enough."""
+        return self.running + self.ready
+
+
+class Batch:
+    """Rollouts that run side by side, and are handed out as they finish; more of them can be added at any time.
+
+    Made by `Runner.batch`. Iterating hands out each trajectory once, and ends when nothing is left that was added:
+
+    ``async with runner.batch(tasks, attempts=8) as batch: async for trajectory in batch: …``
+
+    Whoever has enough leaves the loop. The rest runs on, also while nobody iterates, and comes first when somebody does
+    again; or `cancel` ends it. Leaving the block cancels what has not ended and gives its resources back.
+
+    Args:
+        make: makes the rollout that fills a trajectory, and tells the guest of its waits for resources.
+        admission: lets the rollouts begin.
+        backlog: holds those that have not begun.
+        health: says when too many were spoiled.
+        attempts: rollouts a task, if not said otherwise.
+        priority: rollouts of a higher one begin, and get resources, first.
+        record: where what has finished is written, and found again.
+        score_group: scores groups. The trajectories of a group are then handed out together, once it is whole.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Trajectory, Guest], Rollout],
+        *,
+        admission: Admission,
+        backlog: Backlog,
+        health: Health,
+        attempts: int = 1,
+        priority: int = 0,
+        record: RolloutRecord | None = None,
+        score_group: ScoreGroup | None = None,
+    ) -> None:
+        self.priority = priority
+        self._make = make
+        self._admission = admission
+        self._backlog = backlog
+        self._health = health
+        self._attempts = _checked_attempts(attempts)
+        self._record = record
+        self._score_group = score_group
+        self._crew = Crew(self._give_up)
+        self._groups: dict[str, Group] = {}  # that have begun and are not whole
+        self._writes: set[asyncio.Future[None]] = set()
+        self._ready: OrderedDict[str, Trajectory] = OrderedDict()
+        self._whole: OrderedDict[str, Group] = OrderedDict()  # of which nothing was handed out alone
+        self._begun = self._handed_out = self._cancelled = 0
+        self._news = asyncio.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+
+    # --- what is asked for --------------------------------------------------------------------------------------------
+
+    def add(self, tasks: Iterable[Task], *, attempts: int | None = None) -> None:
+        """Ask for more rollouts, which begin after those that were asked for before.
+
+        Args:
+            tasks: the tasks. Any iterable: it is read, on the event loop, a few tasks ahead of what begins.
+            attempts: rollouts a task; as the batch was made with if not given.
+
+        Raises:
+            UsageError: the batch is closed.
+        """
+        if self._closed:
+            raise UsageError("This batch is closed. Make another one with runner.batch(…).")
+        self._backlog.add(tasks, self._attempts if attempts is None else _checked_attempts(attempts))
+        self._admission.announce(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @property
+    def state(self) -> BatchState:
+        """How far it is."""
+        ready = len(self._ready)
+        return BatchState(
+            waiting=self._backlog.rollouts,
+            running=self._begun - ready - self._handed_out,
+            ready=ready,
+            handed_out=self._handed_out,
+            cancelled=self._cancelled,
+        )
+
+    # --- what comes of it ---------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Trajectory:
+        """The next trajectory.
+
+        Raises:
+            StopAsyncIteration: all that was added was handed out.
+            TooManyFailures: infrastructure has spoiled too many rollouts, or each of them. The rest was cancelled.
+        """
+        while not self._ready:
+            if not await self._more():
+                raise StopAsyncIteration
+        trajectory = next(iter(self._ready.values()))
+        if group := self._whole.pop(trajectory.group_id, None) or self._groups.get(trajectory.group_id):
+            group.taken_apart = True
+        return self._hand_out(trajectory)
+
+    async def groups(self) -> AsyncIterator[list[Trajectory]]:
+        """The trajectories by groups, each as it becomes whole, in the order of the attempts.
+
+        A group of which a trajectory was handed out alone before does not come again.
+
+        Raises:
+            TooManyFailures: as iterating.
+        """
+        while self._whole or await self._more():
+            if self._whole:
+                yield self._hand_out_group()
+
+    async def take(self, groups: int, *, rest: Literal["keep", "cancel"] = "keep") -> list[Trajectory]:
+        """The trajectories of as many groups as are enough, the first to become whole; of all if there are no more.
+
+        A cancelled group does not count as one, and its trajectories are in the answer all the same.
+
+        Args:
+            groups: how many are enough.
+            rest: what becomes of the others: ``keep`` lets them run on, for the next call; ``cancel`` ends them. The
+                answer then holds all that had begun, with `FinishReason.CANCELLED` where it had not ended.
+
+        Raises:
+            TooManyFailures: as iterating. What has finished can still be iterated over.
+        """
+        while sum(group.complete for group in self._whole.values()) < groups and await self._more():
+            pass
+        if rest == "cancel":
+            await self.cancel()
+        taken: list[Trajectory] = []
+        while self._whole and (groups > 0 or rest == "cancel"):
+            groups -= next(iter(self._whole.values())).complete
+            taken += self._hand_out_group()
+        return taken
+
+    async def _more(self) -> bool:
+        """Wait until something has changed; False if nothing will."""
+        if self._error is not None:
+            raise self._error
+        if self._closed or not (self.state.running or self._backlog.rollouts != 0):
+            if error := self._health.verdict():
+                raise error
+            return False
+        self._news.clear()
+        await self._news.wait()
+        return True
+
+    def _hand_out(self, trajectory: Trajectory) -> Trajectory:
+        self._handed_out += 1
+        return self._ready.pop(trajectory.rollout_id)
+
+    def _hand_out_group(self) -> list[Trajectory]:
+        _, group = self._whole.popitem(last=False)
+        return [self._hand_out(trajectory) for trajectory in group.in_order]
+
+    # --- how it ends --------------------------------------------------------------------------------------------------
+
+    def cancel_group(self, group_id: str) -> None:
+        """End the attempts of a group: none begins any more, and those that run are cancelled.
+
+        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back.
+
+        Raises:
+            UsageError: no attempt of such a group waits or runs.
+        """
+        group = self._groups.get(group_id) or self._backlog.find(group_id)
+        if group is None or group.whole:
+            raise UsageError(f"There is no group {group_id!r} in this batch of which an attempt waits or runs.")
+        group.cancelled = True
+        self._crew.cancel(group)
+        self._notice_whole(group)
+
+    async def cancel(self) -> None:
+        """End all that has not ended; return when it has, its resources given back.
+
+        What had begun is handed out with `FinishReason.CANCELLED`; what had not is forgotten. More can be added then.
+        """
+        self._backlog.clear()
+        for group in {*self._groups.values(), *self._crew.groups()}:
+            group.cancelled = True
+            self._notice_whole(group)
+        await self._crew.end(self._writes)
+
+    async def close(self) -> None:
+        """End all that has not ended, hand nothing out any more, and return when everything is given back."""
+        self._closed = True
+        self._admission.forget(self)
+        self._backlog.clear()
+        await self._crew.end(self._writes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- one rollout --------------------------------------------------------------------------------------------------
+
+    def begin_next(self, guest: Guest) -> bool:
+        """Begin the next rollout; those that had finished in an earlier run are not run again."""
+        try:
+            while not self._over and (group := self._backlog.group()) is not None:
+                self._groups.setdefault(group.group_id, group)
+                trajectory = group.begin()
+                self._begun += 1
+                finished = self._record.finished(group, trajectory.attempt) if self._record is not None else None
+                if finished is None:
+                    work = Work(group, trajectory)
+                    self._crew.start(work, self._play(work, trajectory, guest))
+                    return True
+                group.scored += finished.scored
+                self._ended(group, finished.trajectory)
+        except Exception as error:  # of the tasks' iterator, or of a task that is not the one recorded
+            self._fail(error)
+        self._news.set()
+        return False
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._error is not None
+
+    async def _play(self, work: Work, trajectory: Trajectory, guest: Guest) -> None:
+        """Run a rollout to its end, whatever happens in it."""
+        work.begun = True
+        group = work.group
+        try:
+            if group.cancelled or self._over:
+                raise asyncio.CancelledError
+            await self._make(trajectory, guest).run()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and (group.cancelled or self._over):
+                trajectory.finish, trajectory.reward = FinishReason.CANCELLED, None
+            else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
+                trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
+        finally:
+            guest.leave()
+        if not self._over and not work.given_up:
+            self._written(group, [trajectory], lambda: self._ended(group, trajectory))
+
+    def _written(self, group: Group, trajectories: Sequence[Trajectory], then: Callable[[], None]) -> None:
+        """Have trajectories recorded if there is a record, and then go on."""
+        if self._record is None:
+            then()
+            return
+        scored = self._score_group is None or group.whole
+        writing = asyncio.ensure_future(self._record.append(group, trajectories, scored=scored))
+        self._writes.add(writing)
+
+        def written(_: asyncio.Future[None]) -> None:
+            self._writes.discard(writing)
+            if error := writing.exception():
+                self._fail(error)
+            then()
+
+        writing.add_done_callback(written)
+
+    def _ended(self, group: Group, trajectory: Trajectory) -> None:
+        """A rollout has ended, and is recorded."""
+        group.ended.append(trajectory)
+        self._cancelled += trajectory.finish is FinishReason.CANCELLED
+        if self._score_group is None:
+            self._make_ready(trajectory)
+        self._notice_whole(group)
+
+    def _notice_whole(self, group: Group) -> None:
+        """Go on with a group if it has become whole."""
+        if group.whole and self._groups.pop(group.group_id, None) is not None:
+            if self._score_group is None or not group.complete or group.scored == group.attempts:
+                self._scored(group)
+            else:
+                work = Work(group)
+                self._crew.start(work, self._score(self._score_group, work))
+        self._news.set()
+
+    async def _score(self, score_group: ScoreGroup, work: Work) -> None:
+        """Score a group. A failure leaves all of it unscored."""
+        work.begun = True
+        group = work.group
+        try:
+            if group.cancelled or self._over:
+                raise asyncio.CancelledError
+            await score_group(group.in_order)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            group.leave_unscored(error)
+        if not self._over and not work.given_up:
+            self._written(group, group.ended, lambda: self._scored(group))
+
+    def _give_up(self, work: Work) -> None:
+        """What a rollout, or the scoring of a group, that does not end may still do counts no more."""
+        if work.trajectory is None:
+            self._scored(work.group)
+        else:
+            lost = work.trajectory
+            cancelled = Trajectory(lost.rollout_id, lost.group_id, lost.task, lost.attempt)
+            cancelled.finish = FinishReason.CANCELLED
+            self._ended(work.group, cancelled)
+
+    def _scored(self, group: Group) -> None:
+        """Nothing more will happen to a group."""
+        if self._score_group is not None:
+            for trajectory in group.ended:
+                self._make_ready(trajectory)
+        if group.ended and not group.taken_apart:
+            self._whole[group.group_id] = group
+        self._news.set()
+
+    def _make_ready(self, trajectory: Trajectory) -> None:
+        self._ready[trajectory.rollout_id] = trajectory
+        waiting = self._backlog.rollouts
+        rollouts = None if waiting is None else waiting + self._begun
+        if trajectory.finish is not FinishReason.CANCELLED and (
+            error := self._health.count(trajectory, rollouts=rollouts)
+        ):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Stop all that runs; whoever iterates gets the error after what was finished."""
+        if self._error is None:
+            self._error = error
+            self._backlog.clear()
+            self._crew.cancel()
+            self._news.set()
+
+
+def _checked_attempts(attempts: int) -> int:
+    if not isinstance(attempts, int) or attempts < 1:
+        raise ConfigError(f"attempts={attempts!r}: a task needs at least one attempt.")
+    return attempts

@@ -1,0 +1,85 @@
+"""Health: whether infrastructure spoils so many rollouts that a run had better stop."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+
+from agentfly.errors import AgentFlyError, ConfigError
+from agentfly.trajectory import Failure, Trajectory
+
+SMALLEST_WINDOW = 64
+"""Rollouts that are looked back on at least."""
+
+
+class TooManyFailures(AgentFlyError):
+    """So many rollouts failed for reasons the policy could not cause that going on would be a waste."""
+
+
+class Health:
+    """Counts what infrastructure spoiled of a batch, and says when that is too much.
+
+    It is too much when more than the allowed share of the whole batch is lost, or of the rollouts that ended last. How
+    many those are follows from how many run at a time: failures are often quicker than what is sound, and come first.
+    If of every rollout that begins a share ``s`` fails at once, ``s / (1 - s)`` fail for each that runs on, so with
+    ``n`` at a time a window of ``n / (1 - s)`` is the least in which a run with just that share goes on.
+
+    Args:
+        max_failure_share: the share that may be lost.
+        max_concurrent_rollouts: how many rollouts run at a time.
+
+    Raises:
+        ConfigError: the share is none.
+    """
+
+    def __init__(self, max_failure_share: float, max_concurrent_rollouts: int) -> None:
+        if not 0 <= max_failure_share <= 1:
+            raise ConfigError(f"max_failure_share={max_failure_share!r}: a share lies between 0 and 1.")
+        self._share = max_failure_share
+        self._window: deque[bool] = deque()  # whether each of those that ended last was spoiled
+        self._spoiled_lately = 0
+        sound_share = 1 - max_failure_share
+        fitting = math.ceil(max_concurrent_rollouts / sound_share) if sound_share else 0
+        self._window_size = max(SMALLEST_WINDOW, fitting)
+        self._ended = 0
+        self._kinds: Counter[str] = Counter()
+        self._examples: dict[str, Failure] = {}
+
+    def count(self, trajectory: Trajectory, *, rollouts: int | None) -> TooManyFailures | None:
+        """Take note of a rollout that has ended. Answers why the run is to stop, if it is.
+
+        Args:
+            trajectory: what came of it.
+            rollouts: how many rollouts the batch has, those that have not begun included; None if that is not known.
+        """
+        self._ended += 1
+        spoiled = trajectory.infrastructure_failed
+        self._window.append(spoiled)
+        self._spoiled_lately += spoiled
+        if len(self._window) > self._window_size:
+            self._spoiled_lately -= self._window.popleft()
+        if not spoiled:
+            return None
+        failure = next(f for f in (trajectory.failure, trajectory.reward_failure) if f and not f.by_policy)
+        self._kinds[failure.kind] += 1
+        self._examples.setdefault(failure.kind, failure)
+        if rollouts is not None and self._kinds.total() > self._share * rollouts:
+            return self._error(f"{self._kinds.total()} of {self._ended} rollouts")
+        if self._spoiled_lately > self._share * self._window_size:
+            return self._error(f"{self._spoiled_lately} of the last {len(self._window)} rollouts")
+        return None
+
+    def verdict(self) -> TooManyFailures | None:
+        """Why there is no result to return once every rollout has ended: not one of them was sound."""
+        if self._ended and self._kinds.total() == self._ended:
+            return self._error(f"{self._ended} of {self._ended} rollouts")
+        return None
+
+    def _error(self, lost: str) -> TooManyFailures:
+        kind, count = self._kinds.most_common(1)[0]
+        example = self._examples[kind]
+        place = f" (raised at {example.place})" if example.place else ""
+        return TooManyFailures(
+            f"{lost} failed for reasons that the policy could not cause; stopping. The most frequent was {kind} "
+            f"({count} times), for instance: {example.message}{place}"
+        )

@@ -1,0 +1,244 @@
+"""RolloutRecord: the file of finished rollouts, from which a run that was cut short goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from agentfly.errors import ConfigError
+from agentfly.rollouts.group import Group
+from agentfly.rollouts.traits import differences
+from agentfly.task import Task
+from agentfly.trajectory import FinishReason, Trajectory, trajectory_line
+
+T = TypeVar("T")
+
+Key = tuple[str, int, int]
+"""What a rollout is known by from one run to the next: id of the task, number of its occurrence, attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What came of a rollout in an earlier run.
+
+    Attributes:
+        trajectory: its record.
+        scored: whether nothing more was to happen to it; else the score of its group was still to come.
+    """
+
+    trajectory: Trajectory
+    scored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Where the last word on a rollout stands in the file, and where it belongs."""
+
+    start: int
+    stop: int
+    place: tuple[int, int]
+
+
+class RolloutRecord:
+    """Trajectories as JSON lines, appended one by one as rollouts finish, each a whole line or not there at all.
+
+    Beside the file, ``….settings.json`` says what the rollouts are made with, so that they are never mixed with those
+    of another agent. A rollout is known again by its task's id and its attempt; tasks of the same id are told apart by
+    their order. What was cancelled, or spoiled by infrastructure, is recorded and counts as not finished.
+
+    Args:
+        path: the file, in a directory that exists when it is opened.
+        resume: go on with what is there; else there must be nothing.
+
+    Raises:
+        ConfigError: there is something and it is not to be gone on with, or it is not known what it was made with.
+    """
+
+    def __init__(self, path: Path | str, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self._finished: dict[Key, Finished] = {}
+        self._lines: dict[Key, _Line] = {}
+        self._end = 0
+        self._opened = False
+        self._file: BinaryIO | None = None
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="agentfly-record")
+        self._saved = self._read_settings() if resume else None
+        if self.path.exists() and not resume:
+            raise ConfigError(
+                f"{self.path} holds rollouts already. Go on with them (resume=True; on the command line --resume), "
+                "choose another directory, or remove it."
+            )
+        if self.path.exists() and self._saved is None:
+            raise ConfigError(
+                f"The rollouts in {self.path} cannot be gone on with: there is no {self.settings_file}, so it is not "
+                "known what they were made with. Begin a new run."
+            )
+
+    @property
+    def settings_file(self) -> Path:
+        """The file that says what the rollouts were made with."""
+        return self.path.with_suffix(".settings.json")
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What was said about the rollouts that are gone on with, when they were begun; empty if there are none."""
+        return {} if self._saved is None else self._saved["about"]
+
+    @asynccontextmanager
+    async def opened(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> AsyncIterator[None]:
+        """Within the block rollouts are recorded; those of the run that is gone on with are read before.
+
+        When it ends well, each rollout is in the file once, in the order of the tasks and attempts. Where nothing was
+        recorded, no file is left.
+
+        Args:
+            settings: what the rollouts are made with, JSON-able; it has to be as it was.
+            about: what is to be known of them later on, which may change; JSON-able.
+
+        Raises:
+            ConfigError: the settings are others than those of the run that is gone on with.
+        """
+        now = json.loads(json.dumps(dict(settings)))
+        if self._saved is not None and (others := list(differences(self._saved["settings"], now))):
+            raise ConfigError(
+                f"The rollouts in {self.path} cannot be gone on with under other settings than they were begun with: "
+                f"{'; '.join(others)}. Put them back, or begin a new run."
+            )
+        try:
+            await self._in_thread(self._open, {"about": dict(about), "settings": now})
+            yield
+            await self._in_thread(self._settle)
+        finally:
+            closing = self._in_thread(self._close)
+            self._writer.shutdown(wait=False)
+            await closing
+
+    def finished(self, group: Group, attempt: int) -> Finished | None:
+        """What came of an attempt that had finished before, under the names of this run. It is answered once.
+
+        Raises:
+            ConfigError: the task is another than the one that the attempt was made at.
+        """
+        finished = self._finished.pop((group.task.id, group.occurrence, attempt), None)
+        if finished is None:
+            return None
+        trajectory = finished.trajectory
+        if _content(trajectory.task) != _content(group.task):
+            raise ConfigError(
+                f"The rollouts in {self.path} cannot be gone on with: the task {group.task.id!r} is another than it "
+                "was. Give tasks that have changed another id, or begin a new run."
+            )
+        if trajectory.group_id != group.group_id:  # the tasks come in another order
+            trajectory.group_id, trajectory.rollout_id = group.group_id, f"{group.group_id}.{attempt}"
+            self.append(group, [trajectory], scored=finished.scored)
+        return finished
+
+    def append(self, group: Group, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
+        """Have trajectories written; done when the system has them, so that the end of this process takes none away.
+
+        What was written of the same rollouts before no longer counts.
+
+        Args:
+            group: whose they are.
+            trajectories: what came of the attempts.
+            scored: whether nothing more will happen to them.
+        """
+        return self._in_thread(self._append, group, tuple(trajectories), scored)
+
+    # --- on the writer's thread ---------------------------------------------------------------------------------------
+
+    def _in_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._writer, functools.partial(work, *arguments))
+
+    def _open(self, saved: dict[str, Any]) -> None:
+        if self.path.exists():
+            self._read()
+        written = self.settings_file.with_suffix(".written")
+        written.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        written.replace(self.settings_file)
+        self._file = self.path.open("ab")
+        self._opened = True
+
+    def _read(self) -> None:
+        with self.path.open("rb+") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):  # cut by the end of the process that wrote it
+                    break
+                try:
+                    value = json.loads(line)
+                    trajectory, occurrence = Trajectory.from_json(value), int(value["occurrence"])
+                    finished = Finished(trajectory, bool(value["scored"]))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(
+                        f"The rollouts in {self.path} cannot be gone on with: line {number} is not one of them "
+                        f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
+                    ) from error
+                key = (trajectory.task.id, occurrence, trajectory.attempt)
+                self._note(key, trajectory, len(line))
+                if _has_finished(trajectory):
+                    self._finished[key] = finished
+            file.truncate(self._end)
+
+    def _append(self, group: Group, trajectories: Sequence[Trajectory], scored: bool) -> None:
+        assert self._file is not None  # opened before the first rollout begins
+        for trajectory in trajectories:
+            line = trajectory_line(trajectory, occurrence=group.occurrence, scored=scored).encode("utf-8")
+            try:
+                self._file.write(line)
+                self._file.flush()
+            except OSError:  # the disk is full, say; what has got there of the line would spoil the next
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, self._end)
+                raise
+            self._note((group.task.id, group.occurrence, trajectory.attempt), trajectory, len(line))
+
+    def _note(self, key: Key, trajectory: Trajectory, length: int) -> None:
+        number = int(trajectory.group_id.rpartition("-")[2])
+        self._lines[key] = _Line(self._end, self._end + length, (number, trajectory.attempt))
+        self._end += length
+
+    def _settle(self) -> None:
+        assert self._file is not None
+        lines = sorted(self._lines.values(), key=lambda line: line.place)
+        stops = [0, *(line.stop for line in lines)]
+        if [*(line.start for line in lines), self._end] == stops:
+            return
+        ordered = self.path.with_suffix(".ordered")
+        with self.path.open("rb") as source, ordered.open("wb") as target:
+            for line in lines:
+                source.seek(line.start)
+                target.write(source.read(line.stop - line.start))
+        self._file.close()
+        ordered.replace(self.path)
+        self._file = None
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._opened and not self._lines:
+            for path in (self.path, self.settings_file):
+                path.unlink(missing_ok=True)
+
+    def _read_settings(self) -> dict[str, Any] | None:
+        if not self.settings_file.is_file():
+            return None
+        saved: dict[str, Any] = json.loads(self.settings_file.read_text(encoding="utf-8"))
+        return saved
+
+
+def _has_finished(trajectory: Trajectory) -> bool:
+    return trajectory.finish is not FinishReason.CANCELLED and not trajectory.infrastructure_failed
+
+
+def _content(task: Task) -> str:
+    return json.dumps(task.to_row(), sort_keys=True, default=repr)

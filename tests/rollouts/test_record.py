@@ -1,0 +1,268 @@
+"""Rollouts that had finished are not run again, whatever became of the process that ran them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.agents.tool import tool
+from agentfly.errors import ConfigError, ResourceStartError
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.health import TooManyFailures
+from agentfly.rollouts.run import evaluate, run
+from agentfly.run_directory import RunDirectory
+from agentfly.task import Task
+from agentfly.trajectory import load_trajectories
+
+TASKS = [Task(f"task {number}", {"number": number}, id=f"t{number}") for number in range(6)]
+
+
+@reward
+def number_of(response: str, number: int) -> float:
+    return number
+
+
+class Policy(ScriptedPolicy):
+    """Answers at once, and counts for whom. Rollouts whose id is among ``broken`` fail."""
+
+    def __init__(self, broken=()):
+        super().__init__(["fine"])
+        self.asked = Counter()
+        self.broken = broken
+
+    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+        self.asked[rollout_id] += 1
+        if rollout_id in self.broken:
+            raise ResourceStartError("no disk space")
+        return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
+
+
+async def roll(run_dir, tasks=TASKS, *, policy=None, agent=None, **settings):
+    policy = policy or Policy()
+    agent = agent or Agent(model="scripted", system_prompt="Be brief.")
+    result = await run(agent, tasks, reward=number_of, policy=policy, run_dir=run_dir, **settings)
+    return result, policy.asked
+
+
+def file_of(run_dir):
+    return RunDirectory(run_dir).trajectories_file(0, "rollout")
+
+
+def torn(run_dir, lines, rest=b'{"rollout_id": "torn'):
+    """The record as it is when the process is killed while it writes the line after so many."""
+    path = file_of(run_dir)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]) + rest)
+
+
+async def test_trajectories_are_saved_once_each_and_in_order(tmp_path):
+    result, _ = await roll(tmp_path / "run", attempts=2, label="r")
+    saved = list(load_trajectories(file_of(tmp_path / "run")))
+    assert [t.rollout_id for t in saved] == [f"r-{number}.{attempt}" for number in range(6) for attempt in range(2)]
+    assert saved == result.trajectories
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"rollout_id": "torn'])
+async def test_what_had_finished_is_not_run_again_and_the_rest_is_named_as_it_would_have_been(tmp_path, rest):
+    unbroken, _ = await roll(tmp_path / "run", attempts=2)
+    torn(tmp_path / "run", 7, rest)
+    resumed, asked = await roll(tmp_path / "run", attempts=2, resume=True)
+    assert sum(asked.values()) == 5
+    assert [t.rollout_id for t in resumed.trajectories] == [t.rollout_id for t in unbroken.trajectories]
+    assert resumed.rewards == unbroken.rewards
+    assert [t.rollout_id for t in load_trajectories(file_of(tmp_path / "run"))] == [
+        t.rollout_id for t in unbroken.trajectories
+    ]
+    again, asked = await roll(tmp_path / "run", attempts=2, resume=True)
+    assert not asked
+    assert again.rewards == unbroken.rewards
+
+
+async def test_a_resumed_run_may_have_more_tasks_and_attempts_and_another_order(tmp_path):
+    await roll(tmp_path / "run", TASKS[:3], label="r")
+    result, asked = await roll(tmp_path / "run", TASKS[::-1], attempts=2, resume=True)
+    assert sum(asked.values()) == 9
+    assert [(t.task.id, t.attempt) for t in result.trajectories] == [
+        (f"t{number}", attempt) for number in reversed(range(6)) for attempt in range(2)
+    ]
+    saved = list(load_trajectories(file_of(tmp_path / "run")))
+    assert saved == result.trajectories
+    assert len({t.rollout_id for t in saved}) == 12
+
+
+async def test_tasks_of_the_same_id_are_told_apart_by_their_order(tmp_path):
+    same = [Task("twice", {"number": 1}, id="same")] * 2
+    await roll(tmp_path / "run", same, label="r")
+    path = file_of(tmp_path / "run")
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[1])  # the second had finished, the first had not
+    _, asked = await roll(tmp_path / "run", same, resume=True)
+    assert asked == {"r-0.0": 1}
+
+
+async def test_what_infrastructure_had_spoiled_is_run_again(tmp_path):
+    broken = [f"r-{number}.0" for number in range(5)]
+    with pytest.raises(TooManyFailures):
+        await roll(tmp_path / "run", policy=Policy(broken), label="r")
+    result, asked = await roll(tmp_path / "run", resume=True)
+    assert set(asked) >= set(broken)
+    assert not any(t.infrastructure_failed for t in result.trajectories)
+    saved = list(load_trajectories(file_of(tmp_path / "run")))
+    assert [t.rollout_id for t in saved] == [f"r-{number}.0" for number in range(6)]
+    assert not any(t.failure for t in saved)
+
+
+@tool
+def look() -> str:
+    """Look around."""
+    return "a door"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"agent": Agent(model="scripted", system_prompt="Be long.")}, "the agent's system message is another"),
+        ({"agent": Agent(model="other", system_prompt="Be brief.")}, "the model was 'scripted' and is now 'other'"),
+        (
+            {"agent": Agent(model="scripted", system_prompt="Be brief.", max_turns=3)},
+            "the agent's max_turns was 10 and is now 3",
+        ),
+        (
+            {"sampling": lambda params: replace(params, temperature=0.5)},
+            "the sampling's temperature was 1.0 and is now 0.5",
+        ),
+        ({"strategy": "step"}, "the strategy was 'chain' and is now 'step'"),
+        ({"agent": Agent(model="scripted", system_prompt="Be brief.", tools=[look])}, "the agent's tool look is new"),
+    ],
+)
+async def test_rollouts_under_other_settings_are_never_mixed_with_those_that_are_there(tmp_path, change, said):
+    await roll(tmp_path / "run")
+    before = file_of(tmp_path / "run").read_bytes()
+    with pytest.raises(ConfigError, match=said):
+        await roll(tmp_path / "run", resume=True, **change)
+    assert file_of(tmp_path / "run").read_bytes() == before
+    _, asked = await roll(tmp_path / "run", resume=True)
+    assert not asked
+
+
+async def test_a_task_that_is_another_under_the_same_id_is_refused(tmp_path):
+    await roll(tmp_path / "run")
+    changed = [replace(TASKS[0], prompt="something else"), *TASKS[1:]]
+    with pytest.raises(ConfigError, match="the task 't0' is another than it was"):
+        await roll(tmp_path / "run", changed, resume=True)
+
+
+async def test_what_is_there_is_not_written_over_and_is_not_gone_on_with_by_chance(tmp_path):
+    await roll(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds rollouts already"):
+        await roll(tmp_path / "run")
+    file_of(tmp_path / "run").with_suffix(".settings.json").unlink()
+    with pytest.raises(ConfigError, match="it is not known what they were made with"):
+        await roll(tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match="resume=True needs run_dir"):
+        await roll(None, resume=True)
+
+
+async def test_a_line_that_is_no_trajectory_is_refused_with_its_number(tmp_path):
+    await roll(tmp_path / "run")
+    torn(tmp_path / "run", 2, b"{}\n")
+    with pytest.raises(ConfigError, match="line 3 is not one of them"):
+        await roll(tmp_path / "run", resume=True)
+
+
+async def test_a_run_that_has_recorded_nothing_leaves_no_directory(tmp_path):
+    asked = asyncio.Event()
+
+    class Silent(Policy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+            asked.set()
+            await asyncio.sleep(1000)
+
+    running = asyncio.create_task(roll(tmp_path / "run", policy=Silent()))
+    await asked.wait()
+    assert file_of(tmp_path / "run").exists()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not (tmp_path / "run").exists()
+    result, _ = await roll(tmp_path / "run", resume=True)  # begins, there being nothing to go on with
+    assert len(result.trajectories) == 6
+
+
+async def test_evaluations_are_recorded_beside_the_rollouts_of_the_same_directory(tmp_path):
+    await roll(tmp_path / "run", label="r")
+    agent = Agent(model="scripted")
+    for _ in range(2):
+        await evaluate(
+            agent, TASKS, reward=number_of, policy=Policy(), run_dir=tmp_path / "run", step=7, resume=True, attempts=2
+        )
+    run_directory = RunDirectory(tmp_path / "run")
+    assert [step for step, _ in run_directory.trajectory_files("rollout")] == [0]
+    assert len(list(load_trajectories(run_directory.trajectories_file(7, "eval")))) == 12
+
+
+PROGRAM = """
+import asyncio, sys
+import agentfly as af
+from agentfly.policies.scripted import ScriptedPolicy
+
+@af.reward
+def length(response: str) -> float:
+    with open("ran.txt", "a") as file:
+        file.write("one more\\n")
+    return float(len(response))
+
+def seconds(rollout_id, turn):
+    return 0.002 * (hash(rollout_id) % 7)
+
+async def main():
+    agent = af.Agent(model="scripted")
+    policy = ScriptedPolicy(lambda prompt, turn: prompt[-60:] * 400, seconds=seconds)
+    tasks = [f"task {number}" for number in range(150)]
+    result = await af.run(agent, tasks, reward=length, attempts=2, policy=policy, run_dir="run", resume=True,
+                          max_concurrent_rollouts=4)
+    print(len(result.trajectories), sum(result.rewards))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_an_unbroken_one(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    environment = {**os.environ, "AGENTFLY_STATE_DIR": str(tmp_path / "state")}
+
+    def start(directory):
+        directory.mkdir(exist_ok=True)
+        return subprocess.Popen(
+            [sys.executable, program], cwd=directory, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    def lines(directory, name):
+        path = Path(directory, name)
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    unbroken = start(tmp_path / "unbroken").communicate(timeout=60)[0]
+    broken = tmp_path / "broken"
+    record = Path("run", "trajectories", "rollout-000000.jsonl")
+    for kill_at in (1, 40, 41, 150):
+        process = start(broken)
+        while lines(broken, record) < kill_at and process.poll() is None:
+            pass
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert start(broken).communicate(timeout=60)[0] == unbroken
+    saved = [json.loads(line) for line in (broken / record).read_text().splitlines()]
+    assert len({(one["task"]["id"], one["attempt"]) for one in saved}) == len(saved) == 300
+    assert lines(broken, "ran.txt") < 300 + 4 * 30  # run again is only what had been scored and was not yet written

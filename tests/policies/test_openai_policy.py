@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import agentfly as af
+from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.errors import (
     APIRefused,
     APIUnavailable,
@@ -21,6 +22,7 @@ from agentfly.messages import Message
 from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, SamplingParams
 from agentfly.testing.far_side import FarSide, chat, fails, replies, says, stalls
+from agentfly.training.rows import untrainable_cause
 
 ASK: list[Message] = [{"role": "user", "content": "6*7?"}]
 TOOL = {"type": "function", "function": {"name": "calc", "description": "d", "parameters": {"type": "object"}}}
@@ -102,13 +104,10 @@ async def test_arguments_that_are_no_object_are_told_to_the_model(text: str) -> 
     assert len(call.error) < 1200
 
 
-async def test_parallel_calls_keep_their_order_and_have_ids_of_their_own() -> None:
-    earlier: Message = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": {"name": "calc"}}]}
+async def test_parallel_calls_keep_their_order() -> None:
     async with FarSide() as far_side:
-        answer = answers(calls('{"x": 1}', "", '{"x": {"y": [3]}}'), "tool_calls")
-        said = await ask(far_side, answer, messages=[*ASK, earlier], tools=[TOOL])
+        said = await ask(far_side, answers(calls('{"x": 1}', "", '{"x": {"y": [3]}}'), "tool_calls"), tools=[TOOL])
     assert [call.arguments for call in said.calls] == [{"x": 1}, {}, {"x": {"y": [3]}}]
-    assert len({"c1", *(call.id for call in said.calls)}) == 4
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter"])
@@ -221,3 +220,60 @@ async def test_cancelled_calls_leave_nothing_running_on_the_far_side() -> None:
             await asyncio.gather(*running, return_exceptions=True)
             await far_side.until(lambda: far_side.open == 0)
     assert len(far_side.requests) == 50
+
+
+@af.tool
+def calc(x: int) -> str:
+    """Double a number.
+
+    Args:
+        x: the number.
+    """
+    return str(2 * x)
+
+
+async def rolled_out(far_side: FarSide, tool_call_format: Any) -> af.Trajectory:
+    agent = af.Agent(model="far", tools=[calc], tool_call_format=tool_call_format)
+    async with OpenAIPolicy(far_side.url, "m", token_ids=False) as policy:
+        result = await af.evaluate(agent, ["double 21"], policy=policy)
+    return result.trajectories[0]
+
+
+async def test_an_agent_is_evaluated_with_the_endpoints_own_calls() -> None:
+    async with FarSide() as far_side:
+        far_side.script += [
+            answers({"content": "I see.", **calls('{"x": 21}')}, "tool_calls"),
+            answers(calls("{", call_id="c2"), "tool_calls"),
+            answers(calls("{}", name="guess", call_id="c3"), "tool_calls"),
+            says("42"),
+        ]
+        trajectory = await rolled_out(far_side, HermesFormat(in_template=True))
+    assert trajectory.failure is None
+    assert trajectory.response == "42"
+    observations = [record.observation for turn in trajectory.turns for record in turn.results]
+    assert observations[0] == "42"
+    assert "no JSON object" in observations[1]
+    assert "calc" in observations[2], "the tools there are"
+    first, second, *_ = (request.body for request in far_side.requests)
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["calc"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    assert second["messages"][1]["tool_calls"][0]["function"] == {"name": "calc", "arguments": '{"x": 21}'}
+    assert second["messages"][2]["tool_call_id"] == "c1"
+    assert not trajectory.sequences
+    assert untrainable_cause(trajectory) is not None
+
+
+async def test_calls_written_as_text_are_read_as_the_agents_format_says() -> None:
+    async with FarSide() as far_side:
+        far_side.script += [says("Action: calc[21]"), says("42")]
+        trajectory = await rolled_out(far_side, "action")
+    assert [record.observation for record in trajectory.turns[0].results] == ["42"]
+    assert "tools" not in far_side.requests[0].body
+    assert "Action: calc[" in far_side.requests[0].body["messages"][0]["content"]
+
+
+async def test_a_conversation_too_long_for_the_endpoint_ends_the_rollout_as_length() -> None:
+    async with FarSide() as far_side:
+        far_side.always = fails(400, "the request exceeds the available context size")
+        trajectory = await rolled_out(far_side, "action")
+    assert (trajectory.finish, trajectory.failure) == ("length", None)

@@ -127,7 +127,7 @@ class OpenAIPolicy:
                 raise
             del parameters[self._limit]
             completion = await self._ask(wire, parameters)
-        return self._read(completion, messages, sampling)
+        return self._read(completion, sampling)
 
     async def __aenter__(self) -> Self:
         """Begin, and find out what is not said of the endpoint.
@@ -203,9 +203,7 @@ class OpenAIPolicy:
             asked |= {"return_token_ids": True, "logprobs": True}
         return {name: value for name, value in asked.items() if name not in self._omit}
 
-    def _read(
-        self, completion: ChatCompletion, messages: Sequence[Message], sampling: SamplingParams
-    ) -> ChatGeneration:
+    def _read(self, completion: ChatCompletion, sampling: SamplingParams) -> ChatGeneration:
         reason = completion.finish_reason
         if reason in _BROKEN_OFF:
             raise PolicyError(f"{self._spec.model} at {self._spec.base_url} broke an answer off ({reason}).")
@@ -217,7 +215,7 @@ class OpenAIPolicy:
         distorted = sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0
         return ChatGeneration(
             content=completion.text or str(said.get("refusal") or ""),
-            calls=() if finish == "length" else tuple(_tool_calls(completion.tool_calls, messages)),
+            calls=() if finish == "length" else tuple(map(_tool_call, completion.tool_calls)),
             finish=finish,
             reasoning=reasoning if isinstance(reasoning, str) else None,
             prompt_ids=prompt_ids,
@@ -263,14 +261,9 @@ def _wire_function(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": text}
 
 
-def _tool_calls(calls: Sequence[FunctionCall], messages: Sequence[Message]) -> Iterator[ToolCall]:
-    """The calls, each with an id that no other call of the conversation has: some servers give none, or the same."""
-    taken = [call.get("id") for message in messages for call in message.get("tool_calls") or ()]
-    for call in calls:
-        name = call.id if call.id and call.id not in taken else f"call_{len(taken)}"
-        taken.append(name)
-        arguments, error = _arguments(call.arguments)
-        yield ToolCall(name, call.name, arguments, error)
+def _tool_call(call: FunctionCall) -> ToolCall:
+    arguments, error = _arguments(call.arguments)
+    return ToolCall(call.id, call.name, arguments, error)
 
 
 def _arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:

@@ -199,6 +199,10 @@ class ToolCrashed(ToolError):
     """A tool's code failed with an exception of another kind, which is the cause."""
 
 
+class SubagentUnfinished(ToolError):
+    """A subagent ended, for a limit on what it may do, before it had an answer."""
+
+
 class ToolUnavailable(AgentFlyError):
     """A tool's code failed because of the machine or the network, which the policy is not to blame for."""
 

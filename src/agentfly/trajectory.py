@@ -132,6 +132,10 @@ class Turn:
         reasoning: what the model thought before it spoke, where the format tells thoughts apart.
         kind: ``act``, or ``memory`` for a generation that only wrote down what is to be remembered.
         agent: path of the subagent whose turn it is, its names joined by ``/``; empty for the agent itself.
+        conversation: which of the rollout's conversations the turn belongs to: the ids of the tool calls that led to
+            it, joined by ``/``; empty for the agent's own. Each call of a subagent begins one.
+        policy: the model that spoke, where that is not the one that the rollout is about: a subagent's own. Such turns
+            are never trained on.
         reward: what the turn was worth by itself (the step reward), if anything said so.
         anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
             the order of keys does not count. Turns of one task with the same anchor acted in the same state.
@@ -148,6 +152,8 @@ class Turn:
     reasoning: str | None = None
     kind: Literal["act", "memory"] = "act"
     agent: str = ""
+    conversation: str = ""
+    policy: str = ""
     reward: float | None = None
     anchor: str = ""
 
@@ -162,15 +168,18 @@ class Trajectory:
         attempt: number of the attempt in its group, from 0.
         task: the task.
         messages: the conversation as text, for people, tools and rewards. Training reads `sequences` only.
-        turns: the turns, in order.
-        sequences: the token sequences, in order; under the chain strategy there is one.
+        turns: the turns in the order in which they ended, those of subagents included.
+        sequences: the token sequences, in order. Under the strategy ``chain`` a conversation has one, and one more each
+            time its past is folded or rewritten; under ``step`` one a turn.
+        subagents: the conversations of subagents, by `Turn.conversation`.
         finish: why the rollout ended; None while it runs.
         failure: set when the rollout failed.
         reward: the score; None while unscored, and for ever where scoring failed.
         reward_failure: why the trajectory is unscored, if scoring was tried.
         metrics: further numbers from the reward, by name.
         seconds: wall time of the rollout, by what it was spent on: ``total``, ``generation``, ``tools``, ``waiting``
-            (for resources, inside tools or rewards), ``reward``.
+            (for resources, inside tools or rewards), ``reward``. What subagents do counts as their own generation and
+            tools, and adds up where they work at the same time.
     """
 
     rollout_id: str
@@ -180,6 +189,7 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     sequences: list[TokenSequence] = field(default_factory=list)
+    subagents: dict[str, list[Message]] = field(default_factory=dict)
     finish: FinishReason | None = None
     failure: Failure | None = None
     reward: float | None = None
@@ -200,8 +210,14 @@ class Trajectory:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the tokens of every turn are known."""
-        return all(turn.sequence >= 0 for turn in self.turns)
+        """Whether the tokens of every turn of the rollout's own policy are known."""
+        return all(turn.sequence >= 0 for turn in self.turns if not turn.policy)
+
+    @property
+    def own_sequences(self) -> list[TokenSequence]:
+        """The sequences that the rollout's own policy sampled, and no other model of a subagent."""
+        others = {turn.sequence for turn in self.turns if turn.policy}
+        return [sequence for number, sequence in enumerate(self.sequences) if number not in others]
 
     @property
     def trainable(self) -> bool:
@@ -210,7 +226,7 @@ class Trajectory:
             self.reward is not None
             and not self.infrastructure_failed
             and self.has_tokens
-            and any(sequence.sampled_count for sequence in self.sequences)
+            and any(sequence.sampled_count for sequence in self.own_sequences)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -223,6 +239,9 @@ class Trajectory:
             "messages": [message_to_json(message) for message in self.messages],
             "turns": [_turn_to_json(turn) for turn in self.turns],
             "sequences": [sequence.to_json() for sequence in self.sequences],
+            "subagents": {
+                name: [message_to_json(message) for message in messages] for name, messages in self.subagents.items()
+            },
             "finish": self.finish,
             "failure": asdict(self.failure) if self.failure else None,
             "reward": self.reward,
@@ -242,6 +261,7 @@ class Trajectory:
             messages=[message_from_json(message) for message in value["messages"]],
             turns=[_turn_from_json(turn) for turn in value["turns"]],
             sequences=[TokenSequence.from_json(sequence) for sequence in value["sequences"]],
+            subagents={name: list(map(message_from_json, said)) for name, said in value["subagents"].items()},
             finish=FinishReason(value["finish"]) if value["finish"] else None,
             failure=_failure_from_json(value["failure"]),
             reward=value["reward"],

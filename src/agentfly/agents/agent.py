@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from agentfly.agents.class_tool import tools_of
+from agentfly.agents.memory.memory import FullHistory, Memory
+from agentfly.agents.memory.summary_folding import SummaryFolding
+from agentfly.agents.subagent import Subagent, subagent
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
@@ -28,12 +32,14 @@ class Agent:
     Args:
         model: the model: a name that AgentFly ships, a Hugging Face id, or a local directory.
         tools: what the model can call: what `@tool` was put on, functions, methods of an instance, and classes, of
-            which each rollout gets an instance of its own.
+            which each rollout gets an instance of its own; and other agents, made tools by `as_tool`.
         system_prompt: what the model is told first; the tools are described after it.
         tool_call_format: how calls are written: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
             models), or a format of one's own.
         tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
-        max_turns: the most generations of a rollout.
+        memory: what of the conversation the model sees at each turn: everything (`FullHistory`), the last turns
+            (`Window`), a summary of what came before (`SummaryFolding`), or what an object of one's own recalls.
+        max_turns: the most turns of a rollout; those in which memory is written are not counted.
         max_tokens_per_turn: the most tokens sampled in one turn.
         max_sequence_tokens: the most tokens of one token sequence: prompt, sampled and observations together. That is
             the whole conversation under the strategy ``chain``, until memory folds it, and each turn with its prompt
@@ -56,6 +62,7 @@ class Agent:
     system_prompt: str | None = None
     tool_call_format: str | ToolCallFormat = "hermes"
     tool_prompt: str | None = None
+    memory: Memory = field(default_factory=FullHistory)
     max_turns: int = 10
     max_tokens_per_turn: int = 512
     max_sequence_tokens: int | None = None
@@ -71,6 +78,7 @@ class Agent:
         object.__setattr__(self, "tools", tuple(tool for given in self.tools for tool in tools_of(given) or [given]))
         self._check_tools()
         self._check_limits()
+        self._check_memory()
         self._check_sampling()
 
     @cached_property
@@ -95,6 +103,46 @@ class Agent:
             raise UnknownTool(
                 f"There is no tool {name[:100]!r}. {f'The tools are: {known}.' if known else 'There are no tools.'}"
             ) from None
+
+    def as_tool(self, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
+        """This agent as a tool of another one.
+
+        A call begins a conversation of its own in the same rollout: the agent's own prompt, tools, memory and limits,
+        but the rollout's context, task and resources. Its turns stand in the same trajectory, in sequences of their
+        own, and its answer is the observation. If it ends for a limit, the caller is told which.
+
+        Args:
+            prompt: what the caller is told that the agent does: ``agent.as_tool("Finds facts.", name="research")``. The
+                calls then have one argument, ``request``, which the agent is given. Or a function that makes the
+                agent's prompt of other arguments, with a docstring and type hints as a tool has.
+            name: what the calling model calls it; the function's name if there is one.
+
+        Raises:
+            ConfigError: there is no name.
+            ToolDefinitionError: the function cannot become a tool, or nobody could call it by that name.
+        """
+        if isinstance(prompt, str) and name is None:
+            raise ConfigError(f"as_tool({prompt[:40]!r}): a name is needed, for the model to call: as_tool(…, name=…).")
+        return subagent(self, prompt, name=name)
+
+    @property
+    def subagents(self) -> Iterator[Agent]:
+        """The agents among its tools, and among theirs."""
+        for tool in self.tools:
+            if isinstance(tool, Subagent):
+                yield tool.agent
+                yield from tool.agent.subagents
+
+    def with_model(self, model: str | Path) -> Agent:
+        """A copy with another model, which those of its subagents get too that had the same."""
+        return self._with_models(lambda one: model if one == self.model else one)
+
+    def _with_models(self, other: Callable[[str | Path], str | Path]) -> Agent:
+        tools = [
+            replace(tool, agent=tool.agent._with_models(other)) if isinstance(tool, Subagent) else tool
+            for tool in self.tools
+        ]
+        return replace(self, model=other(self.model), tools=tools)
 
     def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
         """The resources that its tools have declared for a task, each once.
@@ -130,6 +178,10 @@ class Agent:
 
     def _check_tools(self) -> None:
         for tool in self.tools:
+            if isinstance(tool, Agent):
+                raise ConfigError(
+                    "Agent(tools=…) holds an agent. Give it as a tool: other.as_tool('what it does', name=…)."
+                )
             if not isinstance(tool, Tool):
                 name = getattr(tool, "__name__", repr(tool))
                 raise ConfigError(f"Agent(tools=…) holds {name!r}, which is no tool. Put @agentfly.tool above it.")
@@ -142,7 +194,7 @@ class Agent:
         tool_call_format(self.tool_call_format)
 
     def _check_limits(self) -> None:
-        for field in (
+        for name in (
             "max_turns",
             "max_tokens_per_turn",
             "max_sequence_tokens",
@@ -150,17 +202,34 @@ class Agent:
             "max_tool_calls",
             "max_consecutive_invalid_calls",
         ):
-            limit = getattr(self, field)
+            limit = getattr(self, name)
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-                raise ConfigError(f"Agent({field}={limit!r}): it must be a whole number of at least 1.")
+                raise ConfigError(f"Agent({name}={limit!r}): it must be a whole number of at least 1.")
         if self.max_wall_seconds is not None and not self.max_wall_seconds > 0:
             raise ConfigError(f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be above 0, or None.")
-        for field, whole in (("max_sequence_tokens", "sequence that holds it"), ("max_sampled_tokens", "rollout")):
-            limit = getattr(self, field)
+        for name, whole in (("max_sequence_tokens", "sequence that holds it"), ("max_sampled_tokens", "rollout")):
+            limit = getattr(self, name)
             if limit is not None and self.max_tokens_per_turn > limit:
                 raise ConfigError(
-                    f"Agent(max_tokens_per_turn={self.max_tokens_per_turn}, {field}={limit}): one turn may hold more "
+                    f"Agent(max_tokens_per_turn={self.max_tokens_per_turn}, {name}={limit}): one turn may hold more "
                     f"tokens than the whole {whole}. Lower the first or raise the second."
+                )
+
+    def _check_memory(self) -> None:
+        memory = self.memory
+        if isinstance(memory, type) or not isinstance(memory, Memory) or not inspect.iscoroutinefunction(memory.recall):
+            raise ConfigError(
+                f"Agent(memory={memory!r:.100}): it must be an object with `async def recall(self, past)`, for "
+                "instance Window(turns=4)."
+            )
+        limit = self.max_sequence_tokens
+        if isinstance(memory, SummaryFolding) and memory.after_tokens is not None and limit is not None:
+            summary = 0 if memory.summarise else memory.max_summary_tokens
+            if memory.after_tokens + summary >= limit:
+                raise ConfigError(
+                    f"Agent(max_sequence_tokens={limit}) with SummaryFolding(after_tokens={memory.after_tokens}"
+                    f"{f', max_summary_tokens={summary}' if summary else ''}): the limit would be reached before "
+                    "anything is folded. Lower after_tokens."
                 )
 
     def _check_sampling(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -28,7 +29,7 @@ from agentfly.rollouts.health import Health
 from agentfly.rollouts.record import RolloutRecord
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.traits import agent_traits
-from agentfly.rollouts.voice import Voice, require_strategy, unchanged
+from agentfly.rollouts.voice import NOTHING, Voice, require_strategy, unchanged
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
 
@@ -86,6 +87,8 @@ class Runner:
             those that run wait for resources (see `Admission`).
         strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
             ``"step"``, one for each turn.
+        subagent_policies: what subagents with another model speak by, by the model; made of it if not given. What these
+            sample is not trained.
         max_failure_share: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
             infrastructure's reasons (see `Health`).
 
@@ -102,6 +105,7 @@ class Runner:
         reward: AnyReward | None = None,
         events: EventStream | None = None,
         strategy: str = "chain",
+        subagent_policies: Mapping[str, Policy | ChatPolicy] = NOTHING,
         max_concurrent_rollouts: int = 256,
         max_failure_share: float = 0.5,
     ) -> None:
@@ -115,6 +119,7 @@ class Runner:
         self._events = events or EventStream()
         require_strategy(strategy)
         self._strategy = strategy
+        self._subagent_policies = subagent_policies
         self._max_concurrent = max_concurrent_rollouts
         self._max_failure_share = max_failure_share
         self._owned = AsyncExitStack()
@@ -126,16 +131,22 @@ class Runner:
         try:
             policy, engine = self._policy, self._engine
             if policy is None:
-                loaded = await asyncio.to_thread(load_policy, self._agent.model)
-                policy = await self._owned.enter_async_context(loaded)
+                policy = await self._load(self._agent.model)
+            models = {str(one.model): one.model for one in self._agent.subagents if one.model != self._agent.model}
+            missing = models.keys() - self._subagent_policies.keys()
+            others = {**self._subagent_policies, **{name: await self._load(models[name]) for name in sorted(missing)}}
             if engine is None:
                 engine = await self._owned.enter_async_context(ResourceEngine(events=self._events))
-            voice = Voice.of(self._agent, policy, strategy=self._strategy)
+            voice = Voice.of(self._agent, policy, strategy=self._strategy, others=others)
         except BaseException:
             await self._owned.aclose()
             raise
         self._around = Surroundings(voice, engine, self._reward, self._events)
         return self
+
+    async def _load(self, model: str | Path) -> Policy:
+        loaded = await asyncio.to_thread(load_policy, model)
+        return await self._owned.enter_async_context(loaded)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.excerpt import Cut, cut_by_characters
+from agentfly.agents.excerpt import Cut
+from agentfly.agents.subagent import Subagent
 from agentfly.contexts.context import Context
 from agentfly.errors import InvalidArguments, ToolError, UnknownTool, message_of
 from agentfly.events import EventStream, ToolFinished
@@ -18,60 +19,83 @@ from agentfly.trajectory import Failure, ToolRecord
 INVALID_CALL_KINDS = frozenset({InvalidArguments.__name__, UnknownTool.__name__})
 """Failures of calls that could not be executed at all."""
 
+Delegate = Callable[[Subagent, ToolCall], Awaitable[ToolRecord]]
+"""Has a subagent answer a call."""
 
-async def execute_calls(
-    calls: Sequence[ToolCall],
-    agent: Agent,
-    context: Context,
-    events: EventStream,
-    *,
-    turn: int,
-    cut: Cut = cut_by_characters,
-) -> list[ToolRecord]:
-    """Execute the calls of a turn concurrently; the results come in the order of the calls.
 
-    What the policy can cause (an unknown tool, bad arguments, an error in the tool) becomes the observation of its
-    call. What it cannot cause is raised, and cancels the other calls of the turn.
+class Executor:
+    """Executes the tool calls of one conversation.
 
-    Raises:
-        AgentFlyError: a failure of infrastructure, for instance a resource that could not be had.
+    Args:
+        agent: has the tools.
+        context: the rollout's context.
+        events: where events go.
+        cut: cuts observations that are too long.
+        delegate: answers the calls of subagents.
     """
-    if len(calls) == 1:
-        return [await _execute(calls[0], agent, context, events, turn, cut)]
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(_execute(call, agent, context, events, turn, cut)) for call in calls]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in running]
 
+    def __init__(self, agent: Agent, context: Context, events: EventStream, cut: Cut, delegate: Delegate) -> None:
+        self._agent = agent
+        self._context = context
+        self._events = events
+        self._cut = cut
+        self._delegate = delegate
 
-async def _execute(
-    call: ToolCall, agent: Agent, context: Context, events: EventStream, turn: int, cut: Cut
-) -> ToolRecord:
-    started = time.perf_counter()
-    record = await _outcome(call, agent, context, cut)
-    seconds = time.perf_counter() - started
-    error = record.failure.kind if record.failure else None
-    events.emit(ToolFinished(rollout_id=context.rollout_id, turn=turn, tool=call.name, seconds=seconds, error=error))
-    return replace(record, seconds=seconds)
+    async def execute(self, calls: Sequence[ToolCall], *, turn: int) -> list[ToolRecord]:
+        """Execute the calls of a turn concurrently; the results come in the order of the calls.
 
+        What the policy can cause (an unknown tool, bad arguments, an error in the tool) becomes the observation of its
+        call. What it cannot cause is raised, and cancels the other calls of the turn.
 
-async def _outcome(call: ToolCall, agent: Agent, context: Context, cut: Cut) -> ToolRecord:
-    try:
+        Raises:
+            AgentFlyError: a failure of infrastructure, for instance a resource that could not be had.
+        """
+        if len(calls) == 1:
+            return [await self._execute(calls[0], turn)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._execute(call, turn)) for call in calls]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in running]
+
+    def seconds_of_tools(self, results: Sequence[ToolRecord]) -> float:
+        """How long the tools of a turn took, which ran at the same time; what subagents took is not counted."""
+        subagents = {tool.name for tool in self._agent.tools if isinstance(tool, Subagent)}
+        return max((result.seconds for result in results if result.call.name not in subagents), default=0.0)
+
+    async def _execute(self, call: ToolCall, turn: int) -> ToolRecord:
+        started = time.perf_counter()
+        try:
+            record = await self._outcome(call)
+        except ToolError as error:
+            record = ToolRecord(call, f"Error: {message_of(error)}", failure=Failure.of(error))
+        seconds = time.perf_counter() - started
+        self._events.emit(
+            ToolFinished(
+                rollout_id=self._context.rollout_id,
+                turn=turn,
+                tool=call.name,
+                seconds=seconds,
+                error=record.failure.kind if record.failure else None,
+            )
+        )
+        return replace(record, seconds=seconds)
+
+    async def _outcome(self, call: ToolCall) -> ToolRecord:
         if call.error is not None or call.arguments is None:
             raise InvalidArguments(call.error or "The call has no arguments.")
-        tool = agent.tool(call.name)
-        async with context.call() as call_context:
-            result = await tool.call(call.arguments, call_context, cut=cut)
-    except ToolError as error:
-        return ToolRecord(call, f"Error: {message_of(error)}", failure=Failure.of(error))
-    return ToolRecord(
-        call,
-        result.observation,
-        result.reward,
-        result.done,
-        result.state,
-        dict(result.info),
-        images=result.images,
-    )
+        tool = self._agent.tool(call.name)
+        if isinstance(tool, Subagent):
+            return await self._delegate(tool, call)
+        async with self._context.call() as call_context:
+            result = await tool.call(call.arguments, call_context, cut=self._cut)
+        return ToolRecord(
+            call=call,
+            observation=result.observation,
+            reward=result.reward,
+            done=result.done,
+            state=result.state,
+            info=dict(result.info),
+            images=result.images,
+        )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
+from agentfly.agents.subagent import Subagent
 from agentfly.errors import ConfigError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
@@ -24,6 +27,8 @@ from agentfly.tokens import TokenSequence
 
 STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
 """The strategies by name."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 ChangeOfSampling = Callable[[SamplingParams], SamplingParams]
 
@@ -49,22 +54,47 @@ class Voice:
         policy: what it speaks by.
         chat: renders and reads for a policy that takes token ids; None for one that takes messages.
         strategy: how its turns become token sequences, by name.
+        foreign: the name of its model, where that is not the one that the rollouts are about; empty where it is.
+        subagents: the voices of its subagents, by the names of their tools.
     """
 
     agent: Agent
     policy: Policy | ChatPolicy
     chat: ChatFormat | None
     strategy: str
+    foreign: str = ""
+    subagents: Mapping[str, Voice] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, agent: Agent, policy: Policy | ChatPolicy, *, strategy: str = "chain") -> Voice:
-        """The voice of an agent.
+    def of(
+        cls,
+        agent: Agent,
+        policy: Policy | ChatPolicy,
+        *,
+        strategy: str = "chain",
+        others: Mapping[str, Policy | ChatPolicy] = NOTHING,
+    ) -> Voice:
+        """The voice of an agent, and those of its subagents.
+
+        Args:
+            agent: the agent.
+            policy: what it speaks by, and each of its subagents that has the same model.
+            strategy: how turns become token sequences.
+            others: what subagents with another model speak by, by the model.
 
         Raises:
-            ChatFormatError: the policy's chat format cannot be continued turn by turn.
-            ConfigError: there is no such strategy.
+            ChatFormatError: a policy's chat format cannot be continued turn by turn.
+            ConfigError: there is no such strategy, or no policy for a subagent's model.
         """
         require_strategy(strategy)
+        return cls._of(agent, strategy, {**others, str(agent.model): policy}, str(agent.model))
+
+    @classmethod
+    def _of(cls, agent: Agent, strategy: str, policies: Mapping[str, Policy | ChatPolicy], own: str) -> Voice:
+        model = str(agent.model)
+        if model not in policies:
+            raise ConfigError(f"A subagent speaks by the model {model!r}, for which there is no policy among `others`.")
+        policy = policies[model]
 
         def answer(text: str) -> Message:
             if not agent.tools:
@@ -72,7 +102,12 @@ class Voice:
             return agent.result_message(ToolCall("call_0", agent.tools[0].name), text)
 
         chat = TemplateChatFormat(policy.tokenizer, answer) if isinstance(policy, Policy) else None
-        return cls(agent, policy, chat, strategy)
+        subagents = {
+            tool.name: cls._of(tool.agent, strategy, policies, own)
+            for tool in agent.tools
+            if isinstance(tool, Subagent)
+        }
+        return cls(agent, policy, chat, strategy, "" if model == own else model, subagents)
 
     @property
     def cut(self) -> Cut:
@@ -85,7 +120,7 @@ class Voice:
         Args:
             sequences: where its tokens are recorded.
             rollout_id: the conversation's name, under which the policy may keep what it knows of earlier turns.
-            change: changes how the agent samples.
+            change: changes how the model that the rollouts are about samples.
         """
         agent, policy, sampling = self.agent, self.policy, self.sampling(change)
         if self.chat is None or not isinstance(policy, Policy):
@@ -100,9 +135,13 @@ class Voice:
         return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id)
 
     def sampling(self, change: ChangeOfSampling = unchanged) -> SamplingParams:
-        """How the agent samples, perhaps changed; the ids at which its format stops not among it."""
+        """How the agent samples; ``change`` may change it, unless it speaks by another model than the rollouts' own.
+
+        The ids at which its format stops are not among it.
+        """
         agent = self.agent
-        return change(SamplingParams(agent.temperature, agent.top_p, agent.top_k, max_tokens=agent.max_tokens_per_turn))
+        params = SamplingParams(agent.temperature, agent.top_p, agent.top_k, max_tokens=agent.max_tokens_per_turn)
+        return params if self.foreign else change(params)
 
     def forget(self, rollout_id: str) -> None:
         """The conversation of this name has ended: what the policy keeps for it may go."""

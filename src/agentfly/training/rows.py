@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from agentfly.tokens import TokenSequence
-from agentfly.trajectory import Trajectory
+from agentfly.trajectory import Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class Row:
     """One token sequence of a trajectory that is trained on, with the reward it led to.
 
-    A trajectory whose conversation was continued without a break gives one row. Statistics of a group are taken over
-    its trajectories, told apart by ``rollout_id``, so that a trajectory of several rows counts once.
+    A conversation under the strategy ``chain`` gives one row, and one more for each break: where memory has folded the
+    past, or the chat format has rewritten it. Under ``step`` each turn gives one. Conversations of subagents give their
+    own. Statistics of a group are taken over its trajectories, told apart by ``rollout_id``, so that a trajectory of
+    several rows counts once.
 
     Attributes:
         ids: token ids, length T.
@@ -28,6 +31,12 @@ class Row:
         rollout_id: the trajectory.
         reward: the trajectory's reward.
         truncated: whether tokens were cut off the end.
+        raw_logprobs: the log-probs at temperature 1 and without cuts, NaN where they are unknown; length T.
+        turn: number of the turn in its trajectory, if the row holds exactly one.
+        step_reward: what that turn was worth by itself; None where nothing said so, or the row holds several.
+        anchor: names the state in which that turn was taken; empty where the row holds several.
+        kind: ``act``, or ``memory`` for a row that holds nothing but what was written down to be remembered.
+        agent: path of the subagent that spoke; empty for the agent itself.
     """
 
     ids: Sequence[int]
@@ -38,9 +47,17 @@ class Row:
     rollout_id: str
     reward: float
     truncated: bool
+    raw_logprobs: Sequence[float] | None = None
+    turn: int | None = None
+    step_reward: float | None = None
+    anchor: str = ""
+    kind: Literal["act", "memory"] = "act"
+    agent: str = ""
 
     def __post_init__(self) -> None:
         lengths = {len(self.ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if self.raw_logprobs is not None:
+            lengths.add(len(self.raw_logprobs))
         if len(lengths) != 1:
             raise ValueError(f"Ids, mask, log-probs and versions of a row have different lengths: {sorted(lengths)}.")
 
@@ -81,7 +98,8 @@ def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
     """The rows of those trajectories that may be trained on: one for each token sequence with a sampled token.
 
     A trajectory that infrastructure spoiled, that has no finite reward, or whose sampled tokens or log-probs are
-    missing is in no row, and so in no baseline and no loss. It is counted instead.
+    missing is in no row, and so in no baseline and no loss. It is counted instead. What subagents sampled by another
+    model is in no row either.
     """
     groups: dict[str, list[Row]] = {}
     left_out: Counter[str] = Counter()
@@ -104,7 +122,7 @@ def untrainable_cause(trajectory: Trajectory) -> str | None:
         return "no_tokens"
     if not trajectory.trainable:
         return "no_sampled_tokens"
-    return None if all(map(_logprobs_known, trajectory.sequences)) else "no_logprobs"
+    return None if all(map(_logprobs_known, trajectory.own_sequences)) else "no_logprobs"
 
 
 def _logprobs_known(sequence: TokenSequence) -> bool:
@@ -115,19 +133,32 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
     )
 
 
-def _rows_of(trajectory: Trajectory) -> list[Row]:
+def _rows_of(trajectory: Trajectory) -> Iterator[Row]:
+    turns: dict[int, list[Turn]] = {}
+    for turn in trajectory.turns:
+        turns.setdefault(turn.sequence, []).append(turn)
+    for number, sequence in enumerate(trajectory.sequences):
+        within = turns.get(number, [])
+        if sequence.sampled_count and not any(turn.policy for turn in within):
+            yield _row(trajectory, sequence, within)
+
+
+def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn]) -> Row:
     assert trajectory.reward is not None
-    return [
-        Row(
-            ids=sequence.ids,
-            loss_mask=sequence.loss_mask,
-            logprobs=sequence.logprobs,
-            versions=sequence.versions,
-            group_id=trajectory.group_id,
-            rollout_id=trajectory.rollout_id,
-            reward=trajectory.reward,
-            truncated=sequence.truncated,
-        )
-        for sequence in trajectory.sequences
-        if sequence.sampled_count
-    ]
+    only = turns[0] if len(turns) == 1 else None
+    return Row(
+        ids=sequence.ids,
+        loss_mask=sequence.loss_mask,
+        logprobs=sequence.logprobs,
+        versions=sequence.versions,
+        group_id=trajectory.group_id,
+        rollout_id=trajectory.rollout_id,
+        reward=trajectory.reward,
+        truncated=sequence.truncated,
+        raw_logprobs=sequence.raw_logprobs,
+        turn=only.index if only else None,
+        step_reward=only.reward if only else None,
+        anchor=only.anchor if only else "",
+        kind="act" if any(turn.kind == "act" for turn in turns) or not turns else "memory",
+        agent=turns[0].agent if turns else "",
+    )

@@ -1,0 +1,1 @@
+"""Memory: what an agent recalls of its conversation when it speaks next."""

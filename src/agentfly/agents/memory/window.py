@@ -1,0 +1,35 @@
+"""Window: a memory of the task and the last turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentfly.agents.memory.memory import Past
+from agentfly.errors import ConfigError
+from agentfly.messages import Message
+
+
+@dataclass(frozen=True)
+class Window:
+    """Recalls the task and the last turns, each with the results of its calls.
+
+    Once turns fall out of the window, every further one begins a new token sequence, under the strategy ``chain`` too.
+
+    Args:
+        turns: how many turns it holds.
+
+    Raises:
+        ConfigError: ``turns`` is not a whole number of at least 1.
+    """
+
+    turns: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.turns, int) or isinstance(self.turns, bool) or self.turns < 1:
+            raise ConfigError(f"Window(turns={self.turns!r}): it must be a whole number of at least 1.")
+
+    async def recall(self, past: Past) -> Sequence[Message]:
+        """The opening and the last exchanges."""
+        return [*past.opening, *itertools.chain.from_iterable(past.exchanges[-self.turns :])]

@@ -1,0 +1,68 @@
+"""Subagent: an agent given to another one as a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from agentfly.agents.function_tool import Tool
+from agentfly.agents.tool import tool
+from agentfly.contexts.context import Context
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
+
+if TYPE_CHECKING:
+    from agentfly.agents.agent import Agent
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Subagent(Tool):
+    """A tool whose calls are answered by an agent. Made by `Agent.as_tool`.
+
+    The function makes the agent's prompt of the call's arguments. The rollout layer then has the agent converse in the
+    same rollout, and what it answers in the end is the observation.
+
+    Attributes:
+        agent: the agent.
+    """
+
+    agent: Agent = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"<subagent {self.name}>"
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What the prompt's function and the agent's tools have declared that they need for a task."""
+        return tuple(dict.fromkeys((*super().needs(task), *self.agent.needs(task))))
+
+    async def prompt(self, arguments: Mapping[str, Any], context: Context) -> str:
+        """What the agent is asked in a call.
+
+        Raises: as `Tool.call`.
+        """
+        return str((await self.call(arguments, context)).observation)
+
+
+def subagent(agent: Agent, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
+    """A tool that an agent answers.
+
+    Args:
+        agent: the agent.
+        prompt: a function that makes the agent's prompt of the call's arguments, described as a tool's is; or what
+            the caller is told that the agent does. The calls then have one argument, ``request``, which is the prompt.
+        name: what the calling model calls it.
+
+    Raises:
+        ToolDefinitionError: the function cannot become a tool, or the name cannot be called.
+    """
+    if isinstance(prompt, str):
+
+        async def ask(request: str) -> str:
+            return request
+
+        ask.__doc__ = f"{prompt}\n\nArgs:\n    request: what it is to do, with all that it needs to know."
+        prompt = ask
+    made = prompt if isinstance(prompt, Tool) else tool(name=name)(prompt)
+    given = {one.name: getattr(made, one.name) for one in fields(Tool) if one.init}
+    return Subagent(**given, agent=agent)

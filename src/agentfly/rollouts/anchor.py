@@ -1,0 +1,63 @@
+"""Anchor: the state in which a turn is taken, as a short name that equal states share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentfly.messages import Message, images_of, text_of
+from agentfly.trajectory import ToolRecord
+
+
+def anchor_of(state: Any) -> str:
+    """A hash of a state: the same in every process, for every order of the keys in it.
+
+    Numbers count by their value (``1`` is ``1.0``), tuples as lists.
+    """
+    text = json.dumps(_plain(state), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+class Situation:
+    """What the environment of one conversation has returned, as far as it says in which state the next turn is taken.
+
+    That is the state that a tool gave last (`agentfly.agents.tool.ToolResult.state`), with the observations that came
+    since. Without one it is the last turn's observations and, before the first, the conversation's opening.
+
+    Args:
+        opening: the messages before the first turn. What the system is told is no part of it.
+    """
+
+    def __init__(self, opening: Sequence[Message]) -> None:
+        asked = [message for message in opening if message["role"] != "system"]
+        self._states: list[Any] = []
+        self._seen: list[Any] = [
+            [one["role"], text_of(one["content"]), [image.url for image in images_of(one["content"])]] for one in asked
+        ]
+        self._anchor: str | None = None
+
+    @property
+    def anchor(self) -> str:
+        """The anchor of a turn that is taken now."""
+        if self._anchor is None:
+            self._anchor = anchor_of([self._states, self._seen])
+        return self._anchor
+
+    def changed(self, results: Sequence[ToolRecord]) -> None:
+        """A turn's calls were answered."""
+        states = [result.state for result in results if result.state is not None]
+        if states:
+            self._states, self._seen = states, []
+        else:
+            self._seen = [[result.observation, [image.url for image in result.images]] for result in results]
+        self._anchor = None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,277 @@
+"""Memory in rollouts: what the model sees at each turn, and where its tokens stand, under both strategies."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.memory.memory import FullHistory
+from agentfly.agents.memory.registry import memory_from
+from agentfly.agents.memory.summary_folding import HEADING, SummaryFolding
+from agentfly.agents.memory.window import Window
+from agentfly.agents.tool import tool
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.errors import ConfigError
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.run import run
+from agentfly.tokens import Origin
+from agentfly.trajectory import FinishReason
+
+STRATEGIES = ["chain", "step"]
+
+
+@tool
+def look(number: int) -> str:
+    """Look at something.
+
+    Args:
+        number: which thing.
+    """
+    return f"seen {number}"
+
+
+def call(number):
+    return HermesFormat().write("look", {"number": number})
+
+
+class Watching(ScriptedPolicy):
+    """Keeps what it was sent, and what it sampled."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.asked = []
+
+    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+        generation = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+        self.asked.append((list(prompt_ids), list(generation.ids)))
+        return generation
+
+    @property
+    def prompts(self):
+        return [self.tokenizer.decode(prompt) for prompt, _ in self.asked]
+
+
+def turns(count):
+    """Looks at so many things, writes summaries when asked, and answers."""
+
+    def script(prompt, turn):
+        if "Call no tool now." in prompt.rpartition("<|im_start|>user")[2]:
+            return f"summary {turn}"
+        seen = script.seen
+        script.seen += 1
+        return call(seen) if seen < count else "the answer"
+
+    script.seen = 0
+    return script
+
+
+async def play(memory, script, strategy="chain", **agent):
+    policy = Watching(script)
+    agent = {"tool_prompt": "", "max_turns": 20, **agent}
+    made = Agent(model="scripted", tools=[look], memory=memory, **agent)
+    result = await run(made, ["go"], policy=policy, strategy=strategy)
+    return result.trajectories[0], policy
+
+
+def assert_every_token_has_its_one_place(trajectory, policy):
+    """Each sampled token stands in one sequence, at its own place, after exactly what was sent for it."""
+    assert len(trajectory.turns) == len(policy.asked)
+    for turn, (prompt, sampled) in zip(trajectory.turns, policy.asked, strict=True):
+        sequence = trajectory.sequences[turn.sequence]
+        assert list(sequence.ids[: turn.start]) == prompt
+        assert list(sequence.ids[turn.start : turn.stop]) == sampled
+        assert set(sequence.origins[turn.start : turn.stop]) == {Origin.SAMPLED}
+    counted = sum(sequence.sampled_count for sequence in trajectory.sequences)
+    assert counted == sum(len(sampled) for _, sampled in policy.asked)
+
+
+class Forgetful:
+    """Recalls any of the exchanges, as it is told for each turn."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    async def recall(self, past):
+        number = past.state["turn"] = past.state.get("turn", -1) + 1
+        chosen = [one for index, one in enumerate(past.exchanges) if index in self.kept[number % len(self.kept)]]
+        return [*past.opening, *itertools.chain.from_iterable(chosen)]
+
+
+memories = st.one_of(
+    st.builds(FullHistory),
+    st.builds(Window, st.integers(1, 4)),
+    st.builds(SummaryFolding, after_turns=st.integers(2, 4), keep_turns=st.integers(0, 1)),
+    st.builds(SummaryFolding, after_tokens=st.integers(50, 400)),
+    st.builds(Forgetful, st.lists(st.sets(st.integers(0, 6)), min_size=1, max_size=4)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(memory=memories, count=st.integers(0, 6), strategy=st.sampled_from(STRATEGIES))
+async def test_whatever_is_remembered_each_sampled_token_is_trained_once_after_what_was_sent(memory, count, strategy):
+    trajectory, policy = await play(memory, turns(count), strategy)
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert_every_token_has_its_one_place(trajectory, policy)
+    if strategy == "step":
+        assert len(trajectory.sequences) == len(trajectory.turns)
+
+
+async def test_a_full_history_is_one_sequence():
+    trajectory, _ = await play(FullHistory(), turns(4))
+    assert len(trajectory.sequences) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_window_shows_the_task_and_whole_turns_only(strategy):
+    trajectory, policy = await play(Window(turns=2), turns(4), strategy)
+    last = policy.prompts[-1]
+    assert "go" in last
+    assert ["seen 0" in last, "seen 1" in last, "seen 2" in last, "seen 3" in last] == [False, False, True, True]
+    assert last.count("<|im_start|>tool") == last.count("<tool_call>") == 2
+    assert len(trajectory.messages) == 1 + 2 * 4 + 1
+
+
+async def test_a_window_continues_the_sequence_until_something_falls_out():
+    trajectory, _ = await play(Window(turns=2), turns(3))
+    assert [turn.sequence for turn in trajectory.turns] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_a_folded_past_is_replaced_by_the_models_own_summary(strategy):
+    trajectory, policy = await play(SummaryFolding(after_turns=2), turns(4), strategy)
+    kinds = [turn.kind for turn in trajectory.turns]
+    assert kinds == ["act", "act", "act", "memory", "act", "act"]
+    after = policy.prompts[4]
+    assert f"go\n\n{HEADING}\nsummary 3" in after
+    assert "seen" not in after
+    if strategy == "chain":
+        assert [turn.sequence for turn in trajectory.turns] == [0, 0, 0, 0, 1, 1]
+    assert trajectory.turns[3].text == "summary 3"
+    assert all("summary" not in str(message["content"]) for message in trajectory.messages)
+
+
+async def test_later_summaries_stand_on_the_earlier_ones_and_the_last_turns_may_be_kept():
+    _, policy = await play(SummaryFolding(after_turns=2, keep_turns=1), turns(5))
+    folds = [prompt for prompt in policy.prompts if "Call no tool now." in prompt]
+    assert len(folds) == 2
+    assert "summary" in folds[1]
+    assert "seen 2" in policy.prompts[4]
+    assert "seen 1" not in policy.prompts[4]
+
+
+async def test_folding_by_tokens_keeps_below_the_limit_what_would_else_pass_it():
+    limit = 700
+    plain, _ = await play(FullHistory(), turns(12), max_sequence_tokens=limit, max_tokens_per_turn=100)
+    assert plain.finish is FinishReason.LENGTH
+    folding = SummaryFolding(after_tokens=400, max_summary_tokens=100)
+    folded, _ = await play(folding, turns(12), max_sequence_tokens=limit, max_tokens_per_turn=100)
+    assert folded.finish is FinishReason.ANSWERED
+    assert max(map(len, folded.sequences)) <= limit
+    assert not any(sequence.truncated for sequence in folded.sequences)
+
+
+async def test_a_function_may_summarise_and_the_model_is_not_asked():
+    def briefly(messages, context):
+        return f"{len(messages)} messages of {context.rollout_id}"
+
+    trajectory, policy = await play(SummaryFolding(after_turns=1, summarise=briefly), turns(3))
+    assert {turn.kind for turn in trajectory.turns} == {"act"}
+    assert f"5 messages of {trajectory.rollout_id}" in policy.prompts[2]
+
+
+async def test_a_summary_that_finds_no_room_ends_the_rollout_as_length():
+    folding = SummaryFolding(after_turns=1)
+    trajectory, _ = await play(folding, turns(5), max_sequence_tokens=230, max_tokens_per_turn=100)
+    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.failure is None
+
+
+async def test_calls_in_a_summary_are_not_executed():
+    def script(prompt, turn):
+        return call(9) if "Call no tool now." in prompt else [call(0), call(1), "", "done"][turn]
+
+    trajectory, _ = await play(SummaryFolding(after_turns=1), script)
+    assert [len(turn.results) for turn in trajectory.turns] == [1, 1, 0, 0]
+
+
+async def test_a_memory_of_ones_own_can_keep_state_and_ask_the_model():
+    class Diary:
+        async def recall(self, past):
+            if past.exchanges:
+                entry = await past.ask([*past.opening, *past.exchanges[-1], {"role": "user", "content": "Note it."}])
+                past.state.setdefault("diary", []).append(entry)
+            notes = [{"role": "user", "content": note} for note in past.state.get("diary", [])]
+            return [*past.opening, *notes]
+
+    script = [call(0), "first", call(1), "second", "done"]
+    trajectory, policy = await play(Diary(), script)
+    assert [turn.kind for turn in trajectory.turns] == ["act", "memory", "act", "memory", "act"]
+    assert "first" in policy.prompts[-1]
+    assert "second" in policy.prompts[-1]
+    assert_every_token_has_its_one_place(trajectory, policy)
+
+
+async def test_state_of_a_memory_is_of_one_rollout():
+    class Counting:
+        async def recall(self, past):
+            past.state["calls"] = past.state.get("calls", 0) + 1
+            assert past.state["calls"] <= 2
+            return past.messages
+
+    made = Agent(model="scripted", tools=[look], memory=Counting())
+    result = await run(made, ["a", "b", "c"], attempts=3, policy=ScriptedPolicy([call(0), "done"]))
+    assert {t.finish for t in result.trajectories} == {FinishReason.ANSWERED}
+
+
+@pytest.mark.parametrize("view", [lambda past: [], lambda past: [*past.opening, *past.messages[-1:]]])
+async def test_a_view_that_no_template_takes_is_refused_with_the_cure(view):
+    class Torn:
+        async def recall(self, past):
+            return view(past) if past.exchanges else past.messages
+
+    made = Agent(model="scripted", tools=[look], memory=Torn())
+    with pytest.raises(Exception, match=r"past\.(opening|exchanges)"):
+        await run(made, ["go"], policy=ScriptedPolicy([call(0), "done"]))
+
+
+def test_contradictions_are_refused_when_the_agent_is_built():
+    good = Agent(model="scripted", memory=SummaryFolding(after_tokens=900), max_sequence_tokens=2000)
+    with pytest.raises(ConfigError, match="before anything is folded"):
+        replace(good, max_sequence_tokens=1000)
+    for memory in (Window, object(), "full", lambda messages: messages):
+        with pytest.raises(ConfigError, match="async def recall"):
+            replace(good, memory=memory)
+    for wrong in ({}, {"after_turns": 0}, {"after_turns": 2, "keep_turns": 2}, {"after_tokens": 1.5}):
+        with pytest.raises(ConfigError, match="SummaryFolding"):
+            SummaryFolding(**wrong)
+    with pytest.raises(ConfigError, match="turns=0"):
+        Window(turns=0)
+
+
+def test_memories_by_the_words_of_a_configuration():
+    assert memory_from("full", {}) == FullHistory()
+    assert memory_from("window", {"turns": 3}) == Window(3)
+    assert memory_from("summary", {"after_turns": 3, "keep_turns": 1}) == SummaryFolding(after_turns=3, keep_turns=1)
+    with pytest.raises(ConfigError, match="Did you mean 'window'"):
+        memory_from("windw", {})
+    with pytest.raises(ConfigError, match="Did you mean 'turns'"):
+        memory_from("window", {"turn": 3})
+    with pytest.raises(ConfigError, match="cannot be made"):
+        memory_from("window", {})
+
+
+async def test_what_a_failing_summary_function_raises_spoils_its_rollout():
+    def broken(messages, context):
+        raise OSError("no disk")
+
+    def script(prompt, turn):
+        return "fine" if "two" in prompt else call(turn)
+
+    made = Agent(model="scripted", tools=[look], memory=SummaryFolding(after_turns=1, summarise=broken))
+    one, two = (await run(made, ["one", "two"], policy=ScriptedPolicy(script))).trajectories
+    assert one.failure.kind == "OSError"
+    assert one.infrastructure_failed
+    assert two.finish is FinishReason.ANSWERED

@@ -77,10 +77,10 @@ def test_new_scores_are_written_beside_the_old_ones_and_compared(agentfly, run):
     assert {path: path.read_bytes() for path in run.saved_trajectories()} == old
     assert rewards(run.trajectories / "train-000001.longer.jsonl") == [4.0, 4.0]
     assert rewards(run.trajectories / "train-000002.longer.jsonl") == [9.0, 9.0]
-    lines = [line.split("│")[1:-1] for line in out.splitlines() if "jsonl" in line and "│" in line]
+    lines = [line.split("│")[1:-1] for line in out.splitlines() if "train-" in line and "│" in line]
     assert [[cell.strip() for cell in line] for line in lines] == [
-        ["train-000001.longer.jsonl", "2", "2", "1 of 2", "4 of 2", "0"],
-        ["train-000002.longer.jsonl", "2", "2", "1 of 2", "9 of 2", "0"],
+        ["train-000001", "2", "2", "1 of 2", "4 of 2", "0"],
+        ["train-000002", "2", "2", "1 of 2", "9 of 2", "0"],
     ]
 
     agentfly("rescore", "runs/mine", "--reward", "my_rewards.py:longer")

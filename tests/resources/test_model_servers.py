@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+import agentfly as af
 from agentfly.errors import (
     APIMalformed,
     APIUnavailable,
@@ -105,8 +106,16 @@ async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
 
 
 async def test_a_server_can_be_a_judge() -> None:
-    async with started() as server:
-        assert await server.score("42", "42") == 0.75
+    spec = stand_in()
+
+    @af.reward
+    async def judged(response: str, answer: str, context: af.Context) -> float:
+        server = await context.acquire(spec, scope="global")
+        return await server.score(response, answer)
+
+    agent, policy = af.Agent(model="scripted"), af.ScriptedPolicy(["It is 42."])
+    result = await af.run(agent, [{"prompt": "6*7?", "answer": "42"}], reward=judged, attempts=3, policy=policy)
+    assert result.rewards == [0.75, 0.75, 0.75]
 
 
 async def test_a_sample_that_lost_ids_on_its_way_is_refused() -> None:

@@ -75,7 +75,7 @@ async def test_attempts_at_a_task_are_ranked_together(stored):
     again = await rescore(reversed(stored), ranked)
     assert [one.reward for one in again] == [15.0, 14.0, 5.5, 4.5]
     assert sorted(groups) == sorted([[one.rollout_id for one in stored[first : first + 2]] for first in (0, 2)])
-    assert again[0].metrics == {"new_metric": 1.0}
+    assert again[0].metrics == {"new_metric": 1.0, "new": 14.0}
 
 
 async def test_what_cannot_be_scored_is_unscored_and_counted_by_cause(stored):

@@ -1,5 +1,6 @@
 """What a rollout is worth, turn by turn and in all, and what leaves it unscored."""
 
+import contextlib
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.group_scoring import group_scorer, score_group
 from agentfly.rollouts.run import run
+from agentfly.rollouts.scoring import score_rollout
 from agentfly.task import Task
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
 from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn
@@ -68,6 +70,28 @@ async def test_a_reward_that_speaks_of_turns_replaces_what_the_tools_said():
     assert trajectory.reward == 20.0
     assert [turn.reward for turn in trajectory.turns] == [20.0, None]
     assert trajectory.metrics == {"talkative": 2.0}
+
+
+async def test_what_a_reward_waits_for_says_nothing_of_how_a_rollout_that_begins_would_fare(engine):
+    noticed = []
+
+    @contextlib.contextmanager
+    def notice(specs, scope):
+        noticed.append(specs)
+        yield
+
+    @reward
+    async def judged(context: Context) -> float:
+        await context.acquire(FakeSpec(name="judge"))
+        return 1.0
+
+    [one] = attempts("a")
+    context = Context(one, engine, notice=notice)
+    await score_rollout(one, judged, context, EventStream())
+    assert (one.reward, noticed) == (1.0, [])
+    await context.acquire(FakeSpec(name="tool's"))
+    assert len(noticed) == 1
+    await context.close()
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

@@ -116,8 +116,9 @@ def group_reward(
         function: a sync or async function.
         name: its name, for messages and records; the function's name if it is not given.
         timeout_s: seconds that it may take for a group, waiting for resources not counted; None for any time.
-        after: scores each attempt as it ends, while what the agent left is still there. Its scores and metrics are
-            those of the trajectories that the function is given; what the function returns replaces the scores.
+        after: scores each attempt as it ends, while what the agent left is still there. Its scores are the rewards of
+            the trajectories that the function is given, and a metric under its name; what the function returns is the
+            score. An attempt that it gives no score is none of the group.
         process, workers, memory: as of `reward`.
 
     Raises:

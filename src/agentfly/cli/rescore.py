@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,18 +44,20 @@ def rescore(
 
     chosen = require_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
     name = reward.rpartition(":")[2]
-    changes: dict[Path, ScoreChange] = {}
+    targets: list[Path] = []
+    changes: dict[str, ScoreChange] = {}
     for path in _files(source):
         old = list(load_trajectories(path))
         new = interruption.run(_rescored(old, chosen, concurrency))
         _require_scores(new, reward)
         target = _target(path, name, out)
         save_trajectories(new, target)
-        changes[target] = ScoreChange.between(old, new)
+        targets.append(target)
+        changes[path.stem] = ScoreChange.between(old, new)
     console = Console()
-    console.print(_table(changes))
-    for path in changes:
-        console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+    console.print(_table(changes, f"scored anew by {reward}"))
+    for target in targets:
+        console.print(f"trajectories: {target}", soft_wrap=True, highlight=False)
 
 
 async def _rescored(trajectories: list[Trajectory], reward: AnyReward, concurrency: int) -> list[Trajectory]:
@@ -106,16 +108,16 @@ def _require_scores(trajectories: Iterable[Trajectory], reward: str) -> None:
         )
 
 
-def _table(changes: dict[Path, ScoreChange]) -> Table:
+def _table(changes: Mapping[str, ScoreChange], title: str) -> Table:
     from rich.table import Table
 
-    table = Table(title="scored anew", title_justify="left")
-    table.add_column("file", overflow="fold")
-    for heading in ("trajectories", "changed", "mean before", "mean now", "unscored"):
+    table = Table(title=title, title_justify="left")
+    table.add_column("trajectories of")
+    for heading in ("number", "changed", "mean before", "mean now", "unscored"):
         table.add_column(heading, justify="right")
-    for path, change in changes.items():
+    for name, change in changes.items():
         table.add_row(
-            path.name,
+            name,
             str(change.trajectories),
             str(change.changed),
             _mean(change.old_mean, change.old_scored),

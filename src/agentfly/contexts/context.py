@@ -227,12 +227,18 @@ class Context:
         return await self._rollout.belongings.get(key, lambda: make(whole), close)
 
     @asynccontextmanager
-    async def call(self) -> AsyncIterator[Context]:
+    async def call(self, *, noticed: bool = True) -> AsyncIterator[Context]:
         """This context for one call of a tool or reward.
 
         With the block end the leases of scope ``call``, and what a sync tool that was given up still waits for.
+
+        Args:
+            noticed: whether its waits for resources are told. Those of a reward are not: they say nothing of how a
+                rollout that begins now would fare, which has all its turns before it.
         """
         call_context = copy.copy(self)
+        if not noticed:
+            call_context._notice = unnoticed
         call_context._call = call = _Call()
         with self._engine.calling(self._owner):
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from agentfly.agents.group_reward import AnyReward, GroupReward
@@ -43,7 +44,7 @@ async def score_group(
     try:
         try:
             async with context.call() as call_context:
-                outcomes = await reward.score(sound, call_context)
+                outcomes = await reward.score([_seen(one, reward) for one in sound], call_context)
         finally:
             await asyncio.shield(context.close())
     except Exception as error:
@@ -55,8 +56,6 @@ async def score_group(
                 take_score(one, outcome)
             elif outcome is not None:
                 refuse_score(one, outcome)
-            else:
-                one.reward = None
     seconds = time.perf_counter() - started
     for one in sound:
         one.seconds["reward"] = one.seconds.get("reward", 0.0) + seconds
@@ -66,4 +65,9 @@ async def score_group(
 def _takes_part(trajectory: Trajectory, reward: GroupReward) -> bool:
     if trajectory.finish is FinishReason.CANCELLED or not can_be_scored(trajectory):
         return False
-    return reward.after is None or trajectory.reward is not None
+    return reward.after is None or reward.after.name in trajectory.metrics
+
+
+def _seen(trajectory: Trajectory, reward: GroupReward) -> Trajectory:
+    """A trajectory as the group reward sees it: with the score of what comes first, if something does."""
+    return trajectory if reward.after is None else replace(trajectory, reward=trajectory.metrics[reward.after.name])

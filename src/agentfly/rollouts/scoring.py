@@ -23,7 +23,8 @@ async def score_rollout(
     What infrastructure spoiled, and what ended before its first turn, stays unscored. So does what the reward fails
     for; ``trajectory.reward_failure`` then says why. Without a reward the sum of the tools' rewards is the score. Each
     turn has what its tools said for its reward, unless the reward says more. Where a group reward is the reward, only
-    what it wants to be scored ``after`` is scored here; see `agentfly.rollouts.group_scoring`.
+    what it wants to be scored ``after`` is computed here, and kept as a metric of that name: the score comes with the
+    group (`agentfly.rollouts.group_scoring`).
     """
     if not can_be_scored(trajectory):
         return
@@ -36,12 +37,15 @@ async def score_rollout(
         return
     started = time.perf_counter()
     try:
-        async with context.call() as call_context:
+        async with context.call(noticed=False) as call_context:
             result = await alone.score(trajectory, call_context)
     except Exception as error:
         refuse_score(trajectory, error)
     else:
         take_score(trajectory, result)
+        if alone is not reward:
+            trajectory.reward = None
+            trajectory.metrics[alone.name] = float(result.reward or 0.0)
     seconds = time.perf_counter() - started
     trajectory.seconds["reward"] = seconds
     if alone is reward:

@@ -24,7 +24,7 @@ def a_trajectory(**changes) -> Trajectory:
             results=(ToolRecord(ToolCall("1", "check", {"item": "tea"}), "tea: low\nnext: order", seconds=0.01),),
             generation_seconds=0.5,
         ),
-        Turn(index=1, sequence=0, start=30, stop=35, text="order it", stopped=False),
+        Turn(index=1, sequence=0, start=30, stop=35, text="order it", stopped=False, reward=-0.5),
     ]
     values = {
         "rollout_id": "r1",
@@ -62,7 +62,7 @@ def test_a_trajectory_reads_from_the_prompt_over_each_turn_to_the_reward():
         '  → check(item="tea")  0.01 s',
         "    tea: low",
         "    next: order",
-        "turn 2  5 tokens in 0.00 s, cut by a limit",
+        "turn 2  5 tokens in 0.00 s, cut by a limit, reward -0.5",
         "  order it",
         "reward 0.4  length after 2 turns, 1.25 s",
     ]

@@ -68,7 +68,8 @@ def _prompt(trajectory: Trajectory) -> list[Message]:
 def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
     text.append(f"turn {turn.index + 1}", _LABEL)
     cut = "" if turn.stopped else ", cut by a limit"
-    text.append(f"  {turn.stop - turn.start} tokens in {turn.generation_seconds:.2f} s{cut}\n", _QUIET)
+    worth = "" if turn.reward is None else f", reward {turn.reward:g}"
+    text.append(f"  {turn.stop - turn.start} tokens in {turn.generation_seconds:.2f} s{cut}{worth}\n", _QUIET)
     _append_block(text, turn.text, max_lines=max_lines)
     for result in turn.results:
         _append_result(text, result, max_lines)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from agentfly import __version__, interruption
-from agentfly.cli import bench, demo, doctor, evaluate, models, rescore, resources, rollout, train
+from agentfly.cli import bench, demo, doctor, evaluate, models, rescore, resources, rollout, tokens, train
 from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
 from agentfly.policies.load import shorten_spinning
@@ -30,6 +30,7 @@ app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
 app.command("rescore")(rescore.rescore)
+app.add_typer(tokens.app, name="tokens")
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

@@ -46,7 +46,7 @@ def rescore(
     name = reward.rpartition(":")[2]
     targets: list[Path] = []
     changes: dict[str, ScoreChange] = {}
-    for path in _files(source):
+    for path in trajectory_files(source):
         old = list(load_trajectories(path))
         new = interruption.run(_rescored(old, chosen, concurrency))
         _require_scores(new, reward)
@@ -66,7 +66,12 @@ async def _rescored(trajectories: list[Trajectory], reward: AnyReward, concurren
     return await rescore(trajectories, reward, max_concurrent_scores=concurrency)
 
 
-def _files(source: Path) -> list[Path]:
+def trajectory_files(source: Path) -> list[Path]:
+    """The files of trajectories of a run, or the one that is named.
+
+    Raises:
+        ConfigError: there are none.
+    """
     from agentfly.run_directory import RunDirectory
 
     if source.is_file():

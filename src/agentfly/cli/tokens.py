@@ -1,0 +1,101 @@
+"""``agentfly tokens``: whether a run's tokens are what was sampled, and what re-tokenizing would have changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import AgentFlyError, ConfigError, TokenInvariantError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentfly.policies.hf_tokenizer import HFTokenizer
+    from agentfly.rollouts.audit import TokenAudit
+
+app = typer.Typer(help="Look into the tokens of a run.", no_args_is_help=True)
+
+
+@app.command("audit")
+def audit(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|FILE.jsonl", help="A run's directory, or a file of trajectories.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Whose tokenizer sampled them; that of the run's configuration if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Make ids of a run's text again, as systems do that pass text around, and count what would have drifted.
+
+    The ids that the run has kept are checked too; if they are not what was sampled, the exit code is 1.
+    """
+    from rich.console import Console
+
+    from agentfly.cli.rescore import trajectory_files
+    from agentfly.rollouts.audit import audit_tokens
+    from agentfly.trajectory import load_trajectories
+
+    files = trajectory_files(source)
+    tokenizer = _tokenizer(source, model)
+    found = audit_tokens((one for path in files for one in load_trajectories(path)), tokenizer)
+    if not found.trajectories:
+        raise ConfigError(f"No trajectory of {source} holds token ids, so there is nothing to audit.")
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+    else:
+        console = Console()
+        console.print(_table(found))
+        for example in found.examples:
+            sampled, encoded = (" ".join(map(repr, part)) for part in (example.sampled, example.encoded))
+            console.print(
+                f"{example.rollout_id}, turn {example.turn}: sampled {sampled}, re-tokenized {encoded or 'nothing'}",
+                markup=False,
+                highlight=False,
+            )
+    if found.faults:
+        raise TokenInvariantError(
+            f"{len(found.faults)} faults in the ids that were kept, which are not what was sampled: "
+            + "; ".join(found.faults[:5])
+        )
+
+
+def _tokenizer(source: Path, model: str | None) -> HFTokenizer:
+    from agentfly.cli.config_file import load_config
+    from agentfly.cli.experiment import Experiment
+    from agentfly.policies.catalog import find_model
+    from agentfly.policies.hf_tokenizer import HFTokenizer
+    from agentfly.run_directory import RunDirectory
+
+    if model is None:
+        directory = source if source.is_dir() else source.parent.parent
+        config = RunDirectory(directory).config_file
+        if not config.is_file():
+            raise ConfigError(f"There is no {config} that says which model this is. Say it: --model NAME.")
+        try:
+            model = str(Experiment.of(load_config(config, [])).agent.model)
+        except AgentFlyError as error:
+            raise ConfigError(f"{config} does not tell which model this is ({error}). Say it: --model NAME.") from error
+    return HFTokenizer.load(find_model(model))
+
+
+def _table(found: TokenAudit) -> Table:
+    from rich.table import Table
+
+    table = Table(title="tokens", title_justify="left")
+    table.add_column("")
+    for heading in ("in all", "would have drifted", "share"):
+        table.add_column(heading, justify="right")
+    for name, total, drifted, share in (
+        ("trajectories", found.trajectories, found.drifted_trajectories, found.drifted_trajectory_share),
+        ("sampled tokens", found.sampled_tokens, found.drifted_tokens, found.drifted_token_share),
+    ):
+        table.add_row(name, f"{total:,}", f"{drifted:,}", f"{share:.2%}")
+    table.add_row(
+        "ids that were kept", f"{found.sampled_tokens:,}", *(("faulty", "") if found.faults else ("0", "0 %"))
+    )
+    return table

@@ -1,0 +1,82 @@
+"""``agentfly tokens audit``: the audit of a run, as a table and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+import agentfly as af
+from agentfly.cli import main as cli
+from agentfly.policies.load import load_policy
+from agentfly.run_directory import RunDirectory
+from agentfly.trajectory import load_trajectories, save_trajectories
+
+
+@pytest.fixture
+def agentfly(monkeypatch, capsys):
+    """Run a command; answers its exit code, standard output and standard error."""
+
+    def command(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return command
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    """A run of the shipped model, sampled at temperature 1 from a prompt that it has never seen."""
+    run = RunDirectory(tmp_path / "run").ensure()
+    agent = af.Agent(model="tiny", max_tokens_per_turn=48)
+    policy = load_policy("tiny", threads=1)
+
+    async def go():
+        async with policy:
+            return await af.run(agent, ["What to do about eggs?"] * 8, policy=policy, reward=af.reward(lambda: 1.0))
+
+    save_trajectories(asyncio.run(go()).trajectories, run.trajectories_file(1))
+    return run
+
+
+@pytest.mark.slow
+def test_a_real_run_drifts_when_it_is_retokenized_and_its_own_ids_do_not(run, agentfly):
+    code, out, err = agentfly("tokens", "audit", str(run.path), "--model", "tiny", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["trajectories"] == 8
+    assert found["faults"] == []
+    assert 0 < found["drifted_tokens"] < found["sampled_tokens"]
+    code, out, _ = agentfly("tokens", "audit", str(run.trajectories_file(1)), "--model", "tiny")
+    assert code == 0
+    assert f"{found['drifted_tokens']:,}" in out
+    assert "re-tokenized" in out
+
+
+@pytest.mark.slow
+def test_a_record_whose_ids_were_changed_is_a_failure(run, agentfly):
+    path = run.trajectories_file(1)
+    damaged = list(load_trajectories(path))
+    ids = damaged[0].sequences[0].ids
+    ids[damaged[0].turns[0].start] = next(one for one in range(20, 99) if one != ids[damaged[0].turns[0].start])
+    save_trajectories(damaged, path)
+    code, _, err = agentfly("tokens", "audit", str(run.path), "--model", "tiny")
+    assert code == 1
+    assert "do not spell its text" in err
+
+
+def test_a_run_that_does_not_say_its_model_is_asked_for_it(tmp_path, agentfly):
+    run = RunDirectory(tmp_path / "run").ensure()
+    result = asyncio.run(af.run(af.Agent(model="scripted"), ["go"], policy=af.ScriptedPolicy(["hi"])))
+    save_trajectories(result.trajectories, run.trajectories_file(1))
+    code, _, err = agentfly("tokens", "audit", str(run.path))
+    assert code == 2
+    assert "--model" in err

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from agentfly.resources.instances.attendance import Occupancy
-from agentfly.trajectory import FinishReason, Trajectory
+from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
+from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
 
 def succeeded(trajectory: Trajectory) -> bool | None:
@@ -21,9 +22,13 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means and counts over trajectories; every value is finite.
 
     Means of reward and success are over the scored trajectories that infrastructure did not spoil, and left out where
-    there is none; the spoiled ones are counted by cause under ``failures/…``, tool errors under ``tool_errors/…``.
+    there is none; other means over those that ended by themselves and were not spoiled. ``truncated/share`` is the
+    share in which a limit on tokens cut something off, ``sequences/mean`` the number of token sequences of a trajectory
+    (under the chain strategy, one and one more for each break), ``invalid_calls/share`` the share of the tool calls
+    that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors under
+    ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
     """
-    sound = [t for t in trajectories if not t.infrastructure_failed]
+    sound = [t for t in trajectories if not t.infrastructure_failed and t.finish is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]
     results = [result for t in sound for turn in t.turns for result in turn.results]
     rewards = [t.reward for t in scored if t.reward is not None]
@@ -31,11 +36,13 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollouts": float(len(trajectories)),
         "response_length/mean": _mean(float(_sampled(t)) for t in sound),
         "turns/mean": _mean(float(len(t.turns)) for t in sound),
+        "sequences/mean": _mean(float(len(t.sequences)) for t in sound),
         "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
         "tool_errors/share": _mean(float(result.failure is not None) for result in results),
-        "truncated/share": _mean(float(t.finish is FinishReason.LENGTH) for t in sound),
+        "invalid_calls/share": _mean(float(_invalid(result)) for result in results),
+        "truncated/share": _mean(float(_truncated(t)) for t in sound),
         "unscored": float(sum(t.reward is None for t in trajectories)),
-        "failures/infrastructure": float(len(trajectories) - len(sound)),
+        "failures/infrastructure": float(sum(t.infrastructure_failed for t in trajectories)),
     }
     if scored:
         metrics["reward/mean"] = _mean(rewards)
@@ -47,6 +54,8 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"tool_errors/{kind}"] = float(count)
     for cause, count in sorted(_causes(trajectories).items()):
         metrics[f"failures/{cause}"] = float(count)
+    for reason, count in sorted(Counter(t.finish.value for t in trajectories if t.finish is not None).items()):
+        metrics[f"finish/{reason}"] = float(count)
     for part in ("generation", "tools", "waiting", "reward", "total"):
         metrics[f"rollout_seconds/{part}"] = _mean(t.seconds.get(part, 0.0) for t in trajectories)
     return metrics
@@ -72,6 +81,14 @@ def occupancy_metrics(before: Mapping[str, Occupancy], after: Mapping[str, Occup
 def _causes(trajectories: Sequence[Trajectory]) -> Counter[str]:
     failures = [failure for t in trajectories for failure in (t.failure, t.reward_failure) if failure is not None]
     return Counter(f"{failure.boundary}/{failure.kind}" for failure in failures)
+
+
+def _invalid(result: ToolRecord) -> bool:
+    return result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
+
+
+def _truncated(trajectory: Trajectory) -> bool:
+    return trajectory.finish is FinishReason.LENGTH or any(sequence.truncated for sequence in trajectory.sequences)
 
 
 def _sampled(trajectory: Trajectory) -> int:

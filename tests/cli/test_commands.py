@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from agentfly.cli import main as cli
+from agentfly.errors import ConfigError
 from agentfly.run_directory import RunDirectory
 from agentfly.trajectory import load_trajectories
 
@@ -175,3 +177,50 @@ def test_a_run_that_was_refused_can_be_begun_in_the_same_directory(agentfly, pro
         monkeypatch.delitem(sys.modules, name)
     out, _ = agentfly(*words)
     assert "1 training step\n" in out
+
+
+@pytest.mark.slow
+def test_an_agent_is_evaluated_against_an_endpoint_where_torch_is_not_installed(project, capfd):
+    """A program of its own, in which nothing of the packages for training can be imported."""
+    program = """
+import asyncio, sys
+from pathlib import Path
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "safetensors", "numpy", "accelerate", "tensorboard"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+from agentfly.cli import main as cli
+from agentfly.errors import ConfigError
+from agentfly.testing.far_side import FarSide, says
+
+async def serve():
+    async with FarSide() as far_side:
+        far_side.always = says("low")
+        asking = asyncio.to_thread(evaluate, far_side.url)
+        await asking
+
+def evaluate(url):
+    words = ["eval", sys.argv[1], "--base-url", url, "policy.model=m", "run_dir=runs/far"]
+    cli.app(words, standalone_mode=False)
+
+asyncio.run(serve())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(project / "config.yaml")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    (trajectory,) = load_trajectories(RunDirectory(Path("runs/far")).trajectories_file(0, "eval"))
+    assert trajectory.response == "low"
+    assert trajectory.reward == 1.0
+
+
+def test_an_endpoint_cannot_be_trained(project):
+    with pytest.raises(ConfigError, match="policy names an endpoint"):
+        cli.app(["train", str(project / "config.yaml"), "policy.base_url=http://localhost:1/v1"], standalone_mode=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.cli.config_file import RunConfig, load_config, save_config
+from agentfly.cli.config_file import PolicyConfig, RunConfig, load_config, save_config
 from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
 
@@ -47,7 +47,7 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
     ("text", "overrides", "told"),
     [
         (MINIMAL + "modle: tiny\n", [], "There is no key 'modle'. Did you mean 'model'?"),
-        (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, tasks"),
+        (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, policy, tasks"),
         (MINIMAL, ["training.max_concurent_rollouts=8"], "Did you mean 'max_concurrent_rollouts'?"),
         (MINIMAL, ["trainig.steps=8"], "Did you mean 'training'?"),
         (MINIMAL, ["steps=3"], "There is no key 'steps'. Did you mean 'training.steps'?"),
@@ -88,7 +88,7 @@ def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
 
 
-@pytest.mark.parametrize("model", [RunConfig, TrainConfig])
+@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, TrainConfig])
 def test_the_guide_lists_every_field_with_its_default_and_meaning(model):
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "configuration.md").read_text()
     for name, field in model.model_fields.items():

@@ -14,6 +14,26 @@ from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
 
 
+class PolicyConfig(BaseModel):
+    """A model behind an OpenAI-compatible endpoint, which evaluations and rollouts ask in place of one loaded here.
+
+    Further keys are fields of `agentfly.ModelAPISpec`, such as ``api_key_env`` and ``max_concurrency``.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    base_url: str
+    """The base of the endpoint, such as ``http://localhost:8000/v1``."""
+    model: str | None = None
+    """The model's name there; the only one that the endpoint serves if not given."""
+    token_ids: bool | None = None
+    """Whether to ask for token ids; of a server that says it is vLLM if not given."""
+    omit: tuple[str, ...] = ()
+    """Parameters that the endpoint refuses, such as ``temperature``."""
+    send_reasoning: bool = False
+    """Whether the thoughts of earlier turns are sent back."""
+
+
 class RunConfig(BaseModel):
     """What a run is made of.
 
@@ -26,6 +46,8 @@ class RunConfig(BaseModel):
     """Reference of an `Agent`, or of a function that takes a model and returns one."""
     model: str | None = None
     """Name, Hugging Face id or directory of the model; the agent's own if not given."""
+    policy: PolicyConfig | None = None
+    """The endpoint to ask, for evaluations and rollouts; the model is loaded into this process if not given."""
     tasks: str
     """Reference of the tasks, or of a function that returns them, or path of a JSON-lines file."""
     eval_tasks: str | None = None

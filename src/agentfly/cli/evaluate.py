@@ -23,20 +23,23 @@ def evaluate(
     checkpoint: Annotated[
         str | None, typer.Option(help="Of a run: the step to evaluate, or 'none' for the model before training.")
     ] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
+    ] = None,
 ) -> None:
     """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks."""
     from rich.console import Console
 
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import load_source
+    from agentfly.cli.source import endpoint_asked, load_source
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
     from agentfly.trajectory import save_trajectories
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
 
-    config, step = load_source(source, overrides or [], checkpoint)
+    config, step = load_source(source, [*endpoint_asked(base_url), *(overrides or [])], checkpoint)
     experiment = Experiment.of(config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
@@ -50,7 +53,7 @@ def evaluate(
     save_trajectories(result.trajectories, path)
     console = Console()
     console.print(
-        metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.agent.model}")
+        metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.model_name}")
     )
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 

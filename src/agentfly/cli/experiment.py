@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agentfly.agents.group_reward import AnyReward
     from agentfly.cli.config_file import RunConfig
     from agentfly.events import EventStream
+    from agentfly.policies.policy import ChatPolicy, Policy
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,14 @@ class Experiment:
     def fetch_model(self) -> None:
         """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
 
+        Where an endpoint is asked, there is nothing to fetch.
+
         Raises:
             ConfigError: there is no such model.
             PrerequisiteError: the model cannot be had.
         """
+        if self.config.policy is not None:
+            return
         from agentfly.policies.catalog import find_model
 
         find_model(self.agent.model, report=lambda line: typer.echo(line, err=True))
@@ -71,16 +76,30 @@ class Experiment:
     @asynccontextmanager
     async def runner_settings(self, events: EventStream) -> AsyncIterator[dict[str, Any]]:
         """The further settings of `run` and `evaluate`, as configured; the policy lives while the block runs."""
-        from agentfly.policies.load import load_policy
-
         training = self.config.training
-        async with load_policy(self.agent.model, **training.policy_settings) as policy:
+        async with self._policy() as policy:
             yield {
                 "policy": policy,
                 "events": events,
                 "max_concurrent_rollouts": training.max_concurrent_rollouts,
                 "max_failure_share": training.max_failure_share,
             }
+
+    @property
+    def model_name(self) -> str:
+        """What is shown as the model."""
+        asked = self.config.policy
+        return str(self.agent.model) if asked is None else asked.model or f"the model at {asked.base_url}"
+
+    def _policy(self) -> Policy | ChatPolicy:
+        if self.config.policy is None:
+            from agentfly.policies.load import load_policy
+
+            return load_policy(self.agent.model, **self.config.training.policy_settings)
+        from agentfly.policies.openai import OpenAIPolicy
+
+        settings = self.config.policy.model_dump()
+        return OpenAIPolicy(settings.pop("base_url"), settings.pop("model"), **settings)
 
 
 def _agent(config: RunConfig, base: Path) -> Agent:

@@ -25,6 +25,9 @@ def rollout(
     checkpoint: Annotated[
         str | None, typer.Option(help="Of a run: the step to roll out, or 'none' for the model before training.")
     ] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the trajectories.")] = False,
 ) -> None:
     """Roll out the agent of a configuration, or of a run's last checkpoint, on its tasks.
@@ -35,7 +38,7 @@ def rollout(
 
     from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import load_source
+    from agentfly.cli.source import endpoint_asked, load_source
     from agentfly.cli.train import new_run
     from agentfly.events import EventStream
     from agentfly.trajectory import save_trajectories
@@ -43,7 +46,7 @@ def rollout(
     from agentfly.viewing.report import metrics_table
     from agentfly.viewing.trajectory_text import trajectory_panel
 
-    config, step = load_source(source, overrides or [], checkpoint)
+    config, step = load_source(source, [*endpoint_asked(base_url), *(overrides or [])], checkpoint)
     experiment = Experiment.of(config)
     experiment.fetch_model()
     directory = new_run(config)

@@ -10,6 +10,11 @@ from agentfly.errors import ConfigError
 from agentfly.run_directory import RunDirectory
 
 
+def endpoint_asked(base_url: str | None) -> list[str]:
+    """The override that ``--base-url`` is short for."""
+    return [] if base_url is None else [f"policy.base_url={base_url}"]
+
+
 def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:
     """The configuration that a command is to follow, and the training step that its model has reached.
 
@@ -31,7 +36,7 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
     if not run.config_file.is_file():
         raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
     config = load_config(run.config_file, ["run_dir=null", *overrides])
-    if checkpoint == "none":
+    if checkpoint == "none" or (checkpoint is None and config.policy is not None):
         return config, 0
     step, path = _checkpoint(run.path, checkpoint)
     return config.model_copy(update={"model": str(path.resolve())}), step

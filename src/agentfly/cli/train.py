@@ -71,6 +71,10 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
+    if config.policy is not None:
+        raise ConfigError(
+            "policy names an endpoint, whose weights cannot be trained from here. Leave it out, and name a model."
+        )
     experiment = Experiment.of(config)
     experiment.fetch_model()
     run = resumed

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.toolcalls.format import message_with_calls
 from agentfly.errors import PromptTooLong
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, SamplingParams
@@ -68,7 +69,7 @@ class ChatSpeaker:
         stopped = generation.finish == "stop"
         calls = self._numbers.claim(self._calls_in(generation)) if stopped else ()
         return Utterance(
-            message=agent.said(generation.content, calls),
+            message=self._message(generation, calls),
             text=generation.content,
             content=generation.content,
             reasoning=generation.reasoning,
@@ -91,6 +92,17 @@ class ChatSpeaker:
         if agent.format.in_template:
             return generation.calls if agent.tools else ()
         return agent.calls_in(generation.content, first_call=self._numbers.next)
+
+    def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
+        """The turn as it is sent back. What answers a call must follow one there, so a malformed call stands too."""
+        if calls and self._agent.format.in_template:
+            written = [call if call.arguments is not None else replace(call, arguments={}) for call in calls]
+            message = message_with_calls(generation.content, written)
+        else:
+            message = self._agent.said(generation.content, calls)
+        if generation.reasoning is not None:
+            message["reasoning_content"] = generation.reasoning
+        return message
 
     def _recorded(self, generation: ChatGeneration) -> Place | None:
         if generation.prompt_ids is None or generation.ids is None:

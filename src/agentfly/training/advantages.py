@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from agentfly.training.registry import Registry
 from agentfly.training.rows import Row
 
-Floats = NDArray[np.float64]
-Estimator = Callable[[Sequence[Row]], list[Floats]]
+if TYPE_CHECKING:  # the names of the algorithms are wanted where numpy is not installed, too
+    import numpy as np
+    from numpy.typing import NDArray
+
+Floats: TypeAlias = "NDArray[np.float64]"
+Estimator: TypeAlias = "Callable[[Sequence[Row]], list[Floats]]"
 """From rows to advantages: for each row, an array of length ``len(row.targets)``."""
 
-OutcomeEstimator = Callable[[Floats], Floats]
+OutcomeEstimator: TypeAlias = "Callable[[Floats], Floats]"
 """From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
 
 
@@ -50,6 +52,8 @@ def by_group(outcome: OutcomeEstimator) -> Estimator:
     """The estimator that applies ``outcome`` to the rewards of each group, a trajectory counting once."""
 
     def estimate(rows: Sequence[Row]) -> list[Floats]:
+        import numpy as np
+
         groups: dict[str, dict[str, float]] = {}
         for row in rows:
             groups.setdefault(row.group_id, {})[row.rollout_id] = row.reward
@@ -70,7 +74,7 @@ def grpo(rewards: Floats) -> Floats:
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = grpo_without_std(rewards)
-    if (largest := np.abs(centred).max()) > 0:
+    if (largest := abs(centred).max()) > 0:
         centred /= largest  # so that neither huge nor tiny rewards leave the range of numbers
         centred /= centred.std(ddof=1)
     return centred
@@ -82,9 +86,9 @@ def grpo_without_std(rewards: Floats) -> Floats:
     Without the standard deviation, tasks that are almost always or almost never solved weigh no more than others.
     Source: Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    if np.ptp(rewards) <= _ROUNDING * np.abs(rewards).max():
-        return np.zeros_like(rewards)
-    return rewards - float(np.mean(rewards / 2)) * 2
+    if rewards.max() - rewards.min() <= _ROUNDING * abs(rewards).max():
+        return rewards * 0.0
+    return rewards - float((rewards / 2).mean()) * 2
 
 
 def rloo(rewards: Floats) -> Floats:
@@ -93,7 +97,7 @@ def rloo(rewards: Floats) -> Floats:
     Source: Back to Basics, https://arxiv.org/abs/2402.14740, equation 7.
     """
     count = len(rewards)
-    return grpo_without_std(rewards) * (count / (count - 1)) if count > 1 else np.zeros_like(rewards)
+    return grpo_without_std(rewards) * (count / (count - 1)) if count > 1 else rewards * 0.0
 
 
 def reinforce(rewards: Floats) -> Floats:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from agentfly.training.registry import Registry
+
+if TYPE_CHECKING:  # the names of the losses are wanted where torch is not installed, too
+    from torch import Tensor
 
 _RATIO_LIMIT = 20.0
 """Differences of log-probs are held within this, so that a ratio, and with it a loss, is always finite."""
@@ -66,7 +67,7 @@ LOSSES: Registry[PolicyLoss] = Registry("loss")
 
 def masked(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     """``values`` where the mask is True, and ``fill``, with no gradient, elsewhere."""
-    return torch.where(mask, values, torch.full_like(values, fill))
+    return values.masked_fill(~mask, fill)
 
 
 def probability_ratio(logprobs: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def ppo_clip(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
     advantages = masked(batch.advantages, batch.mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
-    return TokenLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio, clipped=clipped > unclipped)
+    return TokenLoss(loss=unclipped.maximum(clipped), ratio=ratio, clipped=clipped > unclipped)
 
 
 def policy_gradient(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
@@ -95,7 +96,7 @@ def policy_gradient(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
     """
     ratio = probability_ratio(batch.logprobs, batch.behaviour, batch.mask)
     loss = -masked(batch.advantages, batch.mask) * ratio
-    return TokenLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(batch.mask))
+    return TokenLoss(loss=loss, ratio=ratio, clipped=batch.mask.new_zeros(batch.mask.shape))
 
 
 def k3_divergence(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:

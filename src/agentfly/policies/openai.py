@@ -1,0 +1,324 @@
+"""OpenAIPolicy: a model behind any OpenAI-compatible endpoint, for evaluation and for collecting data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, TypeGuard
+
+from agentfly.errors import (
+    APIRefused,
+    ConfigError,
+    ModelAPIError,
+    PolicyError,
+    PromptTooLong,
+    TokenInvariantError,
+    UsageError,
+)
+from agentfly.messages import Message, ToolCall, images_of, text_of
+from agentfly.policies.policy import ChatGeneration, SamplingParams
+from agentfly.resources.apis.api import ModelAPI
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.completion import ChatCompletion, FunctionCall, Json, read_json
+from agentfly.resources.apis.spec import ModelAPISpec
+from agentfly.resources.credentials import Credentials
+
+_TOO_LONG = re.compile(
+    r"context[ _](length|window|size)|maximum (model|input|context) length|prompt is too long|exceed_context|"
+    r"input token count|must have less than \d+ tokens|max_new_tokens` must be",
+    re.IGNORECASE,
+)
+"""How endpoints say that a conversation is too long: OpenAI, vLLM, SGLang, llama.cpp, TGI, Gemini, Mistral."""
+
+_CUT = frozenset({"length", "max_tokens", "model_length", "content_filter"})
+_BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
+
+_SETTINGS = {"call_timeout_s": 1800.0, "read_timeout_s": 600.0, "max_concurrency": 256}
+"""What fits a policy, where a judge's calls are shorter and fewer."""
+
+
+class OpenAIPolicy:
+    """Messages in, a message out, by any OpenAI-compatible endpoint: vLLM, llama.cpp, TGI, a provider's API.
+
+    ``OpenAIPolicy("http://localhost:8000/v1")``, or over a spec: ``OpenAIPolicy(ModelAPISpec(…))``. Limits, further
+    tries and credentials are those of the spec. Its trajectories can be trained on only where the endpoint tells the
+    exact token ids and their log-probs, as vLLM does, and samples without distortion (temperature 1, no cuts):
+    otherwise nobody knows under which distribution the server's log-probs are.
+
+    Args:
+        endpoint: the base of the endpoint, or a spec that says everything about it.
+        model: the model's name there; None for the only one that the endpoint serves.
+        token_ids: whether to ask for token ids, which some endpoints refuse; None to ask a server that says it is vLLM.
+        omit: parameters that the endpoint refuses and that are left out, such as ``temperature``.
+        send_reasoning: whether the thoughts of earlier turns are sent back, as some models want it.
+        settings: further fields of `ModelAPISpec`, such as ``api_key_env``.
+
+    Raises:
+        ConfigError: a setting is unknown or cannot be.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | ModelAPISpec,
+        model: str | None = None,
+        *,
+        token_ids: bool | None = None,
+        omit: Collection[str] = (),
+        send_reasoning: bool = False,
+        **settings: Any,
+    ) -> None:
+        if isinstance(endpoint, ModelAPISpec) and (model is not None or settings):
+            raise ConfigError("OpenAIPolicy(spec): the spec says everything; write the model and settings into it.")
+        _require_fields(settings)
+        # A stand-in for the name, until the endpoint has told it, lets the rest of the spec be checked now.
+        self._spec = (
+            endpoint
+            if isinstance(endpoint, ModelAPISpec)
+            else ModelAPISpec(base_url=endpoint, model=model or "?", **{**_SETTINGS, **settings})
+        )
+        self._find_model = not isinstance(endpoint, ModelAPISpec) and model is None
+        self._token_ids = token_ids
+        self._omit = frozenset(omit)
+        self._send_reasoning = send_reasoning
+        self._limit = "max_tokens"
+        self._api: ModelAPI | None = None
+
+    @property
+    def model(self) -> str:
+        """The model's name at the endpoint.
+
+        Raises:
+            UsageError: it is still to be found out; enter the policy first.
+        """
+        if self._find_model and self._api is None:
+            raise UsageError("The endpoint is asked for its model when the policy is entered: async with policy: …")
+        return self._spec.model
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+    ) -> ChatGeneration:
+        """Have the model answer a conversation. Cancelling the call closes its connection.
+
+        A call whose arguments are no JSON object has an error for the model in their place; of a turn that a limit
+        cut, no call is returned.
+
+        Raises:
+            PromptTooLong: the endpoint says that the conversation leaves no room for an answer.
+            ModelAPIError: the call failed, and so did further tries; see `ModelAPI.chat`.
+            PolicyError: the far side broke the generation off.
+            TokenInvariantError: the ids are not all that were sampled.
+        """
+        wire = list(_wire_messages(messages, send_reasoning=self._send_reasoning))
+        parameters = self._parameters(tools, sampling)
+        try:
+            completion = await self._ask(wire, parameters)
+        except PromptTooLong:
+            # It may be the prompt and the limit together that are too much. Without a limit the answer takes the rest.
+            if self._limit not in parameters:
+                raise
+            del parameters[self._limit]
+            completion = await self._ask(wire, parameters)
+        return self._read(completion, sampling)
+
+    async def __aenter__(self) -> Self:
+        """Begin, and find out what is not said of the endpoint.
+
+        Raises:
+            PrerequisiteError: an environment variable with a credential is missing.
+            ConfigError: the endpoint serves several models, and none is named.
+            ModelAPIError: it cannot be asked for its models.
+        """
+        if self._find_model or self._token_ids is None:
+            await self._look_around()
+        api = ModelAPI(self._spec, f"policy:{self._spec.model}")
+        await api.start()
+        self._api = api
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        api, self._api = self._api, None
+        if api is not None:
+            await api.release()
+
+    async def _look_around(self) -> None:
+        """Ask the endpoint for its models: which there are, and whether it is vLLM that serves them."""
+        spec = self._spec
+        credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
+        async with ModelClient(spec.base_url, credentials=credentials) as client:
+            try:
+                body = await client.request("GET", "/models", call_timeout_s=30.0)
+                listed = [one for one in read_json(body).get("data") or () if isinstance(one, Mapping)]
+            except ModelAPIError:
+                if self._find_model:
+                    raise
+                return  # not all endpoints have a list of models, and nothing else depends on it
+        if self._find_model:
+            names = [str(one.get("id")) for one in listed]
+            if len(names) != 1:
+                raise ConfigError(
+                    f"{spec.base_url} serves {len(names)} models{': ' if names else ''}{', '.join(names[:20])}. Say "
+                    "which one is meant: OpenAIPolicy(url, 'name'), or policy.model=name."
+                )
+            self._spec = ModelAPISpec(**{**_fields_of(spec), "model": names[0]})
+        if self._token_ids is None:
+            self._token_ids = any(one.get("owned_by") == "vllm" for one in listed)
+
+    async def _ask(self, messages: Sequence[Json], parameters: dict[str, Any]) -> ChatCompletion:
+        if self._api is None:
+            raise UsageError("The policy is not open. Use it as `async with policy: …`.")
+        try:
+            return await self._api.chat(messages, **parameters)
+        except APIRefused as refusal:
+            said = str(refusal)
+            if refusal.status == 413 or (refusal.status in (400, 422) and _TOO_LONG.search(said)):
+                raise PromptTooLong(said) from refusal
+            if self._limit not in parameters or "Use 'max_completion_tokens'" not in said:
+                raise
+        parameters["max_completion_tokens"] = parameters.pop(self._limit)
+        self._limit = "max_completion_tokens"  # OpenAI's newer models know the limit by this name only
+        return await self._ask(messages, parameters)
+
+    def _parameters(self, tools: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> dict[str, Any]:
+        asked: dict[str, Any] = {"temperature": sampling.temperature, self._limit: sampling.max_tokens}
+        if sampling.top_p < 1:
+            asked["top_p"] = sampling.top_p
+        if sampling.top_k > 0:
+            asked["top_k"] = sampling.top_k
+        if sampling.seed is not None:
+            asked["seed"] = sampling.seed
+        if tools:
+            asked["tools"] = list(tools)
+        if self._token_ids:
+            asked |= {"return_token_ids": True, "logprobs": True}
+        return {name: value for name, value in asked.items() if name not in self._omit}
+
+    def _read(self, completion: ChatCompletion, sampling: SamplingParams) -> ChatGeneration:
+        reason = completion.finish_reason
+        if reason in _BROKEN_OFF:
+            raise PolicyError(f"{self._spec.model} at {self._spec.base_url} broke an answer off ({reason}).")
+        finish: Literal["stop", "length"] = "length" if reason in _CUT else "stop"
+        choice = completion.raw["choices"][0]
+        said = choice["message"]
+        reasoning = said.get("reasoning_content") or said.get("reasoning")
+        prompt_ids, ids, logprobs = _tokens(completion, choice)
+        distorted = sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0
+        return ChatGeneration(
+            content=completion.text or str(said.get("refusal") or ""),
+            calls=() if finish == "length" else tuple(map(_tool_call, completion.tool_calls)),
+            finish=finish,
+            reasoning=reasoning if isinstance(reasoning, str) else None,
+            prompt_ids=prompt_ids,
+            ids=ids,
+            logprobs=None if distorted else logprobs,
+        )
+
+
+def _wire_messages(messages: Sequence[Message], *, send_reasoning: bool) -> Iterator[dict[str, Any]]:
+    """Messages as OpenAI's API takes them.
+
+    A tool message can only hold text there, so the images of tool results follow in a message of the user.
+    """
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool" and shown:
+            yield {"role": "user", "content": shown}
+            shown = []
+        wire: dict[str, Any] = {name: value for name, value in message.items() if name != "reasoning_content"}
+        if send_reasoning and "reasoning_content" in message:
+            wire["reasoning_content"] = message["reasoning_content"]
+        if message["role"] == "tool":
+            wire["content"] = text_of(message["content"])
+            shown += [_image_part(image.url) for image in images_of(message["content"])]
+        elif not isinstance(message["content"], str):
+            wire["content"] = [
+                {**part} if part["type"] == "text" else _image_part(part["image"].url) for part in message["content"]
+            ]
+        if calls := message.get("tool_calls"):
+            wire["tool_calls"] = [{**call, "function": _wire_function(call["function"])} for call in calls]
+        yield wire
+    if shown:
+        yield {"role": "user", "content": shown}
+
+
+def _image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _wire_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": text}
+
+
+def _tool_call(call: FunctionCall) -> ToolCall:
+    arguments, error = _arguments(call.arguments)
+    return ToolCall(call.id, call.name, arguments, error)
+
+
+def _arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The arguments of a call, or what the model is to be told of them."""
+    try:
+        value = json.loads(text.strip() or "{}", parse_constant=_refuse_constant)
+        wrong = None if isinstance(value, dict) else f"they are a {type(value).__name__}"
+    except (ValueError, RecursionError) as error:
+        value, wrong = None, str(error)
+    if wrong is None:
+        return value, None
+    wrote = text if len(text) <= 800 else f"{text[:400]} [… {len(text) - 800} characters left out …] {text[-400:]}"
+    return None, (
+        "This tool call was not executed, because its arguments are no JSON object: "
+        f"{wrong}. Write them as an object, for instance {{}} for none. You wrote: {wrote}"
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _tokens(completion: ChatCompletion, choice: Json) -> tuple[list[int] | None, list[int] | None, list[float] | None]:
+    """The ids of the prompt, those that were sampled and their log-probs, where the far side tells them.
+
+    Raises:
+        TokenInvariantError: by the far side's own count more was sampled than it tells.
+    """
+    prompt_ids, ids = completion.raw.get("prompt_token_ids"), choice.get("token_ids")
+    if not _are_ids(prompt_ids) or not _are_ids(ids):
+        return None, None, None
+    if completion.usage is not None and completion.usage.completion_tokens != len(ids):
+        raise TokenInvariantError(
+            f"The endpoint sent the ids of {len(ids)} tokens where by its own count it sampled "
+            f"{completion.usage.completion_tokens}; refusing them. Do not ask for ids: OpenAIPolicy(token_ids=False)."
+        )
+    found = (choice.get("logprobs") or {}).get("content")
+    logprobs = [one.get("logprob") for one in found] if isinstance(found, list) else None
+    if logprobs is None or len(logprobs) != len(ids) or not all(isinstance(one, int | float) for one in logprobs):
+        return prompt_ids, ids, None
+    return prompt_ids, ids, [min(0.0, float(one)) for one in logprobs]
+
+
+def _are_ids(found: Any) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and bool(found) and all(isinstance(one, int) for one in found)
+
+
+def _require_fields(settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(ModelAPISpec) if field.name not in ("base_url", "model")]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
+            raise ConfigError(f"OpenAIPolicy has no setting {name!r}. {hint}")
+
+
+def _fields_of(spec: ModelAPISpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent as Agent
     from agentfly.agents.group_reward import group_reward as group_reward
+    from agentfly.agents.memory.memory import FullHistory as FullHistory
+    from agentfly.agents.memory.memory import Past as Past
+    from agentfly.agents.memory.summary_folding import SummaryFolding as SummaryFolding
+    from agentfly.agents.memory.window import Window as Window
     from agentfly.agents.reward import reward as reward
     from agentfly.agents.reward_result import RewardResult as RewardResult
     from agentfly.agents.tool import FromTask as FromTask
@@ -46,19 +50,23 @@ _HOMES = {
     "Context": "agentfly.contexts.context",
     "EnvironmentSpec": "agentfly.resources.environments.spec",
     "FromTask": "agentfly.agents.tool",
+    "FullHistory": "agentfly.agents.memory.memory",
     "Image": "agentfly.images",
     "ModelAPISpec": "agentfly.resources.apis.spec",
     "ModelServerSpec": "agentfly.resources.models.spec",
+    "Past": "agentfly.agents.memory.memory",
     "ResourceEngine": "agentfly.resources.engine",
     "RewardResult": "agentfly.agents.reward_result",
     "RunResult": "agentfly.rollouts.run",
     "Runner": "agentfly.rollouts.runner",
     "ScriptedPolicy": "agentfly.policies.scripted",
+    "SummaryFolding": "agentfly.agents.memory.summary_folding",
     "Task": "agentfly.task",
     "ToolError": "agentfly.errors",
     "ToolResult": "agentfly.agents.tool",
     "TrainConfig": "agentfly.training.config",
     "Trajectory": "agentfly.trajectory",
+    "Window": "agentfly.agents.memory.window",
     "evaluate": "agentfly.rollouts.run",
     "group_reward": "agentfly.agents.group_reward",
     "rescore": "agentfly.rollouts.rescoring",

@@ -47,7 +47,7 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
     ("text", "overrides", "told"),
     [
         (MINIMAL + "modle: tiny\n", [], "There is no key 'modle'. Did you mean 'model'?"),
-        (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, policy, tasks"),
+        (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, policy, memory, tasks"),
         (MINIMAL, ["training.max_concurent_rollouts=8"], "Did you mean 'max_concurrent_rollouts'?"),
         (MINIMAL, ["trainig.steps=8"], "Did you mean 'training'?"),
         (MINIMAL, ["steps=3"], "There is no key 'steps'. Did you mean 'training.steps'?"),

@@ -34,6 +34,18 @@ class PolicyConfig(BaseModel):
     """Whether the thoughts of earlier turns are sent back."""
 
 
+class MemoryConfig(BaseModel):
+    """What the agent recalls of the conversation at each turn.
+
+    Further keys are settings of the memory: ``turns`` of `agentfly.Window`, or the fields of `agentfly.SummaryFolding`.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    kind: str
+    """``full``, ``window`` or ``summary``."""
+
+
 class RunConfig(BaseModel):
     """What a run is made of.
 
@@ -48,6 +60,8 @@ class RunConfig(BaseModel):
     """Name, Hugging Face id or directory of the model; the agent's own if not given."""
     policy: PolicyConfig | None = None
     """The endpoint to ask, for evaluations and rollouts; the model is loaded into this process if not given."""
+    memory: MemoryConfig | None = None
+    """What the agent recalls of the conversation at each turn; as the agent says if not given."""
     tasks: str
     """Reference of the tasks, or of a function that returns them, or path of a JSON-lines file."""
     eval_tasks: str | None = None

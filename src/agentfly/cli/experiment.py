@@ -52,7 +52,7 @@ class Experiment:
         base = Path(config.directory).resolve()
         return cls(
             config=config,
-            agent=_agent(config, base),
+            agent=_with_memory(_agent(config, base), config),
             tasks=_tasks(config.tasks, base, "tasks"),
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base),
@@ -81,6 +81,7 @@ class Experiment:
             yield {
                 "policy": policy,
                 "events": events,
+                "strategy": training.strategy,
                 "max_concurrent_rollouts": training.max_concurrent_rollouts,
                 "max_failure_share": training.max_failure_share,
             }
@@ -111,7 +112,7 @@ def _agent(config: RunConfig, base: Path) -> Agent:
     if model is not None and (base / model).is_dir():
         model = str(base / model)
     if isinstance(named, Agent):
-        return named if model is None else dataclasses.replace(named, model=model)
+        return named if model is None else named.with_model(model)
     if callable(named) and not isinstance(named, Tool):
         made = _called(named, "agent", config.agent, *([] if model is None else [model]))
         if isinstance(made, Agent):
@@ -125,6 +126,15 @@ def _agent(config: RunConfig, base: Path) -> Agent:
         f"agent: {config.agent} is a {type(named).__name__}. It must be an Agent, or a function that takes a model "
         "and returns an Agent."
     )
+
+
+def _with_memory(agent: Agent, config: RunConfig) -> Agent:
+    if config.memory is None:
+        return agent
+    from agentfly.agents.memory.registry import memory_from
+
+    settings = config.memory.model_dump()
+    return dataclasses.replace(agent, memory=memory_from(settings.pop("kind"), settings))
 
 
 def _tasks(reference: str, base: Path, field: str) -> list[Task]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.subagent import Subagent
+from agentfly.agents.tool import Tool
 
 _FINGERPRINT = "sha256:"
 
@@ -18,7 +20,7 @@ _WORDS = ("model", "tools", "system_prompt", "tool_prompt", "tool_call_format")
 
 def agent_traits(agent: Agent) -> dict[str, Any]:
     """What of an agent shapes its rollouts, besides model and sampling: words and tools as fingerprints, and limits."""
-    tools = {f"tool {tool.name}": fingerprint(tool.definition) for tool in agent.tools}
+    tools = {f"tool {tool.name}": fingerprint(_traits_of_tool(tool, agent)) for tool in agent.tools}
     settings = {
         field.name: _plain(getattr(agent, field.name))
         for field in fields(agent)
@@ -56,8 +58,17 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], whose: str = "
             yield f"{called} was {before!r} and is now {after!r}"
 
 
+def _traits_of_tool(tool: Tool, caller: Agent) -> list[Any]:
+    if not isinstance(tool, Subagent):
+        return [tool.definition]
+    model = None if tool.agent.model == caller.model else str(tool.agent.model)
+    return [tool.definition, agent_traits(tool.agent), model]
+
+
 def _plain(value: Any) -> Any:
-    """A setting as JSON keeps it; an object is told apart by its type alone."""
+    """A setting as JSON keeps it; an object is told apart by its type and, if it is a dataclass, its fields."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return type(value).__name__
+    name = type(value).__name__
+    held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else {}
+    return {name: held} if held else name

@@ -38,6 +38,9 @@ class TrainConfig(BaseModel):
     loss: str = "ppo_clip"
     """What is minimised: a name in `agentfly.training.losses.LOSSES`."""
 
+    strategy: Literal["chain", "step"] = "chain"
+    """How turns become token sequences: ``chain``, one that grows with the conversation, or ``step``, one for each."""
+
     steps: PositiveInt = 100
     """Number of steps: each rolls out a batch and learns from it."""
     tasks_per_step: PositiveInt = 8

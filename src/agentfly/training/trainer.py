@@ -225,6 +225,7 @@ class Trainer:
             engine=self._engine,
             reward=self._reward,
             events=self._events,
+            strategy=self._config.strategy,
             max_concurrent_rollouts=self._config.max_concurrent_rollouts,
             max_failure_share=self._config.max_failure_share,
         )
@@ -341,9 +342,12 @@ def _training_temperature(agent: Agent, config: TrainConfig) -> float:
     Raises:
         ConfigError: the agent samples in a way whose log-probs an update cannot reproduce.
     """
-    if agent.top_p < 1.0 or agent.top_k > 0:
+    trained = [agent, *(one for one in agent.subagents if one.model == agent.model)]
+    cutting = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)
+    if cutting is not None:
         raise ConfigError(
-            f"The agent samples with top_p={agent.top_p} and top_k={agent.top_k}. Tokens that are sampled from a cut "
+            f"{'The agent' if cutting is agent else 'A subagent'} samples with top_p={cutting.top_p} and "
+            f"top_k={cutting.top_k}. Tokens that are sampled from a cut "
             "distribution have log-probs that differ from the model's own, which would be trained as if the policy "
             "had changed. Train with top_p=1 and top_k=0; lower the temperature instead."
         )

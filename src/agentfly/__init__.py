@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
     from agentfly.resources.engine import ResourceEngine as ResourceEngine
     from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
+    from agentfly.resources.mcp.spec import MCPServerSpec as MCPServerSpec
     from agentfly.resources.models.spec import ModelServerSpec as ModelServerSpec
     from agentfly.rollouts.rescoring import rescore as rescore
     from agentfly.rollouts.run import RunResult as RunResult
@@ -52,6 +53,7 @@ _HOMES = {
     "FromTask": "agentfly.agents.tool",
     "FullHistory": "agentfly.agents.memory.memory",
     "Image": "agentfly.images",
+    "MCPServerSpec": "agentfly.resources.mcp.spec",
     "ModelAPISpec": "agentfly.resources.apis.spec",
     "ModelServerSpec": "agentfly.resources.models.spec",
     "Past": "agentfly.agents.memory.memory",
@@ -70,6 +72,7 @@ _HOMES = {
     "evaluate": "agentfly.rollouts.run",
     "group_reward": "agentfly.agents.group_reward",
     "rescore": "agentfly.rollouts.rescoring",
+    "mcp_tools": "agentfly.agents.mcp",
     "reward": "agentfly.agents.reward",
     "run": "agentfly.rollouts.run",
     "tool": "agentfly.agents.tool",

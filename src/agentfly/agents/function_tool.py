@@ -15,7 +15,7 @@ from agentfly.agents.invocation import FunctionFailed, Overrun, Thread, invoke
 from agentfly.agents.needs import needs_for
 from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import Parameter, Source, field_of_task
-from agentfly.agents.schema import Argument
+from agentfly.agents.schema import ToolSchema
 from agentfly.agents.steady_thread import on_new_thread
 from agentfly.agents.tool_result import ToolResult, as_result
 from agentfly.contexts.context import Context
@@ -34,29 +34,6 @@ from agentfly.task import Task
 from agentfly.trajectory import Failure
 
 logger = logging.getLogger(__name__)
-
-
-class Schema(Protocol):
-    """What a tool wants of the model: of type hints (`ArgumentSchema`), or given as a JSON schema."""
-
-    arguments: tuple[Argument, ...]
-    json_schema: dict[str, Any]
-
-    def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the function is called with, by name.
-
-        Raises:
-            InvalidArguments: what the model gave does not fit.
-        """
-        ...
-
-    def describe(self) -> str:
-        """The arguments in a few words."""
-        ...
-
-    def type_of(self, name: str) -> str:
-        """The type of an argument in JSON's words."""
-        ...
 
 
 class Home(Protocol):
@@ -84,7 +61,7 @@ class Tool(UserFunction):
     """
 
     description: str
-    schema: Schema
+    schema: ToolSchema
     parameters_from_elsewhere: tuple[Parameter, ...] = ()
     timeout_s: float | None = None
     max_output_tokens: int = MAX_OUTPUT_TOKENS

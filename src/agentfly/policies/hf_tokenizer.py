@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import Environment, TemplateError
+from jinja2 import TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentfly.errors import ChatFormatError, PrerequisiteError
 from agentfly.messages import Message
+from agentfly.policies.chat_template import ChatTemplate
+
+_MARKUP = re.compile(r"<[|｜].*[|｜]>")
+"""How most vocabularies spell what no text is to hold, whether or not they call it special."""
 
 
 class HFTokenizer:
     """Implements `agentfly.policies.policy.Tokenizer` over a tokenizer of the transformers library.
 
     Control tokens are the special tokens of the tokenizer and, besides, those added tokens that the model's chat
-    template writes (such as ``<tool_call>``, which many tokenizers do not mark as special). Text that spells one of
-    them is encoded as ordinary text. Added tokens of white space only, such as runs of blanks, are text, however a
-    template is indented.
+    template writes (such as ``<tool_call>``, which many tokenizers do not mark as special) or that are spelled as
+    markup (``<|…|>``). Text that spells one of them is encoded as ordinary text. Added tokens of white space only, such
+    as runs of blanks, are text, however a template is indented.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.hf = tokenizer
-        written = _written_by(tokenizer.chat_template)
-        self._control = {
-            added.content: token_id
+        written = self._written()
+        control = {
+            token_id: added
             for token_id, added in tokenizer.added_tokens_decoder.items()
-            if added.special or (added.content.strip() and any(added.content in text for text in written))
+            if added.special
+            or _MARKUP.fullmatch(added.content)
+            or (added.content.strip() and any(added.content in text for text in written))
         }
+        self._control = {added.content: token_id for token_id, added in control.items()}
         self._control_ids = frozenset(self._control.values())
+        self._greedy = {
+            added.content: (added.lstrip, added.rstrip) for added in control.values() if added.lstrip or added.rstrip
+        }
         self._text_tokenizer = _with_control_as_text(tokenizer.backend_tokenizer, self._control_ids)
 
     @classmethod
@@ -54,7 +66,7 @@ class HFTokenizer:
         return cls(tokenizer)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of ordinary text: nothing in it becomes a control token."""
+        """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
         ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
         if self._control_ids.isdisjoint(ids):
             return ids
@@ -68,13 +80,18 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens included; invalid bytes become U+FFFD."""
-        text: str = self.hf.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self._text_tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     @property
     def control_tokens(self) -> dict[str, int]:
         """The control tokens, text to id."""
         return dict(self._control)
+
+    @property
+    def greedy_tokens(self) -> dict[str, tuple[bool, bool]]:
+        """Control tokens that take the white space before or after them along, and which of the two."""
+        return dict(self._greedy)
 
     @property
     def eos_id(self) -> int | None:
@@ -94,45 +111,62 @@ class HFTokenizer:
         Raises:
             ChatFormatError: the model has no chat template, or the template refuses the conversation.
         """
+        template = self._template_with_tools if tools else self._template
+        try:
+            return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ChatFormatError(
+                f"The chat template of {self.hf.name_or_path!r} refuses a conversation of the roles {roles}: {error}"
+            ) from error
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return self._compiled(None)
+
+    @cached_property
+    def _template_with_tools(self) -> ChatTemplate:
+        """Some models have a template of its own for conversations with tools."""
+        return self._compiled([{}])
+
+    def _compiled(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if not self.hf.chat_template:
             raise ChatFormatError(
                 f"The model {self.hf.name_or_path!r} has no chat template; it is probably a base model. Use its "
                 "instruct version, or put a chat_template.jinja next to its tokenizer.json."
             )
         try:
-            template: Any = self.hf.apply_chat_template
-            text: str = template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ChatFormatError(
-                f"The chat template of {self.hf.name_or_path!r} refuses a conversation of the roles {roles}: {error}"
-            ) from error
-        return text
+            return ChatTemplate(self.hf.get_chat_template(tools=tools), self.hf.special_tokens_map)
+        except (TemplateError, ValueError) as error:
+            raise ChatFormatError(f"The chat template of {self.hf.name_or_path!r} cannot be used: {error}") from error
 
-
-def _written_by(template: str | dict[str, str] | None) -> list[str]:
-    """The texts that a chat template, or each of several by name, writes: all but its code."""
-    if not template:
-        return []
-    if isinstance(template, dict):
-        return [text for one in template.values() for text in _written_by(one)]
-    try:
-        return [text for _, kind, text in Environment().lex(template) if kind in ("data", "string")]
-    except TemplateError:
-        return [template]  # rendering will say what is wrong with it; until then, all of it counts
+    def _written(self) -> list[str]:
+        """The texts that the model's chat templates may write."""
+        try:
+            templates = (self._template, self._template_with_tools) if self.hf.chat_template else ()
+            return [text for template in templates for text in template.written()]
+        except ChatFormatError:
+            return []  # rendering says what is wrong with it
 
 
 def _with_control_as_text(backend: FastTokenizer, control_ids: frozenset[int]) -> FastTokenizer:
-    """A copy of a tokenizer that reads control tokens in a text as the characters they consist of."""
+    """A copy of a tokenizer that reads control tokens in a text as the characters they consist of.
+
+    A SentencePiece vocabulary puts a blank before the first word of a text. What is encoded here always follows a
+    control token, so it is not the first; and what is decoded loses no blank.
+    """
     settings = json.loads(backend.to_str())
     for added in settings["added_tokens"]:
         added["special"] = added["id"] in control_ids
     settings["truncation"] = settings["padding"] = None
+    before = settings["pre_tokenizer"]
+    if before and before["type"] == "Metaspace" and before["prepend_scheme"] == "first":
+        before["prepend_scheme"] = "never"
+        decoder = settings["decoder"]
+        if decoder and decoder["type"] == "Sequence":
+            decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
+        elif decoder and decoder["type"] == "Metaspace":
+            decoder["prepend_scheme"] = "never"
     copy: FastTokenizer = FastTokenizer.from_str(json.dumps(settings))
     copy.encode_special_tokens = True
     return copy

@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
     """What the rollout layer needs of a tokenizer."""
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of ordinary text: nothing in it becomes a control token."""
+        """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,6 +66,11 @@ class Tokenizer(Protocol):
     @property
     def control_tokens(self) -> dict[str, int]:
         """The control tokens (those that only a chat format or the model may write), text to id."""
+        ...
+
+    @property
+    def greedy_tokens(self) -> dict[str, tuple[bool, bool]]:
+        """Control tokens that take the white space before or after them along, and which of the two; often none."""
         ...
 
     @property

@@ -21,6 +21,7 @@ class ByteTokenizer:
     """A tokenizer whose ids are the bytes of UTF-8, with the control tokens of ChatML after them."""
 
     control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257}
+    greedy_tokens: dict[str, tuple[bool, bool]] = {}
     eos_id = 257
 
     def encode_text(self, text: str) -> list[int]:

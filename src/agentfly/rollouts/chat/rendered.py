@@ -9,19 +9,21 @@ pieces between them, and the pieces are encoded as ordinary text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 
-MARK = "\ue0f1"
-"""A private-use character that breaks control tokens apart."""
+MARK = "\ufdd0"
+"""Breaks control tokens apart. Unicode keeps this character for a program's own use, so no text has any use for it."""
 
-REPLY = "\ue0f2reply\ue0f2"
-"""Stands for a generation in synthetic conversations. No disarmed text holds it."""
+PLACE = "\ufdd1"
+"""Begins and ends what stands for an assistant's words in synthetic conversations; another such character."""
 
-_RESERVED = {ord(MARK): "\ufffd", ord(REPLY[0]): "\ufffd"}
+_RESERVED = {ord(MARK): "\ufffd", ord(PLACE): "\ufffd"}
+
+Value = TypeVar("Value")
 
 
 class ControlTokens:
@@ -30,44 +32,86 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids = tokenizer.control_tokens
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(re.escape(token) for token in longest_first)) if self._ids else None
+        self._greedy = tokenizer.greedy_tokens
+        self._pattern = _pattern(self._ids)
+        self._in_replies = self._pattern
+
+    def allow_in_replies(self, tokens: Collection[str]) -> None:
+        """Have `disarm` leave these tokens in what assistants say: those around thoughts and calls."""
+        self._in_replies = _pattern([token for token in self._ids if token not in tokens])
 
     def disarm(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages with every control token in any text of theirs broken by a mark.
 
         The argument stays unchanged. The two characters that rendering needs for itself become U+FFFD.
         """
-        return [cast(Message, self._disarm(dict(message))) for message in messages]
+        return [self._disarm_message(message) for message in messages]
+
+    def disarm_values(self, value: Value) -> Value:
+        """The same for any value of JSON, its keys included."""
+        return cast(Value, _broken(value, self._pattern))
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of rendered text: control tokens as such, everything between them as ordinary text."""
         ids: list[int] = []
-        for piece, control_id in self._pieces(rendered):
+        takes_space = False
+        for piece, control_id in self.pieces(rendered):
             if control_id is not None:
                 ids.append(control_id)
-            elif text := piece.replace(MARK, ""):
+                takes_space = self._greedy.get(piece, (False, False))[1]
+                continue
+            text = piece.lstrip() if takes_space else piece
+            if text := text.replace(MARK, ""):
                 ids.extend(self._tokenizer.encode_text(text))
         return ids
 
-    def first_in(self, rendered: str) -> int | None:
-        """The id of the first control token in rendered text."""
-        return next((control_id for _, control_id in self._pieces(rendered) if control_id is not None), None)
-
-    def _disarm(self, value: Any) -> Any:
-        if isinstance(value, str):
-            text = value.translate(_RESERVED)
-            return self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text) if self._pattern else text
-        if isinstance(value, Mapping):
-            return {self._disarm(key): self._disarm(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._disarm(item) for item in value]
-        return value
-
-    def _pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:
+    def pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:
+        """The control tokens in rendered text with their ids, and the text between them with None."""
         start = 0
-        for found in self._pattern.finditer(rendered) if self._pattern else ():
-            yield rendered[start : found.start()], None
+        for found in self._pattern.finditer(rendered):
+            text = rendered[start : found.start()]
+            yield text.rstrip() if self._greedy.get(found[0], (False, False))[0] else text, None
             yield found[0], self._ids[found[0]]
             start = found.end()
         yield rendered[start:], None
+
+    def first_in(self, rendered: str, among: Collection[int] | None = None) -> tuple[int, int] | None:
+        """Where the first control token (of ``among``) stands in rendered text, and its id."""
+        for found in self._pattern.finditer(rendered):
+            control_id = self._ids[found[0]]
+            if among is None or control_id in among:
+                return found.start(), control_id
+        return None
+
+    def in_text(self, rendered: str) -> list[str]:
+        """All control tokens in rendered text, in order."""
+        return self._pattern.findall(rendered)
+
+    def _disarm_message(self, message: Message) -> Message:
+        if message["role"] != "assistant":
+            return self.disarm_values(message)
+        own = ("content", "reasoning_content")
+        return cast(
+            Message,
+            {
+                field: _broken(value, self._in_replies if field in own else self._pattern)
+                for field, value in message.items()
+            },
+        )
+
+
+def _pattern(tokens: Collection[str]) -> re.Pattern[str]:
+    """Finds any of the tokens, the longest where several begin at one place."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _broken(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        text = value.translate(_RESERVED) if MARK in value or PLACE in value else value
+        return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+    if isinstance(value, Mapping):
+        return {_broken(key, pattern): _broken(item, pattern) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_broken(item, pattern) for item in value]
+    return value

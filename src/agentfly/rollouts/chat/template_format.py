@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
-from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
-from agentfly.rollouts.chat.rendered import REPLY, ControlTokens
+from agentfly.rollouts.chat.proof import Exchange, keeps_thoughts, prove, require_answers
+from agentfly.rollouts.chat.shape import QUESTION
+from agentfly.rollouts.chat.skeleton import first_place
+from agentfly.rollouts.chat.turns import Turns
 
-_OBSERVATION = "observation"
+History = Literal["keep", "rewrite"]
 
 
 class TemplateChatFormat:
     """Renders the first prompt and the continuations with the template of the policy's tokenizer.
 
-    A continuation is what the template writes after an assistant's reply: the synthetic conversation
-    ``[user, assistant: REPLY, *messages]`` is rendered, and everything after REPLY is encoded. What was sampled stays
-    as it is, also where the template would drop a reply's thoughts later on.
+    Under ``history="keep"`` a continuation is what the template writes after an assistant's reply in a synthetic
+    conversation: a question, a reply whose words are places, and the real messages that answer it. So it costs the same
+    however long the conversation is, and what was sampled stays as it is, also where the template would drop a reply's
+    thoughts later on. That this is what the template writes in the whole conversation, too, is proved when the format
+    is made, with the tools and the way of answering of the agent at hand.
+
+    Under ``history="rewrite"`` the whole conversation is rendered at every turn. As long as the template writes what
+    was sent as it was sent, what is new is appended; once it does not, there is no continuation, and a new sequence is
+    begun with the template's rendering. Compared is what the template writes around the turns of the model, and
+    whether it still writes their thoughts and words; the words themselves stay as they were sampled, whatever white
+    space or JSON the template would make of them.
 
     Args:
         tokenizer: the policy's.
-        answer: makes the message that answers a generation from its text, as the agent's tool-call format does. The
-            format is proved with it: a template that leaves such a message out, or refuses it, is of no use.
+        exchanges: the kinds of turns and answers that the agent's conversations consist of.
+        tools: the agent's tools, where the template is to describe them.
+        system: the agent's system message, if it has one.
+        history: what to do where the template writes the past differently once the conversation has gone on.
 
     Raises:
-        ChatFormatError: the template is not prefix-stable: once more follows an answer, it would write something else
-            for it, so that the ids of a later turn would not start with those of the earlier ones. Also when it
-            writes no control token after a reply, so that a turn would have no end, or leaves the answer out.
+        ChatFormatError: the template refuses such a conversation, leaves something out, or writes no control token
+            after a reply, so that a turn would have no end. Under ``history="keep"`` also when it writes anything but
+            thoughts differently once more follows; the message shows the difference.
     """
 
-    def __init__(self, tokenizer: Tokenizer, answer: Callable[[str], Message]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        exchanges: Sequence[Exchange],
+        *,
+        tools: Definitions = (),
+        system: Message | None = None,
+        history: History = "keep",
+    ) -> None:
+        self.history = history
         self._tokenizer = tokenizer
-        self._control = ControlTokens(tokenizer)
-        self._base: list[Message] = [{"role": "user", "content": "question"}]
-        after_reply = self._render_after_reply([], add_generation_prompt=False)
-        end_of_turn = self._control.first_in(after_reply)
-        if end_of_turn is None:
-            raise ChatFormatError(
-                "The model's chat template writes no control token at the end of an assistant's turn, so a turn has no "
-                "end to sample. Use a model whose template ends turns, for instance with <|im_end|>."
-            )
-        self._end_of_turn = end_of_turn
-        self.stop_ids: tuple[int, ...] = tuple(
-            dict.fromkeys(stop for stop in (end_of_turn, tokenizer.eos_id) if stop is not None)
-        )
-        self._prove(answer(_OBSERVATION))
+        self._turns = turns = Turns(tokenizer)
+        self.stop_ids = turns.endings.stop_ids
+        for exchange in exchanges:
+            if history == "keep":
+                prove(turns, exchange, tools, system)
+            else:
+                conversation = [*([system] if system else []), QUESTION, exchange.turn, *exchange.answers]
+                require_answers(turns.whole(conversation, tools), exchange)
+        self.keeps_thoughts = all(keeps_thoughts(turns, exchange, tools, system) for exchange in exchanges)
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
-        rendered = self._tokenizer.render(self._control.disarm(messages), add_generation_prompt=True, tools=tools)
-        return Rendered(self._control.encode(rendered))
+        return Rendered(self._turns.control.encode(self._turns.whole(messages, tools)))
 
     def continuation(
         self,
@@ -60,61 +76,36 @@ class TemplateChatFormat:
         after: Sequence[int],
         conversation: Sequence[Message],
         tools: Definitions = (),
-    ) -> Rendered:
+    ) -> Rendered | None:
         """What follows a generation; see `ChatFormat.continuation`."""
-        rendered = self._render_after_reply(self._control.disarm(messages), add_generation_prompt=True)
-        ids = self._control.encode(rendered)
-        ended = after[-1] in self.stop_ids
-        return Rendered(ids[ids.index(self._end_of_turn) + 1 :] if ended else ids)
+        if self.history == "keep":
+            text: str | None = self._turns.following(messages, tools)
+        else:
+            text = self._following_unless_rewritten(conversation, len(conversation) - len(messages) - 1, tools)
+        if text is None:
+            return None
+        ids = self._turns.control.encode(text)
+        sampled_end = after[-1] in self.stop_ids and (ids[0] == after[-1] or not self._turns.endings.by_next_header)
+        return Rendered(ids[1:] if sampled_end else ids)
 
     def reply(self, ids: Sequence[int]) -> Reply:
         """What a generation says."""
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         text = self._tokenizer.decode(ids)
-        return Reply(text, text)
+        reasoning, content = self._turns.shape.thoughts.split(text)
+        return Reply(text, content, reasoning)
 
-    def _render_after_reply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        conversation: list[Message] = [*self._base, {"role": "assistant", "content": REPLY}, *messages]
-        rendered = self._tokenizer.render(conversation, add_generation_prompt=add_generation_prompt)
-        _, found, after = rendered.partition(REPLY)
-        if not found:
-            raise ChatFormatError(
-                "The model's chat template leaves out an assistant's reply once other messages follow it, so a "
-                "conversation cannot be continued turn by turn. Use a model with a template that keeps replies."
-            )
-        return after
-
-    def _prove(self, answer: Message) -> None:
-        """Compare what follows each reply in a conversation of two turns with what follows the reply of one turn.
-
-        Only the header of the assistant's turn may be longer at the end, where it opens a turn to be sampled.
-        """
-        reply: Message = {"role": "assistant", "content": REPLY}
-        alone = self._render_after_reply([answer], add_generation_prompt=True)
-        if _OBSERVATION not in alone:
-            raise ChatFormatError(
-                f"The model's chat template leaves out messages of the role {answer['role']!r}, so the model would "
-                "never see what its tools answer. Use a tool-call format whose results are user messages, for "
-                "instance 'action', or a model whose template knows the role."
-            )
-        opening = self._tokenizer.render(self._base, add_generation_prompt=True)
-        conversation = [*self._base, reply, answer, reply, answer]
-        rendered = self._tokenizer.render(conversation, add_generation_prompt=True)
-        before, first, second = rendered.split(REPLY)
-        for whole, turn_by_turn, stable in (
-            (before, opening, opening.startswith(before)),
-            (first, alone, alone.startswith(first)),
-            (second, alone, alone == second),
-        ):
-            if not stable:
-                raise ChatFormatError(
-                    "The model's chat template is not prefix-stable: it writes something else once the conversation "
-                    f"goes on. As part of the whole: {_around_difference(whole, turn_by_turn)}; turn by turn: "
-                    f"{_around_difference(turn_by_turn, whole)}. Use a template that keeps earlier turns as they are."
-                )
-
-
-def _around_difference(text: str, other: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    return repr(text[max(0, at - 30) : at + 30])
+    def _following_unless_rewritten(
+        self, conversation: Sequence[Message], last: int, tools: Definitions
+    ) -> str | None:
+        """What the template writes behind the assistant's turn at position ``last``; None if it rewrites up to there."""
+        turns = self._turns
+        sent = turns.bare(conversation[:last], tools)
+        now = turns.bare(conversation, tools)
+        if not all(place in now for place in turns.places(conversation, last)):
+            return None
+        before = now[: first_place(now, last)]
+        if not before.startswith(sent) and (not sent.startswith(before) or sent[len(before) :].strip()):
+            return None
+        return now[turns.end_of(now, last) :]

@@ -1,0 +1,111 @@
+"""Proof: that what a chat template writes turn by turn is what it writes for the conversation as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentfly.errors import ChatFormatError
+from agentfly.messages import Message, text_of
+from agentfly.rollouts.chat.chat_format import Definitions
+from agentfly.rollouts.chat.shape import QUESTION
+from agentfly.rollouts.chat.skeleton import first_place
+from agentfly.rollouts.chat.turns import Turns
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A turn of the assistant and the messages that answer it, as one kind of them looks in an agent's conversation."""
+
+    turn: Message
+    answers: tuple[Message, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "answers", tuple(self.answers))
+
+
+def prove(turns: Turns, exchange: Exchange, tools: Definitions, system: Message | None) -> None:
+    """Compare a conversation of two exchanges, turn by turn and as a whole.
+
+    Where a turn begins, one of the two may be ahead: the header at the end of a conversation may open thoughts, and
+    a turn of the past may begin with what the model says itself, as it does when it is the last.
+
+    Raises:
+        ChatFormatError: they differ by more than thoughts, or something is left out.
+    """
+    opening, conversation = _conversation(exchange, system)
+    first, second = len(opening), len(opening) + 1 + len(exchange.answers)
+    alone = turns.following(exchange.answers, tools)
+    require_answers(alone, exchange)
+    whole = turns.bare(conversation, tools)
+    start = turns.whole(opening, tools)
+    own = _own_beginning(turns, conversation[: first + 1], start, tools)
+    parts = [
+        (whole[: first_place(whole, first)], start),
+        (whole[turns.end_of(whole, first) : first_place(whole, second)], alone),
+    ]
+    for in_whole, by_turn in parts:
+        if not _agree(turns, in_whole, by_turn, own):
+            raise _difference(in_whole, by_turn)
+    end = whole[turns.end_of(whole, second) :]
+    if end != alone:
+        raise _difference(end, alone)
+
+
+def keeps_thoughts(turns: Turns, exchange: Exchange, tools: Definitions, system: Message | None) -> bool:
+    """Whether the template goes on writing the thoughts of a turn once the conversation has gone on."""
+    thinking = Exchange({**exchange.turn, "reasoning_content": "thought"}, exchange.answers)
+    opening, conversation = _conversation(thinking, system)
+    whole = turns.bare(conversation, tools)
+    return all(place in whole for place in turns.places(conversation, len(opening)) if "thought" in place)
+
+
+def require_answers(rendered: str, exchange: Exchange) -> None:
+    """Raise unless the answers are in a rendered text.
+
+    Raises:
+        ChatFormatError: one of them is not.
+    """
+    for answer in exchange.answers:
+        if text_of(answer["content"]) not in rendered:
+            raise ChatFormatError(
+                f"The model's chat template leaves out messages of the role {answer['role']!r}, so the model would "
+                "never see what its tools answer. Use a tool-call format whose results are user messages, for "
+                "instance 'action', or a model whose template knows the role."
+            )
+
+
+def _conversation(exchange: Exchange, system: Message | None) -> tuple[list[Message], list[Message]]:
+    opening = [*([system] if system else []), QUESTION]
+    return opening, [*opening, exchange.turn, *exchange.answers, exchange.turn, *exchange.answers]
+
+
+def _own_beginning(turns: Turns, conversation: Sequence[Message], start: str, tools: Definitions) -> str:
+    """What a turn begins with besides its header when it is the last."""
+    try:
+        rendered = turns.bare(conversation, tools, opens=False)
+    except ChatFormatError:
+        return ""
+    beginning = rendered[: first_place(rendered, len(conversation) - 1)]
+    return beginning[len(start) :] if beginning.startswith(start) else ""
+
+
+def _agree(turns: Turns, in_whole: str, by_turn: str, own: str) -> bool:
+    thoughts = turns.shape.thoughts
+    if in_whole.startswith(by_turn):
+        return thoughts.unmarked(in_whole[len(by_turn) :]) == thoughts.unmarked(own)
+    return by_turn.startswith(in_whole) and not thoughts.unmarked(by_turn[len(in_whole) :])
+
+
+def _difference(in_whole: str, by_turn: str) -> ChatFormatError:
+    return ChatFormatError(
+        "The model's chat template is not prefix-stable: it writes something else once the conversation goes on. As "
+        f"part of the whole: {_around_difference(in_whole, by_turn)}; turn by turn: "
+        f"{_around_difference(by_turn, in_whole)}. Say Agent(history='rewrite') to begin a new sequence wherever it "
+        "does, or use a template that keeps earlier turns as they are."
+    )
+
+
+def _around_difference(text: str, other: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return repr(text[max(0, at - 40) : at + 40])

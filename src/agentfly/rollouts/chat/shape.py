@@ -1,0 +1,172 @@
+"""MessageShape: in which shape a chat template wants the messages that every other part of AgentFly has in one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from agentfly.errors import ChatFormatError
+from agentfly.messages import Content, Message, text_of
+from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.thoughts import OPENERS, Thoughts
+
+QUESTION: Message = {"role": "user", "content": "question"}
+
+STAND_IN: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "stand_in_tool",
+        "description": "Stands for the tools.",
+        "parameters": {
+            "type": "object",
+            "properties": {"argument": {"type": "string", "description": "An argument."}},
+            "required": ["argument"],
+        },
+    },
+}
+"""A tool for synthetic conversations."""
+
+_THOUGHT, _SAID, _KEY = "the thought", "the answer", "an_argument"
+
+
+@dataclass(frozen=True)
+class MessageShape:
+    """What one template wants. Found by rendering small conversations, since a template tells nobody.
+
+    Attributes:
+        arguments_as_text: a call's arguments are wanted as JSON text, and not as a mapping.
+        short_ids: the ids of calls are wanted as nine letters and digits.
+        one_call: a turn may hold one call only.
+        one_user_message: user messages are wanted one at a time, with an answer in between.
+        thoughts_apart: thoughts are wanted in a field of their own, and not in the text.
+        thoughts: how they stand in a turn's text.
+    """
+
+    arguments_as_text: bool = False
+    short_ids: bool = False
+    one_call: bool = False
+    one_user_message: bool = False
+    thoughts_apart: bool = False
+    thoughts: Thoughts = field(default_factory=Thoughts)
+
+    def split(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the thoughts of their assistants in a field of their own."""
+        return [self._split(message) if message["role"] == "assistant" else message for message in messages]
+
+    def fit(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the template's shape. The argument stays unchanged."""
+        fitted: list[Message] = []
+        for message in messages:
+            if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and self.one_user_message:
+                fitted[-1] = cast(Message, {**fitted[-1], "content": _joined(fitted[-1], message)})
+            elif message["role"] == "assistant":
+                fitted.append(self._fit_assistant(self._split(message)))
+            elif "tool_call_id" in message:
+                fitted.append({**message, "tool_call_id": self._id(message["tool_call_id"])})
+            else:
+                fitted.append(message)
+        return [cast(Message, {**message, "content": _plain(message["content"])}) for message in fitted]
+
+    def _split(self, message: Message) -> Message:
+        if "reasoning_content" in message or not isinstance(message["content"], str):
+            return message
+        reasoning, said = self.thoughts.split(message["content"], opened=False)
+        return message if reasoning is None else {**message, "content": said, "reasoning_content": reasoning}
+
+    def _fit_assistant(self, message: Message) -> Message:
+        fitted = dict(message)
+        if not self.thoughts_apart and (reasoning := fitted.pop("reasoning_content", None)) is not None:
+            fitted["content"] = self.thoughts.join(cast(str, reasoning), text_of(message["content"]))
+        if message.get("tool_calls"):
+            fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
+        return cast(Message, fitted)
+
+    def _fit_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        if self.arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {"type": "function", **call, "id": self._id(call["id"]), "function": {**function, "arguments": arguments}}
+
+    def _id(self, call_id: str) -> str:
+        if not self.short_ids or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
+    """The shape in which the template of a tokenizer wants messages.
+
+    Raises:
+        ChatFormatError: the template cannot even write a question.
+    """
+    tokenizer.render([QUESTION], add_generation_prompt=True)
+    as_text, short_ids, one_call = _calls(tokenizer)
+    once, twice = _rendered(tokenizer, [QUESTION]), _rendered(tokenizer, [QUESTION, QUESTION])
+    apart, thoughts = _thoughts(tokenizer)
+    return MessageShape(as_text, short_ids, one_call, once is not None and twice is None, apart, thoughts)
+
+
+def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
+    """Whether arguments are wanted as text, whether ids are wanted short, and whether calls are wanted one at a time."""
+    for short, ids in ((False, ("call_0", "call_1")), (True, ("abcdefgh0", "abcdefgh1"))):
+        for as_text, arguments in ((False, {_KEY: "value"}), (True, json.dumps({_KEY: "value"}))):
+            written = _rendered(tokenizer, [QUESTION, _calling(ids[:1], arguments)])
+            if written is not None and _KEY in written and f"'{_KEY}'" not in written:
+                return as_text, short, _rendered(tokenizer, [QUESTION, _calling(ids, arguments)]) is None
+    return False, False, False
+
+
+def _thoughts(tokenizer: Tokenizer) -> tuple[bool, Thoughts]:
+    """Whether the template reads thoughts from a field of their own, and how thoughts stand in a turn."""
+    header = tokenizer.render([QUESTION], add_generation_prompt=True).rstrip()
+    answer: Message = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
+    rendered = _rendered(tokenizer, [QUESTION, answer])
+    apart = rendered is not None and _THOUGHT in rendered
+    around = rendered.replace(_SAID, "") if rendered is not None and apart else header
+    opener = next((opener for opener in OPENERS if opener in around), None)
+    opener = opener or next((opener for opener in OPENERS if opener in tokenizer.control_tokens), "<think>")
+    return apart, Thoughts(opener, OPENERS[opener], header.endswith(opener))
+
+
+def _calling(ids: Sequence[str], arguments: Any) -> Message:
+    function = {"name": "stand_in_tool", "arguments": arguments}
+    calls = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
+    try:
+        return tokenizer.render(messages, tools=[STAND_IN])
+    except ChatFormatError:
+        return None
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _plain(content: Content) -> Content:
+    """Content without parts where it is text only: not every template knows parts."""
+    if isinstance(content, str) or any(part["type"] != "text" for part in content):
+        return content
+    return text_of(content)
+
+
+def _joined(first: Message, second: Message) -> Content:
+    if isinstance(first["content"], str) and isinstance(second["content"], str):
+        return f"{first['content']}\n\n{second['content']}"
+    return [*_parts(first["content"]), {"type": "text", "text": "\n\n"}, *_parts(second["content"])]
+
+
+def _parts(content: Content) -> Sequence[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,0 +1,105 @@
+"""Turns: what a chat template writes for a conversation, and what it writes after a turn of the assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentfly.errors import ChatFormatError
+from agentfly.messages import Message
+from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.chat_format import Definitions
+from agentfly.rollouts.chat.endings import CALL, endings_of
+from agentfly.rollouts.chat.rendered import ControlTokens
+from agentfly.rollouts.chat.shape import QUESTION, STAND_IN, shape_wanted_by
+from agentfly.rollouts.chat.skeleton import behind_last_place, places_of, reply, skeleton
+
+
+class Turns:
+    """One tokenizer's chat template, with what had to be found out about it.
+
+    Raises:
+        ChatFormatError: it has none, or one that ends turns by no control token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.control = ControlTokens(tokenizer)
+        self.shape = shape_wanted_by(tokenizer)
+        self.endings = endings_of(tokenizer, self.control, self.shape)
+        self.control.allow_in_replies(self._inner_tokens())
+        self._tools_follow = self._tools_follow_replies()
+
+    def whole(self, messages: Sequence[Message], tools: Definitions = (), *, opens: bool = True) -> str:
+        """A conversation as the template writes it; ``opens`` says whether the assistant's next turn begins."""
+        return self._render(self.control.disarm(messages), tools, opens=opens)
+
+    def bare(self, messages: Sequence[Message], tools: Definitions = (), *, opens: bool = True) -> str:
+        """The same with places for what the assistants say, each numbered by the position of its message."""
+        canonical = self.shape.split(self.control.disarm(messages))
+        return self._render(skeleton(canonical), tools, opens=opens)
+
+    def places(self, messages: Sequence[Message], number: int) -> list[str]:
+        """The places that `bare` has for the message at a position, if the template leaves none of them out."""
+        return places_of(self.shape.split([messages[number]])[0], number)
+
+    def following(self, messages: Sequence[Message], tools: Definitions = ()) -> str:
+        """What the template writes from the end of a turn on, if ``messages`` answer it.
+
+        It is what it writes after a reply in a short synthetic conversation.
+        """
+        answers = self.control.disarm(messages)
+        calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
+        turn = reply(0, calls=calls[:1] if self.shape.one_call else calls)
+        described = tools if self._tools_follow else [STAND_IN] if tools else ()
+        rendered = self._render([QUESTION, turn, *answers], described, opens=True)
+        return rendered[self.end_of(rendered, 0) :]
+
+    def end_of(self, rendered: str, number: int) -> int:
+        """Where a turn ends: where its end-of-turn token stands.
+
+        Raises:
+            ChatFormatError: the template has written nothing of the turn, or has not ended it.
+        """
+        begin = behind_last_place(rendered, number)
+        found = self.control.first_in(rendered[begin:], self.endings.ends)
+        if found is None:
+            raise ChatFormatError(
+                "The model's chat template does not end every turn of an assistant by the same control token, so what "
+                f"follows a turn cannot be told: {rendered[begin : begin + 80]!r}. Use another template."
+            )
+        return begin + found[0]
+
+    def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
+        described = self.control.disarm_values(list(tools))
+        return self._tokenizer.render(self.shape.fit(disarmed), tools=described, add_generation_prompt=opens)
+
+    def _inner_tokens(self) -> set[str]:
+        """The control tokens that a turn may hold: those around thoughts and calls."""
+        inner = {self.shape.thoughts.opener, self.shape.thoughts.closer}
+        opening = self._render([QUESTION], (), opens=True)
+        for turn in (reply(0, thinks=True), reply(0, calls=[CALL], thinks=True), reply(0, calls=[CALL])):
+            try:
+                rendered = self._render([QUESTION, turn, QUESTION], (), opens=False)
+                stop = self.end_of(rendered, 0)
+            except ChatFormatError:
+                continue
+            if rendered.startswith(opening):
+                inner.update(self.control.in_text(rendered[len(opening) : stop]))
+        ends = self.endings.ends | set(self.endings.stop_ids)
+        return {token for token in inner if self._tokenizer.control_tokens.get(token) not in ends}
+
+    def _tools_follow_replies(self) -> bool:
+        """Whether the template describes the tools anew further down, as some do in front of the last user message."""
+        try:
+            rendered = self._render([QUESTION, reply(0), QUESTION], [STAND_IN], opens=True)
+            name: str = STAND_IN["function"]["name"]
+            return name in rendered[self.end_of(rendered, 0) :]
+        except ChatFormatError:
+            return False
+
+
+def _call_of(answer: Message) -> dict[str, Any]:
+    name = answer.get("name", STAND_IN["function"]["name"])
+    call_id = answer.get("tool_call_id", CALL["id"])
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}

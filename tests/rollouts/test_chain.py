@@ -7,6 +7,7 @@ from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.chat_format import Rendered
+from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.step import Step
 from agentfly.rollouts.tape import Tape
@@ -38,7 +39,7 @@ class Conversation:
     """A conversation under a strategy, its turns given by hand."""
 
     def __init__(self, strategy=Chain, *, limit=10_000, tokenizer=None, chat=None):
-        self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), lambda text: {**ANSWER, "content": text})
+        self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), [Exchange(SAID, (ANSWER,))])
         self.sequences = []
         self.tape = Tape(self.sequences, max_tokens=limit, stop_ids=[IM_END])
         self.strategy = strategy(self.chat, self.tape)

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfly.errors import ChatFormatError
+from agentfly.policies.chat_template import ChatTemplate
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chat.rendered import MARK, REPLY, ControlTokens
+from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.rendered import MARK, PLACE, ControlTokens
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 IM_START, IM_END = 256, 257
@@ -17,15 +19,13 @@ class TemplateTokenizer(ByteTokenizer):
     """The byte tokenizer with a Jinja template of its own."""
 
     def __init__(self, template: str) -> None:
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = self._refuse
-        self._template = environment.from_string(template)
+        self._template = ChatTemplate(template, {})
 
-    def render(self, messages, *, tools=None, add_generation_prompt=False):
-        return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
-
-    def _refuse(self, why):
-        raise ChatFormatError(why)
+    def render(self, messages, *, tools=(), add_generation_prompt=False):
+        try:
+            return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ChatFormatError(str(error)) from error
 
 
 CHATML = """\
@@ -56,8 +56,8 @@ def tool(text):
     return {"role": "tool", "content": text}
 
 
-def chat_format(tokenizer, answer=tool):
-    return TemplateChatFormat(tokenizer, answer)
+def chat_format(tokenizer, answer=tool, history="keep"):
+    return TemplateChatFormat(tokenizer, [Exchange(assistant("said"), [answer("answered")])], history=history)
 
 
 def following(chat, messages, *, ended=True):
@@ -92,7 +92,7 @@ texts = st.text(max_size=20) | st.sampled_from(
 @given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4))
 def test_turn_by_turn_gives_the_ids_of_the_whole_and_a_text_never_ends_a_turn(template, turns):
     turns = [(said.strip(), answer, by_tool) for said, answer, by_tool in turns]
-    if any(character in text for said, answer, _ in turns for text in (said, answer) for character in (MARK, REPLY[0])):
+    if any(character in text for said, answer, _ in turns for text in (said, answer) for character in (MARK, PLACE)):
         return
     tokenizer = TemplateTokenizer(template)
     chat = chat_format(tokenizer)
@@ -160,8 +160,8 @@ def test_sampled_thoughts_are_kept_whatever_the_template_does_with_them_later(te
 def test_the_characters_that_rendering_needs_for_itself_are_replaced_in_text():
     tokenizer = ByteTokenizer()
     chat = chat_format(tokenizer)
-    text = tokenizer.decode(following(chat, [tool(f"a{MARK}b{REPLY}c")]))
-    assert "a\ufffdb\ufffdreply\ufffdc" in text
+    text = tokenizer.decode(following(chat, [tool(f"a{MARK}b{PLACE}c")]))
+    assert "a\ufffdb\ufffdc" in text
 
 
 def test_no_text_of_a_message_can_end_a_turn_wherever_the_template_writes_it():

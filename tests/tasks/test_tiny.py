@@ -15,6 +15,7 @@ from agentfly.policies.catalog import find_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
 from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.run import evaluate
@@ -83,9 +84,12 @@ def test_the_dialogues_it_was_made_from_have_the_ids_of_rollouts(tokenizer, scri
         assert not any(sampled[len(as_sampled) :])
 
 
+EXCHANGE = Exchange({"role": "assistant", "content": "call"}, ({"role": "tool", "content": "result"},))
+
+
 def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int], list[bool]]:
     """The ids of a dialogue, and which of them are sampled, if a model said what its assistant says."""
-    chat = TemplateChatFormat(tokenizer, lambda text: {"role": "tool", "content": text})
+    chat = TemplateChatFormat(tokenizer, [EXCHANGE])
     ids: list[int] = []
     sampled: list[bool] = []
     unanswered: list[Message] = []

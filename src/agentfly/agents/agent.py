@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from agentfly.agents.class_tool import tools_of
 from agentfly.agents.memory.memory import FullHistory, Memory
@@ -21,6 +21,9 @@ from agentfly.errors import ConfigError, UnknownTool
 from agentfly.messages import Message, ToolCall
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
+
+History = Literal["keep", "rewrite"]
+"""What becomes of the past of a conversation where the chat template would write it differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,9 @@ class Agent:
         tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
         memory: what of the conversation the model sees at each turn: everything (`FullHistory`), the last turns
             (`Window`), a summary of what came before (`SummaryFolding`), or what an object of one's own recalls.
+        history: what becomes of the past where the model's chat template would write it differently later on, as many
+            do with old thoughts: ``"keep"`` goes on after what was sampled, ``"rewrite"`` follows the template and
+            begins a new token sequence there.
         max_turns: the most turns of a rollout; those in which memory is written are not counted.
         max_tokens_per_turn: the most tokens sampled in one turn.
         max_sequence_tokens: the most tokens of one token sequence: prompt, sampled and observations together. That is
@@ -63,6 +69,7 @@ class Agent:
     tool_call_format: str | ToolCallFormat = "hermes"
     tool_prompt: str | None = None
     memory: Memory = field(default_factory=FullHistory)
+    history: History = "keep"
     max_turns: int = 10
     max_tokens_per_turn: int = 512
     max_sequence_tokens: int | None = None
@@ -192,6 +199,9 @@ class Agent:
         if self.tool_prompt and not self.tools:
             raise ConfigError("Agent(tool_prompt=…) describes tools, but there are none. Give tools, or leave it out.")
         tool_call_format(self.tool_call_format)
+        if self.history not in get_args(History):
+            known = " or ".join(map(repr, get_args(History)))
+            raise ConfigError(f"Agent(history={self.history!r}): it must be {known}.")
 
     def _check_limits(self) -> None:
         for name in (

@@ -1,9 +1,9 @@
-"""ChatTemplate: a model's Jinja chat template, compiled once, in the surroundings that such templates are written for."""
+"""ChatTemplate: a model's Jinja chat template, compiled once, in the surroundings that it is written for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -76,10 +76,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
     )
-    compiled_at = datetime.now()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _clock(compiled_at)
+    environment.globals["strftime_now"] = datetime.now().strftime
     return environment
 
 
@@ -102,7 +101,3 @@ def _to_json(
 
 def _refuse(why: str) -> None:
     raise TemplateError(why)
-
-
-def _clock(moment: datetime) -> Callable[[str], str]:
-    return lambda form: moment.strftime(form)

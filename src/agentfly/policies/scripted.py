@@ -42,13 +42,17 @@ class ByteTokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation in ChatML; tools stand in a system message of their own, one a line, as JSON."""
+        """The conversation in ChatML, calls and tools one a line as JSON, the tools in a system message of theirs."""
         described: list[Message] = [{"role": "system", "content": "\n".join(map(json.dumps, tools))}] if tools else []
         turns = [
-            f"<|im_start|>{message['role']}\n{text_of(message['content'])}<|im_end|>\n"
+            f"<|im_start|>{message['role']}\n{text_of(message['content'])}{_calls(message)}<|im_end|>\n"
             for message in [*described, *messages]
         ]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+def _calls(message: Message) -> str:
+    return "".join(f"\n{json.dumps(call['function'], ensure_ascii=False)}" for call in message.get("tool_calls", ()))
 
 
 class ScriptedPolicy:

@@ -12,11 +12,10 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.agents.subagent import Subagent
 from agentfly.errors import ConfigError
-from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.agent_format import chat_format_of
 from agentfly.rollouts.chat.chat_format import ChatFormat
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.rollouts.chat_speaker import ChatSpeaker
 from agentfly.rollouts.speaker import Speaker
 from agentfly.rollouts.step import Step
@@ -95,13 +94,7 @@ class Voice:
         if model not in policies:
             raise ConfigError(f"A subagent speaks by the model {model!r}, for which there is no policy among `others`.")
         policy = policies[model]
-
-        def answer(text: str) -> Message:
-            if not agent.tools:
-                return {"role": "user", "content": text}
-            return agent.result_message(ToolCall("call_0", agent.tools[0].name), text)
-
-        chat = TemplateChatFormat(policy.tokenizer, answer) if isinstance(policy, Policy) else None
+        chat = chat_format_of(agent, policy.tokenizer) if isinstance(policy, Policy) else None
         subagents = {
             tool.name: cls._of(tool.agent, strategy, policies, own)
             for tool in agent.tools

@@ -52,6 +52,10 @@ class MessageShape:
     thoughts_apart: bool = False
     thoughts: Thoughts = field(default_factory=Thoughts)
 
+    def allows(self, turn: Message) -> bool:
+        """Whether the template can write a turn with as many calls as this one has."""
+        return not self.one_call or len(turn.get("tool_calls", ())) <= 1
+
     def split(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with the thoughts of their assistants in a field of their own."""
         return [self._split(message) if message["role"] == "assistant" else message for message in messages]
@@ -91,7 +95,12 @@ class MessageShape:
             arguments = _parsed(arguments)
         if self.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return {"type": "function", **call, "id": self._id(call["id"]), "function": {**function, "arguments": arguments}}
+        return {
+            "type": "function",
+            **call,
+            "id": self._id(call["id"]),
+            "function": {**function, "arguments": arguments},
+        }
 
     def _id(self, call_id: str) -> str:
         if not self.short_ids or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
@@ -113,7 +122,7 @@ def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
 
 
 def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
-    """Whether arguments are wanted as text, whether ids are wanted short, and whether calls are wanted one at a time."""
+    """Whether arguments are wanted as text, whether ids short, and whether only one call a turn."""
     for short, ids in ((False, ("call_0", "call_1")), (True, ("abcdefgh0", "abcdefgh1"))):
         for as_text, arguments in ((False, {_KEY: "value"}), (True, json.dumps({_KEY: "value"}))):
             written = _rendered(tokenizer, [QUESTION, _calling(ids[:1], arguments)])

@@ -1,4 +1,4 @@
-"""Skeleton: a conversation in which the assistants' words are places, so that what a template writes around them shows."""
+"""Skeleton: a conversation with places for its assistants' words, so that what stands around them shows."""
 
 from __future__ import annotations
 

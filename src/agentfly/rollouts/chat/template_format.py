@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
+from agentfly.agents.agent import History
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
@@ -12,8 +12,6 @@ from agentfly.rollouts.chat.proof import Exchange, keeps_thoughts, prove, requir
 from agentfly.rollouts.chat.shape import QUESTION
 from agentfly.rollouts.chat.skeleton import first_place
 from agentfly.rollouts.chat.turns import Turns
-
-History = Literal["keep", "rewrite"]
 
 
 class TemplateChatFormat:
@@ -57,13 +55,14 @@ class TemplateChatFormat:
         self._tokenizer = tokenizer
         self._turns = turns = Turns(tokenizer)
         self.stop_ids = turns.endings.stop_ids
-        for exchange in exchanges:
+        possible = [exchange for exchange in exchanges if turns.shape.allows(exchange.turn)]
+        for exchange in possible:
             if history == "keep":
                 prove(turns, exchange, tools, system)
             else:
                 conversation = [*([system] if system else []), QUESTION, exchange.turn, *exchange.answers]
                 require_answers(turns.whole(conversation, tools), exchange)
-        self.keeps_thoughts = all(keeps_thoughts(turns, exchange, tools, system) for exchange in exchanges)
+        self.keeps_thoughts = all(keeps_thoughts(turns, exchange, tools, system) for exchange in possible)
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
@@ -96,10 +95,8 @@ class TemplateChatFormat:
         reasoning, content = self._turns.shape.thoughts.split(text)
         return Reply(text, content, reasoning)
 
-    def _following_unless_rewritten(
-        self, conversation: Sequence[Message], last: int, tools: Definitions
-    ) -> str | None:
-        """What the template writes behind the assistant's turn at position ``last``; None if it rewrites up to there."""
+    def _following_unless_rewritten(self, conversation: Sequence[Message], last: int, tools: Definitions) -> str | None:
+        """What the template writes behind the assistant's turn at position ``last``; None if it rewrites that."""
         turns = self._turns
         sent = turns.bare(conversation[:last], tools)
         now = turns.bare(conversation, tools)

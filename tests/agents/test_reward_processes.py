@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+import agentfly as af
 from agentfly.agents.reward import Reward, reward
 from agentfly.agents.reward_result import RewardResult
+from agentfly.agents.weighted import weighted
 from agentfly.contexts.context import Context
 from agentfly.errors import ResourceDied, RewardDefinitionError, RewardError, UsageError
 from agentfly.resources.engine import ResourceEngine
@@ -138,6 +140,20 @@ async def test_what_keeps_a_reward_from_its_process_is_named_with_its_path(score
         await score(guarded)
 
 
+async def test_a_reward_that_cannot_travel_is_refused_before_anything_is_sampled() -> None:
+    client = threading.Lock()
+
+    @reward(process=True, timeout_s=1)
+    def locked() -> float:
+        return float(client.locked())
+
+    sampled: list[int] = []
+    policy = af.ScriptedPolicy(lambda prompt, turn: sampled.append(turn) or "hello")
+    with pytest.raises(af.AgentFlyError, match=r"locked, variable 'client' is a _thread\.lock"):
+        await af.run(af.Agent(model="scripted"), ["go"], reward=weighted({locked: 1.0}), policy=policy)
+    assert sampled == []
+
+
 def plain() -> float:
     return 1.0
 
@@ -153,6 +169,8 @@ def asking(context: Context) -> float:
         (asking, {"process": True, "timeout_s": 1}, "asks for the context"),
         (plain, {"workers": 2}, "process=True is not set"),
         (plain, {"memory": "1GiB"}, "process=True is not set"),
+        (plain, {"process": True, "timeout_s": 1, "workers": 0}, "workers=0, memory=0: write a whole number"),
+        (plain, {"process": True, "timeout_s": 1, "memory": "much"}, "memory='much': that is not a size"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(function: Any, settings: dict[str, Any], cure: str) -> None:

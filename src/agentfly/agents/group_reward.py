@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.function import name_of
 from agentfly.agents.parameters import names_at
 from agentfly.agents.reward import Reward
 from agentfly.agents.reward_function import RewardFunction, make
 from agentfly.agents.reward_result import RewardResult, as_list, read_result
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError
+from agentfly.errors import RewardDefinitionError, UsageError
 from agentfly.trajectory import Trajectory
 
 Outcome = RewardResult | RewardDefinitionError | None
@@ -70,6 +71,17 @@ class GroupReward(RewardFunction):
 
 AnyReward = Reward | GroupReward
 """Whatever scores rollouts: one by one, or all attempts at a task together."""
+
+
+def require_reward(reward: object) -> None:
+    """Raise unless ``reward`` is one: a function is easily given without its decorator.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(reward, AnyReward):
+        what = f"The function {name_of(reward)}" if callable(reward) else f"A {type(reward).__name__}"
+        raise UsageError(f"{what} is not a reward. Put @reward, or @group_reward, above the function that scores.")
 
 
 @overload

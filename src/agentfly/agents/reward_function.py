@@ -14,7 +14,7 @@ from agentfly.agents.needs import Needs, checked_needs, needs_for
 from agentfly.agents.parameters import Parameter, Source, field_of_task, read_parameters
 from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, RewardDefinitionError, RewardError, ToolError, say
+from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, say
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
 
@@ -51,7 +51,10 @@ class RewardFunction(UserFunction):
 
         Raises:
             RewardDefinitionError: the function that says so failed for this task.
+            UsageError: it is to run in a process of its own, and cannot travel there.
         """
+        if self.process:
+            _ = self.process_spec  # so that this is found before a rollout, and not after it
         try:
             return needs_for(self.resources, task)
         except ValueError as error:
@@ -129,7 +132,7 @@ def make(
     except ValueError as error:
         raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
     if process:
-        _require_process(name, parameters, timeout_s)
+        _require_process(name, parameters, timeout_s, workers, memory)
     elif workers is not None or memory:
         raise RewardDefinitionError(
             f"The reward {name!r} has workers= or memory=, which are of processes, but process=True is not set."
@@ -137,7 +140,13 @@ def make(
     return kind(function, name, parameters, timeout_s, process, workers, memory, resources=resources, **others)
 
 
-def _require_process(name: str, parameters: tuple[Parameter, ...], timeout_s: float | None) -> None:
+def _require_process(
+    name: str,
+    parameters: tuple[Parameter, ...],
+    timeout_s: float | None,
+    workers: int | None,
+    memory: int | str,
+) -> None:
     if timeout_s is None:
         raise RewardDefinitionError(
             f"The reward {name!r} has process=True, so that it can be killed, but nothing says when. Add timeout_s=…."
@@ -147,6 +156,11 @@ def _require_process(name: str, parameters: tuple[Parameter, ...], timeout_s: fl
             f"The reward {name!r} has process=True, but asks for the context, which cannot travel to another process. "
             "Leave one of them out: what is asked of a resource is bounded by the resource's own time limits."
         )
+    try:
+        ResourceSpec(capacity=1 if workers is None else workers, memory=memory)
+    except ConfigError as error:
+        cure = str(error).partition(": ")[2]
+        raise RewardDefinitionError(f"The reward {name!r} has workers={workers!r}, memory={memory!r}: {cure}") from None
 
 
 def _cure_of(error: BaseException) -> str:

@@ -47,8 +47,7 @@ def weighted(parts: Mapping[Reward, float], *, name: str | None = None) -> Rewar
         names.add(part.name)
     total = _Sum(tuple(parts.items()))
     name = name or " + ".join(f"{weight:g} {part.name}" for part, weight in parts.items())
-    needy = any(part.resources for part in parts)
-    return make_reward(name=name, resources=total.needs if needy else ())(total)
+    return make_reward(name=name, resources=total.needs)(total)
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,10 @@ def _reward(reference: str | None, base: Path) -> AnyReward:
     if reference is None:
         return tool_rewards
     named = load_reference(reference, base=base, field="reward")
-    return require_reward(named, reference)
+    return named_reward(named, reference)
 
 
-def require_reward(named: object, reference: str) -> AnyReward:
+def named_reward(named: object, reference: str) -> AnyReward:
     """What a reference names, if it is a reward.
 
     Raises:

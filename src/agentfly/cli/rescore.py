@@ -37,12 +37,12 @@ def rescore(
     """
     from rich.console import Console
 
-    from agentfly.cli.experiment import require_reward
+    from agentfly.cli.experiment import named_reward
     from agentfly.cli.references import load_reference
     from agentfly.rollouts.rescoring import ScoreChange
     from agentfly.trajectory import load_trajectories, save_trajectories
 
-    chosen = require_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
+    chosen = named_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
     name = reward.rpartition(":")[2]
     targets: list[Path] = []
     changes: dict[str, ScoreChange] = {}

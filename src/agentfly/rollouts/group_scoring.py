@@ -20,15 +20,22 @@ ScoreGroup = Callable[[Sequence[Trajectory]], Awaitable[None]]
 """Scores all attempts at a task together, by writing into their trajectories."""
 
 
-def group_scorer(reward: AnyReward | None, engine: ResourceEngine, events: EventStream) -> ScoreGroup | None:
+def group_scorer(
+    reward: AnyReward | None, engine: ResourceEngine, events: EventStream, *, priority: int = 0
+) -> ScoreGroup | None:
     """What is to be called with the attempts of each group once all have ended; None if each is scored by itself."""
     if not isinstance(reward, GroupReward):
         return None
-    return partial(score_group, reward=reward, engine=engine, events=events)
+    return partial(score_group, reward=reward, engine=engine, events=events, priority=priority)
 
 
 async def score_group(
-    trajectories: Sequence[Trajectory], reward: GroupReward, engine: ResourceEngine, events: EventStream
+    trajectories: Sequence[Trajectory],
+    reward: GroupReward,
+    engine: ResourceEngine,
+    events: EventStream,
+    *,
+    priority: int = 0,
 ) -> None:
     """Score the attempts at one task together: those that are sound and whose part ``after`` has given a score.
 
@@ -40,7 +47,7 @@ async def score_group(
         return
     started = time.perf_counter()
     first = sound[0]
-    context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, over=True)
+    context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, priority=priority, over=True)
     try:
         try:
             async with context.call() as call_context:

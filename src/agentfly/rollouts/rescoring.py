@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from agentfly.agents.group_reward import AnyReward, GroupReward
+from agentfly.agents.group_reward import AnyReward, GroupReward, require_reward
 from agentfly.contexts.context import Context
-from agentfly.errors import UsageError
 from agentfly.events import EventStream
 from agentfly.interruption import ended_by_sigterm
 from agentfly.resources.engine import ResourceEngine
@@ -50,8 +49,7 @@ async def rescore(
     Raises:
         UsageError: ``reward`` is no reward.
     """
-    if not isinstance(reward, AnyReward):
-        raise UsageError(f"rescore(…, {reward!r}): that is no reward. Put @reward above the function.")
+    require_reward(reward)
     events = events or EventStream()
     fresh = [_unscored(trajectory) for trajectory in trajectories]
     with ended_by_sigterm():

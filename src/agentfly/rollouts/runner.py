@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.tool import Tool
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
@@ -93,7 +93,7 @@ class Runner:
             infrastructure's reasons (see `Health`).
 
     Raises:
-        UsageError: ``agent`` is not an `Agent`.
+        UsageError: ``agent`` is not an `Agent`, or ``reward`` is not a reward.
     """
 
     def __init__(
@@ -110,6 +110,8 @@ class Runner:
         max_failure_share: float = 0.5,
     ) -> None:
         require_agent(agent)
+        if reward is not None:
+            require_reward(reward)
         if max_concurrent_rollouts < 1:
             raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
         self._agent = agent
@@ -189,7 +191,7 @@ class Runner:
             attempts=settings.get("attempts", 1),
             priority=priority,
             record=settings.get("record"),
-            score_group=group_scorer(self._reward, around.engine, self._events),
+            score_group=group_scorer(self._reward, around.engine, self._events, priority=priority),
         )
         self._batches = {batch, *(other for other in self._batches if not other.closed)}
         batch.add(tasks)

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.reward import tool_rewards
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
@@ -102,7 +102,7 @@ class Trainer:
 
     Raises:
         ConfigError: the settings, the agent, the policy and the directory do not go together.
-        UsageError: ``agent`` is not an `Agent`.
+        UsageError: ``agent`` is not an `Agent`, or ``reward`` is not a reward.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Trainer:
     ) -> None:
         require_agent(agent)
         self._agent = agent
-        self._reward = reward or tool_rewards
+        self._reward = tool_rewards if reward is None else reward
+        require_reward(self._reward)
         self._config = config or TrainConfig()
         self._order = TaskOrder(as_tasks(tasks), self._config.seed)
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from agentfly.contexts.context import Context as Context
     from agentfly.errors import AgentFlyError as AgentFlyError
     from agentfly.errors import ToolError as ToolError
+    from agentfly.gateway.gateway import Gateway as Gateway
     from agentfly.images import Image as Image
+    from agentfly.policies.openai import OpenAIPolicy as OpenAIPolicy
     from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
     from agentfly.resources.apis.spec import ModelAPISpec as ModelAPISpec
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
@@ -52,10 +54,12 @@ _HOMES = {
     "EnvironmentSpec": "agentfly.resources.environments.spec",
     "FromTask": "agentfly.agents.tool",
     "FullHistory": "agentfly.agents.memory.memory",
+    "Gateway": "agentfly.gateway.gateway",
     "Image": "agentfly.images",
     "MCPServerSpec": "agentfly.resources.mcp.spec",
     "ModelAPISpec": "agentfly.resources.apis.spec",
     "ModelServerSpec": "agentfly.resources.models.spec",
+    "OpenAIPolicy": "agentfly.policies.openai",
     "Past": "agentfly.agents.memory.memory",
     "ResourceEngine": "agentfly.resources.engine",
     "RewardResult": "agentfly.agents.reward_result",

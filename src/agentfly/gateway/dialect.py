@@ -1,0 +1,210 @@
+"""Dialect: how a program's conversations are shown to one model, and how what it says is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_with_calls
+from agentfly.gateway.program_tool import ProgramTool
+from agentfly.images import PlacedImage
+from agentfly.messages import ImagePart, Message, Part, ToolCall, images_of, text_of
+from agentfly.policies.policy import Generation, SamplingParams
+from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer of the model as the program is given it.
+
+    Attributes:
+        message: the answer as it stands in the program's conversation.
+        text: everything that was sampled, without the stop id at its end.
+        calls: the tool calls in it.
+        generation: what was sampled, up to where it was stopped.
+    """
+
+    message: Message
+    text: str
+    calls: tuple[ToolCall, ...]
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a program asks for.
+
+    Attributes:
+        conversation: what the model is to answer.
+        tools: the tools it may call.
+        sampling: how to sample; ``max_tokens`` is the program's limit.
+        stops: texts that end the answer; what is sampled behind the first of them counts as not sampled.
+        may_call: whether calls in the answer are read as such.
+        most_calls: how many calls the program takes at a time; None for any number.
+    """
+
+    conversation: Sequence[Message]
+    tools: Definitions
+    sampling: SamplingParams
+    stops: Sequence[str] = ()
+    may_call: bool = True
+    most_calls: int | None = None
+
+
+class Dialect:
+    """Renders conversations with tools for a model, and reads its answers.
+
+    Args:
+        chat: the model's chat format.
+        calls: the tool-call format. Where its ``in_template`` says so, the model's template describes the tools and
+            writes the calls; otherwise a system message does, and calls and results are texts.
+    """
+
+    def __init__(self, chat: ChatFormat, calls: ToolCallFormat) -> None:
+        self.chat = chat
+        self._calls = calls
+
+    def prompt(self, conversation: Sequence[Message], tools: Definitions) -> Rendered:
+        """A whole conversation as ids."""
+        shown = self._shown(conversation, conversation, tools)
+        if tools and not self._calls.in_template:
+            shown = _told(shown, self._calls.instructions(_tools(tools)))
+        return self.chat.prompt(shown, self._described(tools))
+
+    def continuation(
+        self, new: Sequence[Message], after: Rendered, conversation: Sequence[Message], tools: Definitions
+    ) -> Rendered | None:
+        """A conversation whose beginning stands on the record as ``after``, with ``new`` at its end.
+
+        Returns:
+            All of it, beginning with ``after`` as it is. None where the chat format would now write that differently,
+            and is told not to put up with it.
+        """
+        rest = self.chat.continuation(
+            self._shown(new, conversation, tools),
+            after=after.ids,
+            conversation=self._shown(conversation, conversation, tools),
+            tools=self._described(tools),
+        )
+        if rest is None:
+            return None
+        moved = (PlacedImage.moved(image, len(after.ids)) for image in rest.images)
+        return Rendered([*after.ids, *rest.ids], (*after.images, *moved))
+
+    def read(self, generation: Generation, wanted: Wanted, *, first_call: int) -> Said:
+        """What a generation says.
+
+        A malformed call is left in the text, with all others of its turn: nobody must run half of what was meant.
+
+        Args:
+            generation: what was sampled.
+            wanted: what was asked for.
+            first_call: number of the first call.
+        """
+        generation, stopped_at = self._stopped(generation, wanted.stops)
+        reply = self.chat.reply(generation.ids)
+        text, content = reply.text, reply.content
+        if stopped_at is not None:
+            text, content = text.partition(stopped_at)[0], content.partition(stopped_at)[0]
+        calls: tuple[ToolCall, ...] = ()
+        if wanted.may_call and generation.finish == "stop":
+            found = self._calls.parse(text, _tools(wanted.tools)) if reply.calls is None else reply.calls
+            if all(call.arguments is not None for call in found):
+                calls = found
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            told = content if reply.calls is not None else text_of(_apart(self._calls).said(content, calls)["content"])
+            calls = tuple(
+                dataclasses.replace(call, id=call_id(number))
+                for number, call in enumerate(calls[: wanted.most_calls], first_call)
+            )
+            message = message_with_calls(told, calls)
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        return Said(message, text, calls, generation)
+
+    def _stopped(self, generation: Generation, stops: Sequence[str]) -> tuple[Generation, str | None]:
+        """The generation up to the token that completes the first of ``stops``, and which that is."""
+        said = self.chat.reply(generation.ids).text
+        found = [(said.index(stop), stop) for stop in stops if stop in said]
+        if not found:
+            return generation, None
+        stop = min(found)[1]
+        least, most = 1, len(generation.ids)
+        while least < most:
+            middle = (least + most) // 2
+            if stop in self.chat.reply(generation.ids[:middle]).text:
+                most = middle
+            else:
+                least = middle + 1
+        return _first(generation, most), stop
+
+    def _described(self, tools: Definitions) -> Definitions:
+        return tools if self._calls.in_template else ()
+
+    def _shown(self, messages: Sequence[Message], conversation: Sequence[Message], tools: Definitions) -> list[Message]:
+        """Messages as the model is shown them."""
+        if self._calls.in_template or not tools:
+            return list(messages)
+        names = {
+            call["id"]: call["function"]["name"] for message in conversation for call in message.get("tool_calls") or ()
+        }
+        return [self._written(message, names) for message in messages]
+
+    def _written(self, message: Message, names: Mapping[str, str]) -> Message:
+        """A message whose calls or results are texts."""
+        if message["role"] == "tool":
+            call = message.get("tool_call_id", "")
+            answer = self._calls.result(
+                ToolCall(call, message.get("name") or names.get(call, "")), text_of(message["content"])
+            )
+            if images := images_of(message["content"]):
+                parts: list[Part] = [{"type": "text", "text": text_of(answer["content"])}]
+                parts += [ImagePart(type="image", image=image) for image in images]
+                answer["content"] = parts
+            return answer
+        if message.get("tool_calls"):
+            calls = [call["function"] for call in message["tool_calls"]]
+            texts = [self._calls.write(call["name"], call["arguments"]) for call in calls]
+            said = text_of(message["content"])
+            missing = [text for text in texts if text not in said]
+            return {"role": "assistant", "content": "\n".join(part for part in (said, *missing) if part)}
+        return message
+
+
+def _apart(calls: ToolCallFormat) -> ToolCallFormat:
+    """The format as it tells what was said from the calls."""
+    if dataclasses.is_dataclass(calls) and any(field.name == "in_template" for field in dataclasses.fields(calls)):
+        return dataclasses.replace(calls, in_template=True)
+    return calls
+
+
+def _tools(tools: Definitions) -> list[Tool]:
+    """The tools as tool-call formats ask about them."""
+    return cast(list[Tool], [ProgramTool.of(tool) for tool in tools])
+
+
+def _told(conversation: list[Message], instructions: str) -> list[Message]:
+    """The conversation with instructions at the end of its system message."""
+    first = conversation[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": instructions}, *conversation]
+    return [{**first, "content": f"{text_of(first['content'])}\n\n{instructions}".strip()}, *conversation[1:]]
+
+
+def _first(generation: Generation, count: int) -> Generation:
+    """The first tokens of a generation that was stopped there."""
+
+    def cut(values: Any) -> Any:
+        return values if values is None or isinstance(values, int) else values[:count]
+
+    return Generation(
+        generation.ids[:count],
+        cut(generation.logprobs),
+        "stop",
+        cut(generation.version),
+        cut(generation.raw_logprobs),
+    )

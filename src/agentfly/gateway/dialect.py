@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from agentfly.agents.agent import History
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_with_calls
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.errors import ChatFormatError
 from agentfly.gateway.program_tool import ProgramTool
 from agentfly.images import PlacedImage
 from agentfly.messages import ImagePart, Message, Part, ToolCall, images_of, text_of
-from agentfly.policies.policy import Generation, SamplingParams
+from agentfly.policies.policy import Generation, SamplingParams, Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
+from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,43 @@ class Dialect:
         chat: the model's chat format.
         calls: the tool-call format. Where its ``in_template`` says so, the model's template describes the tools and
             writes the calls; otherwise a system message does, and calls and results are texts.
+        no_tools: why the chat format cannot carry conversations with tools, if it cannot.
     """
 
-    def __init__(self, chat: ChatFormat, calls: ToolCallFormat) -> None:
+    def __init__(self, chat: ChatFormat, calls: ToolCallFormat, no_tools: ChatFormatError | None = None) -> None:
         self.chat = chat
         self._calls = calls
+        self._no_tools = no_tools
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, calls: ToolCallFormat | None, *, history: History) -> Dialect:
+        """The dialect of a model, proved for conversations with and without tools.
+
+        Args:
+            tokenizer: the model's.
+            calls: the tool-call format; the model's own if not given.
+            history: what to do where the chat template writes the past differently once a conversation has gone on.
+
+        Raises:
+            ChatFormatError: the chat template cannot carry conversations even without tools.
+        """
+        calls = calls or HermesFormat(in_template=_describes_tools(tokenizer))
+        plain = TemplateChatFormat(tokenizer, [_ANSWERED], history=history)
+        tools = [_PROBE] if calls.in_template else ()
+        try:
+            with_tools = [_ANSWERED, *(_called(calls, count) for count in (1, 2))]
+            return cls(TemplateChatFormat(tokenizer, with_tools, tools=tools, history=history), calls)
+        except ChatFormatError as error:
+            return cls(plain, calls, error)
 
     def prompt(self, conversation: Sequence[Message], tools: Definitions) -> Rendered:
-        """A whole conversation as ids."""
+        """A whole conversation as ids.
+
+        Raises:
+            ChatFormatError: the model's chat template refuses it.
+        """
+        if tools and self._no_tools is not None:
+            raise ChatFormatError(f"This model cannot be offered tools in this way: {self._no_tools}")
         shown = self._shown(conversation, conversation, tools)
         if tools and not self._calls.in_template:
             shown = _told(shown, self._calls.instructions(_tools(tools)))
@@ -173,6 +207,30 @@ class Dialect:
             missing = [text for text in texts if text not in said]
             return {"role": "assistant", "content": "\n".join(part for part in (said, *missing) if part)}
         return message
+
+
+def _describes_tools(tokenizer: Tokenizer) -> bool:
+    question: list[Message] = [{"role": "user", "content": "question"}]
+    try:
+        return _PROBE["function"]["name"] in tokenizer.render(question, tools=[_PROBE])
+    except ChatFormatError:
+        return False
+
+
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+_ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user", "content": "the next question"},))
+
+
+def _called(calls: ToolCallFormat, count: int) -> Exchange:
+    """A turn with so many calls, and what answers it."""
+    made = [ToolCall(call_id(number), _PROBE["function"]["name"]) for number in range(count)]
+    answers = [calls.result(call, f"observation {number}") for number, call in enumerate(made)]
+    plain: Message = {"role": "assistant", "content": "calls"}
+    return Exchange(message_with_calls("", made) if calls.in_template else plain, tuple(answers))
 
 
 def _apart(calls: ToolCallFormat) -> ToolCallFormat:

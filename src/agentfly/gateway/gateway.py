@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from agentfly.agents.agent import History
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format as named_format
 from agentfly.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.gateway.conversation import read_conversation
 from agentfly.gateway.dialect import Dialect, Wanted
-from agentfly.gateway.own_format import own_format
 from agentfly.gateway.session import Session
 from agentfly.gateway.wire import ChatRequest, Refusal
 from agentfly.policies.policy import Policy, SamplingParams
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Failure, Trajectory
 
@@ -51,6 +50,8 @@ class Gateway:
         token: what programs must send as their API key; None for anything.
         model: the name under which the model is listed. Programs may ask for any.
         tool_call_format: how the model writes tool calls; None for the model's own way.
+        history: ``"keep"`` what was sampled as it is, or begin a new sequence (``"rewrite"``) wherever the model's chat
+            template would write the past differently, such as without its thoughts.
         temperature: replaces the temperature that programs ask for. Programs often ask for 0, and learning needs 1.
         max_tokens: the most tokens of an answer, also where a program asks for more; None for what the context holds.
         max_body_bytes: requests longer than this are refused.
@@ -70,6 +71,7 @@ class Gateway:
         token: str | None = None,
         model: str = "agentfly",
         tool_call_format: str | ToolCallFormat | None = None,
+        history: History = "keep",
         temperature: float | None = None,
         max_tokens: int | None = None,
         max_body_bytes: int = 32 * 2**20,
@@ -92,6 +94,7 @@ class Gateway:
         self.model = model
         self.max_body_bytes = max_body_bytes
         self._calls = None if tool_call_format is None else named_format(tool_call_format)
+        self._history: History = history
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._max_rollouts = max_rollouts
@@ -245,9 +248,7 @@ class Gateway:
             raise PrerequisiteError(
                 f"The gateway needs {error.name}, which is not installed: pip install 'agentfly-rl[gateway]'"
             ) from error
-        tokenizer = self.policy.tokenizer
-        chat = TemplateChatFormat(tokenizer, lambda text: {"role": "user", "content": text})
-        self._dialect = Dialect(chat, self._calls or own_format(tokenizer))
+        self._dialect = Dialect.of(self.policy.tokenizer, self._calls, history=self._history)
         server = Server(self)
         try:
             self.port = await server.start()

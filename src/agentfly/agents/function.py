@@ -7,11 +7,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
-from agentfly.agents.needs import Needs
+from agentfly.agents.needs import Needs, needs_for
 from agentfly.errors import UsageError
 from agentfly.resources.environments.parcel import blame, importable
+from agentfly.resources.spec import ResourceSpec
+from agentfly.task import Task
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,10 +30,24 @@ class UserFunction:
     name: str
     resources: Needs = field(default=(), kw_only=True)
 
+    _kind: ClassVar[str]
+    _mistake: ClassVar[type[UsageError]]  # what its author is told
+
     def __post_init__(self) -> None:
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             self.__dict__[attribute] = getattr(self.function, attribute, None)
         self.__dict__["__wrapped__"] = self.function
+
+    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What it has declared that it needs for a task.
+
+        Raises:
+            ToolDefinitionError, RewardDefinitionError: the function that says so failed for this task.
+        """
+        try:
+            return needs_for(self.resources, task)
+        except ValueError as error:
+            raise self._mistake(f"The {self._kind} {self.name!r}: {error}.") from error.__cause__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself: nothing is checked or filled in, and a coroutine is to be awaited."""

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from agentfly.agents.definition import MAX_OUTPUT_TOKENS
 from agentfly.agents.excerpt import ECHO_CHARS, Cut, cut_by_characters, excerpt
 from agentfly.agents.function import UserFunction
 from agentfly.agents.invocation import FunctionFailed, Overrun, Thread, invoke
-from agentfly.agents.needs import needs_for
 from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import Parameter, Source, field_of_task
 from agentfly.agents.schema import ToolSchema
@@ -26,11 +25,10 @@ from agentfly.errors import (
     ToolError,
     ToolTimeout,
     ToolUnavailable,
+    UsageError,
     message_of,
     say,
 )
-from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
 from agentfly.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -69,6 +67,9 @@ class Tool(UserFunction):
     home: Home | None = None
     _told: set[str] = field(default_factory=set, init=False)  # the places of crashes that the author was told of
 
+    _kind: ClassVar[str] = "tool"
+    _mistake: ClassVar[type[UsageError]] = ToolDefinitionError
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The JSON schema of the arguments that the model gives."""
@@ -82,17 +83,6 @@ class Tool(UserFunction):
 
     def __repr__(self) -> str:
         return f"<tool {self.name}({', '.join(argument.name for argument in self.schema.arguments)})>"
-
-    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """What the tool has declared that it needs for a task.
-
-        Raises:
-            ToolDefinitionError: the function that says so failed for this task.
-        """
-        try:
-            return needs_for(self.resources, task)
-        except ValueError as error:
-            raise ToolDefinitionError(f"The tool {self.name!r}: {error}.") from error.__cause__
 
     async def call(self, arguments: Mapping[str, Any], context: Context, *, cut: Cut = cut_by_characters) -> ToolResult:
         """Call the tool on behalf of a rollout, with the model's arguments.

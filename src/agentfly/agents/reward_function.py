@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypeVar
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
-from agentfly.agents.needs import Needs, checked_needs, needs_for
+from agentfly.agents.needs import Needs, checked_needs
 from agentfly.agents.parameters import Parameter, Source, field_of_task, read_parameters
 from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
 from agentfly.contexts.context import Context
-from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, say
+from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, UsageError, say
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
 
@@ -42,6 +42,8 @@ class RewardFunction(UserFunction):
     memory: int | str = 0
 
     _decorator: ClassVar[str]
+    _kind: ClassVar[str] = "reward"
+    _mistake: ClassVar[type[UsageError]] = RewardDefinitionError
 
     def __repr__(self) -> str:
         return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
@@ -55,10 +57,7 @@ class RewardFunction(UserFunction):
         """
         if self.process:
             _ = self.process_spec  # so that this is found before a rollout, and not after it
-        try:
-            return needs_for(self.resources, task)
-        except ValueError as error:
-            raise RewardDefinitionError(f"The reward {self.name!r}: {error}.") from error.__cause__
+        return super().needs(task)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "process_spec"}  # it refers back

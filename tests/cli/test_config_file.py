@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.cli.config_file import PolicyConfig, RunConfig, load_config, save_config
+from agentfly.cli.config_file import MemoryConfig, PolicyConfig, RunConfig, load_config, save_config
 from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
 
@@ -88,7 +88,7 @@ def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
 
 
-@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, TrainConfig])
+@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, MemoryConfig, TrainConfig])
 def test_the_guide_lists_every_field_with_its_default_and_meaning(model):
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "configuration.md").read_text()
     for name, field in model.model_fields.items():

@@ -67,7 +67,8 @@ class RunConfig(BaseModel):
     eval_tasks: str | None = None
     """The same for the held-out tasks; without them nothing is evaluated."""
     reward: str | None = None
-    """Reference of the reward; without one, the rewards of the tools are summed, 0 where they gave none."""
+    """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, 0 where they gave
+    none."""
     run_dir: str | None = None
     """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
     directory: str = "."

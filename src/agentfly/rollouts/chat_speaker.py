@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.toolcalls.format import message_with_calls
 from agentfly.errors import PromptTooLong
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, SamplingParams
 from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.rollouts.speaker import CallNumbers, Utterance
+from agentfly.rollouts.speaker import CallNumbers, Utterance, message_of
 from agentfly.rollouts.tape import Place, Tape
 
 
@@ -94,12 +93,10 @@ class ChatSpeaker:
         return agent.calls_in(generation.content, first_call=self._numbers.next)
 
     def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
-        """The turn as it is sent back. What answers a call must follow one there, so a malformed call stands too."""
-        if calls and self._agent.format.in_template:
-            written = [call if call.arguments is not None else replace(call, arguments={}) for call in calls]
-            message = message_with_calls(generation.content, written)
-        else:
-            message = self._agent.said(generation.content, calls)
+        """The turn as it is sent back."""
+        if self._agent.format.in_template:
+            return message_of(generation.content, generation.reasoning, calls)
+        message = self._agent.said(generation.content, calls)
         if generation.reasoning is not None:
             message["reasoning_content"] = generation.reasoning
         return message

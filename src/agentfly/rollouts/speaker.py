@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentfly.agents.toolcalls.format import call_id
+from agentfly.agents.toolcalls.format import call_id, message_with_calls
 from agentfly.messages import Message, ToolCall
 from agentfly.rollouts.tape import Place
 
@@ -57,6 +57,18 @@ class Speaker(Protocol):
     def finish(self) -> None:
         """The conversation has ended: check the record, and freeze it."""
         ...
+
+
+def message_of(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """A turn as it stands in the conversation, where thoughts and calls were not read from its text by the agent.
+
+    What answers a call must follow one, so a call that could not be read stands without its arguments.
+    """
+    written = [call if call.arguments is not None else replace(call, arguments={}) for call in calls]
+    message: Message = message_with_calls(content, written) if written else {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    return message
 
 
 class CallNumbers:

@@ -10,8 +10,8 @@ from agentfly.agents.agent import Agent
 from agentfly.errors import PromptTooLong, TokenInvariantError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Policy, SamplingParams
-from agentfly.rollouts.chat.chat_format import ChatFormat
-from agentfly.rollouts.speaker import CallNumbers, Utterance
+from agentfly.rollouts.chat.chat_format import ChatFormat, Reply
+from agentfly.rollouts.speaker import CallNumbers, Utterance, message_of
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tape import Tape
 
@@ -72,15 +72,20 @@ class TokenSpeaker:
         place = tape.sampled(generation)
         reply = self._chat.reply(generation.ids)
         stopped = generation.finish == "stop"
-        calls: tuple[ToolCall, ...] = ()
-        if stopped:
-            read = agent.calls_in(reply.text, first_call=self._numbers.next) if reply.calls is None else reply.calls
-            calls = self._numbers.claim(read)
-        message = agent.said(reply.text, calls)
+        calls = self._numbers.claim(self._calls_in(reply)) if stopped else ()
+        if reply.calls is None:
+            message = agent.said(reply.text, calls)
+        else:
+            message = message_of(reply.content, reply.reasoning, calls)
         self._strategy.replied(message)
         return Utterance(
             message, reply.text, reply.content, reply.reasoning, calls, stopped, place, len(prompt), seconds
         )
+
+    def _calls_in(self, reply: Reply) -> tuple[ToolCall, ...]:
+        if reply.calls is None:
+            return self._agent.calls_in(reply.text, first_call=self._numbers.next)
+        return reply.calls if self._agent.tools else ()
 
     def tokens(self, view: Sequence[Message]) -> int:
         """The length that the sequence would have."""

@@ -13,7 +13,7 @@ import pytest
 import agentfly
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "numpy", "httpx", "ray", "vllm", "docker", "tensorboard")
+HEAVY = ("torch", "transformers", "numpy", "httpx", "ray", "vllm", "docker", "tensorboard", "mcp", "PIL")
 
 
 def python(program: str, *, executable: Path | str = sys.executable, cwd: Path | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.format import call_id
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
 from agentfly.messages import Message, ToolCall
 
@@ -202,7 +201,7 @@ def _value(text: str, start: int) -> tuple[Any, int]:
 def _bare(argument: str, value: Any) -> str:
     """A single argument as text that stands for itself."""
     if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return dump(value)
     plain = (
         value
         and value == value.strip()
@@ -212,18 +211,14 @@ def _bare(argument: str, value: Any) -> str:
         and not _ARGUMENT.match(value)
         and not _NEXT_ARGUMENT.search(value)
     )
-    return value if plain else _string(value)
+    return value if plain else dump(value)
 
 
 def _quoted(value: Any) -> str:
     """One of several arguments, so that its end can be told."""
     if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
-    return value if _BARE.fullmatch(value) and value == value.strip() else _string(value)
-
-
-def _string(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")  # so that it holds no marker of thinking
+        return dump(value)
+    return value if _BARE.fullmatch(value) and value == value.strip() else dump(value)
 
 
 def _signature(tool: Tool) -> str:

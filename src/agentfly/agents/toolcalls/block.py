@@ -6,11 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.tool import TOOL_NAME, Tool
-from agentfly.agents.toolcalls.format import call_id, message_with_calls
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.format import call_id, message_with_calls, tool_message
 from agentfly.agents.toolcalls.thinking import MARKER, is_inside, thinking_spans
 from agentfly.messages import Message, ToolCall
 
@@ -49,9 +49,6 @@ class BlockFormat(ABC):
 
     calls_in_thinking: bool = False
 
-    INVENTED: ClassVar[re.Pattern[str] | None] = None
-    """What a result begins with. Nothing behind it is read: the model has made it up."""
-
     @abstractmethod
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         """The blocks of a turn's text, in order and without overlaps, wherever they stand."""
@@ -72,13 +69,18 @@ class BlockFormat(ABC):
     def _id(self, number: int) -> str:
         return call_id(number)
 
+    def _invented(self) -> re.Pattern[str] | None:
+        """What a result begins with, if there is such a thing. Nothing behind it is read: the model made it up."""
+        return None
+
     def _spoken(self, text: str, known: Known) -> list[Block]:
         """The blocks whose calls are to be executed."""
         blocks = list(self._blocks(text, known))
         spans = [(block.start, block.stop) for block in blocks]
         thought = [] if self.calls_in_thinking else thinking_spans(text, spans)
         end = len(text)
-        for found in self.INVENTED.finditer(text) if self.INVENTED else ():
+        invented = self._invented()
+        for found in invented.finditer(text) if invented else ():
             if not (is_inside(found.start(), thought) or is_inside(found.start(), spans)):
                 end = found.start()
                 break
@@ -105,10 +107,7 @@ class NativeFormat(BlockFormat):
 
     def result(self, call: ToolCall, observation: str) -> Message:
         """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
-        message: Message = {"role": "tool", "content": observation, "tool_call_id": call.id}
-        if TOOL_NAME.fullmatch(call.name):
-            message["name"] = call.name
-        return message
+        return tool_message(call, observation)
 
 
 def blocks_at(opening: re.Pattern[str], text: str, read: Callable[[re.Match[str]], Block | None]) -> Iterator[Block]:
@@ -118,13 +117,14 @@ def blocks_at(opening: re.Pattern[str], text: str, read: Callable[[re.Match[str]
         block = read(found)
         if block is not None:
             yield block
-        found = opening.search(text, max(block.stop if block else 0, found.end()))
+        found = opening.search(text, max(block.stop if block else 0, found.end(), found.start() + 1))
 
 
-def rest_of(text: str, position: int) -> int:
-    """Where a malformed call ends of which nothing tells the end: where thinking begins or ends, or the turn."""
-    marker = MARKER.search(text, position)
-    return marker.start() if marker else len(text)
+def rest_of(text: str, position: int, limit: int | None = None) -> int:
+    """Where a malformed call ends of which nothing tells the end: where thinking begins or ends, or at ``limit``."""
+    limit = len(text) if limit is None else limit
+    marker = MARKER.search(text, position, limit)
+    return marker.start() if marker else limit
 
 
 def unreadable(written: str, reason: str, example: str, name: str = "") -> WrittenCall:

@@ -12,7 +12,6 @@ from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_call import arguments_in_text
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
-from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.errors import UsageError
 
 CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -95,8 +94,7 @@ class DeepSeekFormat(NativeFormat):
     def _malformed(self, text: str, start: int, body: int, name: str) -> Block:
         example = _EXAMPLES[self.style]
         following = text.find(CALL, body)
-        marker = MARKER.search(text, body, following if following >= 0 else len(text))
-        limit = marker.start() if marker else following if following >= 0 else len(text)
+        limit = rest_of(text, body, following if following >= 0 else None)
         first, last = text.find(END_OF_CALL, body, limit), text.rfind(END_OF_CALL, body, limit)
         if first < 0:
             limit = rest_of(text, body)

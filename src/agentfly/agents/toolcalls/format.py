@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from agentfly.agents.tool import TOOL_NAME, Tool
 from agentfly.messages import Message, ToolCall
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
 
 
 @runtime_checkable
@@ -70,6 +68,14 @@ def message_with_calls(content: str, calls: Sequence[ToolCall]) -> Message:
             for call in calls
         ],
     }
+
+
+def tool_message(call: ToolCall, observation: str) -> Message:
+    """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
+    message: Message = {"role": "tool", "content": observation, "tool_call_id": call.id}
+    if TOOL_NAME.fullmatch(call.name):
+        message["name"] = call.name
+    return message
 
 
 def call_id(number: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, blocks_at, unreadable
+from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_objects
 from agentfly.agents.toolcalls.thinking import MARKER
@@ -85,18 +85,12 @@ def _malformed(text: str, start: int) -> Block:
     """The block at ``start``, which is not well formed: repaired, or one call with an error."""
     body = start + len(OPEN)
     following = text.find(OPEN, body)
-    limit = _thinking_or(text, body, following if following >= 0 else len(text))
+    limit = rest_of(text, body, following if following >= 0 else None)
     first, last = text.find(CLOSE, body, limit), text.rfind(CLOSE, body, limit)
     if first < 0:
-        limit = _thinking_or(text, body, len(text))
+        limit = rest_of(text, body)
         written = text[body:limit]
         return Block(start, limit, (unreadable(written, f"it is not closed by {CLOSE}", _SHAPE, name_in(written)),))
     stop = last + len(CLOSE)
     clear_end = first == last and not text[stop:limit].strip()
     return Block(start, stop, calls_in_text(text[body:last], _SHAPE, may_repair=clear_end))
-
-
-def _thinking_or(text: str, start: int, limit: int) -> int:
-    """Where thinking begins or ends between the two positions, or the second."""
-    marker = MARKER.search(text, start, limit)
-    return marker.start() if marker else limit

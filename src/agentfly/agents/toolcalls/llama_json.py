@@ -16,10 +16,11 @@ from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.messages import Message, ToolCall
 
 _OPENING = re.compile(
-    rf"<\|python_tag\|>\s*|{LINE_START}(?=\{{\s*\"(?:name|type|id|parameters|arguments)\"\s*:)", re.MULTILINE
+    rf"<\|python_(?:tag|start)\|>\s*(?:<\|python_end\|>\s*)?|{LINE_START}(?=\{{\s*\"(?:name|type|id|parameters|arguments)\"\s*:)",
+    re.MULTILINE,
 )
-_BETWEEN = re.compile(r"\s*[;,]?\s*(?:<\|python_tag\|>\s*)?(?=\{)")
-_END = re.compile(rf"\s*(?:<\|eom_id\|>|\Z|(?={MARKER.pattern}))|[ \t]*;?[ \t]*\n")
+_BETWEEN = re.compile(r"\s*[;,]?\s*(?:<\|python_(?:tag|start)\|>\s*)?(?=\{)")
+_END = re.compile(rf"\s*(?:<\|(?:python_end|eom_id|eom)\|>|\Z|(?={MARKER.pattern}))|[ \t]*;?[ \t]*\n")
 _ARGUMENTS = re.compile(r'"(?:parameters|arguments)"\s*:')
 _NEAR = 1000  # characters in which a malformed object must show that it is a call
 _EXAMPLE = '{"name": …, "parameters": {…}}'
@@ -77,7 +78,7 @@ class LlamaJsonFormat(NativeFormat):
 def _block(text: str, opening: re.Match[str], known: Known) -> Block | None:
     """The block at ``opening``; None if that is no call."""
     start, position = opening.span()
-    marked = opening.group().startswith("<|python_tag|>")
+    marked = opening.group().startswith("<|")
     try:
         objects, end = _objects(text, position)
     except NotJSON:

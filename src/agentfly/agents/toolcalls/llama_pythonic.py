@@ -22,12 +22,14 @@ from agentfly.agents.toolcalls.block import (
 from agentfly.agents.toolcalls.python_call import NotPython, PythonCall, read_calls, write_value
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.errors import UsageError
+from agentfly.messages import Message, ToolCall
 
 _OPENING = re.compile(
     rf"<\|(?:python_tag|python_start|tool_call_start)\|>\s*|{LINE_START}(?=\[\s*([^\W\d][\w.-]*)\s*\()", re.MULTILINE
 )
 _CLOSING = re.compile(r"\s*<\|(?:python_end|tool_call_end|eom_id)\|>")
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
+_END_OF_TURN = re.compile(rf"\s*(?:\Z|{MARKER.pattern})")
 _EXAMPLE = '[name_of_tool(first=1, second="text")]'
 
 
@@ -43,6 +45,9 @@ class LlamaPythonicFormat(NativeFormat):
     ``<|tool_call_start|>``), where it begins a line with a tool that the agent has, or where it is all that is said.
     Nothing else may stand on its last line. What cannot be read is an error that the model is told, and nothing behind
     it is executed. Nothing is repaired.
+
+    A turn goes into the conversation with ``tool_calls`` if ``opening`` marks lists, as for LFM2; otherwise as the text
+    that it is, since Llama's templates keep that, and would write texts without quotes.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
@@ -86,6 +91,10 @@ class LlamaPythonicFormat(NativeFormat):
             )
         return written
 
+    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        """The calls as ``tool_calls`` where tags mark them, otherwise the turn's text as it stands."""
+        return super().said(text, calls) if self.opening else {"role": "assistant", "content": text}
+
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: _block(text, found, known))
 
@@ -120,9 +129,10 @@ def _end(text: str, end: int) -> int:
 
 def _is_all(text: str, start: int, stop: int) -> bool:
     """Whether nothing but thinking stands before ``start`` and after ``stop``."""
-    *_, before = MARKER.split(text[:start])
-    after, *_ = MARKER.split(text[stop:])
-    return not (before + after).strip()
+    if not _END_OF_TURN.match(text, stop):
+        return False
+    before = text[:start].rstrip()
+    return not before or before.endswith(("</think>", "[/THINK]"))
 
 
 def _call(call: PythonCall, known: Known, written: str) -> WrittenCall:

@@ -1,0 +1,185 @@
+"""ReActFormat: a thought, an action and its input, each on a line of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly.agents.tool import TOOL_NAME, Tool
+from agentfly.agents.toolcalls.block import (
+    LINE_START,
+    Block,
+    BlockFormat,
+    Known,
+    WrittenCall,
+    blocks_at,
+    rest_of,
+    unreadable,
+)
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
+from agentfly.agents.toolcalls.text_arguments import (
+    Unreadable,
+    bare_argument,
+    object_arguments,
+    object_example,
+    plain_arguments,
+)
+from agentfly.agents.toolcalls.thinking import MARKER
+from agentfly.messages import Message, ToolCall
+
+_FLAGS = re.IGNORECASE | re.MULTILINE
+_LINE = rf"((?:(?!{MARKER.pattern})[^\n])*)"
+_ACTION = re.compile(rf"{LINE_START}Action[ \t]*:{_LINE}", _FLAGS)
+_INPUT = re.compile(r"\s*\n[ \t]*Action[ \t]+Input[ \t]*:[ \t]*(?:\s*(?=\{))?", _FLAGS)
+_REST_OF_LINE = re.compile(_LINE)
+_END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
+_LABEL = re.compile(rf"{LINE_START}(?:Thought|Action|Action[ \t]+(Input)|Observation|Final Answer)[ \t]*:", _FLAGS)
+_RESULT = re.compile(rf"{LINE_START}(?:Observation|Final Answer)[ \t]*:", _FLAGS)
+_EXAMPLE = "Action: name of the tool\nAction Input: {}"
+
+
+@dataclass(frozen=True)
+class ReActFormat(BlockFormat):
+    """Calls as ``Action: tool`` and, on the next line, ``Action Input: …`` (Yao et al., 2022, "ReAct").
+
+    * The input is a JSON object of the arguments, decoded from its first character to its last.
+    * For a tool with one argument, or with only one that must be given, it may be that argument as it stands, on one
+      line; one in double quotes is a JSON string. A text of several lines must be written as JSON.
+    * Such a text is read by the type of the tool's argument: ``5`` as a number where a number is wanted.
+    * A tool without arguments needs no input. Several actions are parallel calls. Lines after one that begins with
+      ``Observation:`` or ``Final Answer:`` are not read.
+
+    What is recognisably a call but cannot be read is an error that the model is told. Nothing is repaired.
+    Observations go back as a user message that begins with ``Observation:``.
+
+    Args:
+        calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
+    """
+
+    in_template = False
+
+    @property
+    def name(self) -> str:
+        """The name by which an agent asks for the format."""
+        return "react"
+
+    def instructions(self, tools: Sequence[Tool]) -> str:
+        """How to call a tool, with the first one as the example, and the tools, one a line."""
+        if not tools:
+            return ""
+        return "\n".join(
+            [
+                "To use a tool, end your turn with these lines:",
+                "Thought: what you need to know",
+                f"Action: {tools[0].name}",
+                f"Action Input: {_input_of(tools[0])}",
+                "The answer comes back after 'Observation:'. Once you know what to answer, write instead:",
+                "Final Answer: your answer",
+                "The tools are:",
+                *(line for tool in tools for line in _description(tool)),
+            ]
+        )
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a call. A single text is written bare where that can be, everything else as JSON."""
+        if not arguments:
+            return f"Action: {name}\nAction Input: {{}}"
+        (value, *more) = arguments.values()
+        bare = isinstance(value, str) and not more and _stands_for_itself(value)
+        return f"Action: {name}\nAction Input: {value if bare else dump(arguments)}"
+
+    def result(self, call: ToolCall, observation: str) -> Message:
+        """A user message that begins with ``Observation:``."""
+        return {"role": "user", "content": f"Observation: {observation}"}
+
+    def _invented(self) -> re.Pattern[str]:
+        return _RESULT
+
+    def _blocks(self, text: str, known: Known) -> Iterable[Block]:
+        return blocks_at(_ACTION, text, lambda found: _block(text, found, known))
+
+
+def _block(text: str, action: re.Match[str], known: Known) -> Block:
+    start, name = action.start(), action.group(1).strip()
+    if not TOOL_NAME.fullmatch(name):
+        reason = "'Action:' must be followed by the name of a tool, and its input stand on the next line"
+        return Block(start, action.end(), (unreadable(action.group(), reason, _example(known), ""),))
+    tool = known.get(name)
+    given = _INPUT.match(text, action.end())
+    try:
+        if given is None:
+            return Block(start, action.end(), (WrittenCall(name, _nothing(tool)),))
+        arguments, stop = _arguments(text, given.end(), tool)
+    except Unreadable as error:
+        limit = rest_of(text, start) if given else action.end()
+        reason = f"{error}. Nothing behind it was executed" if given else str(error)
+        return Block(
+            start, limit, (unreadable(text[start:limit], reason, _example({name: tool} if tool else {}), name),)
+        )
+    return Block(start, stop, (WrittenCall(name, arguments),))
+
+
+def _nothing(tool: Tool | None) -> dict[str, Any]:
+    if tool is not None and any(argument.required for argument in tool.schema.arguments):
+        raise Unreadable("'Action Input:' must stand on the next line")
+    return {}
+
+
+def _arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any], int]:
+    """The arguments that the input at ``start`` holds, and its end."""
+    if found := object_arguments(text, start, tool):
+        arguments, end = found
+        if not _END_OF_LINE.match(text, end):
+            raise Unreadable("there is more text behind the JSON object")
+        return arguments, end
+    line = _REST_OF_LINE.match(text, start)
+    assert line is not None
+    label = _LABEL.search(text, line.end())
+    if label and label.group(1):
+        raise Unreadable("'Action Input:' is given twice")
+    limit = rest_of(text, line.end(), label.start() if label else None)
+    if text[line.end() : limit].strip():
+        raise Unreadable("an input of several lines must be written as a JSON object")
+    return plain_arguments(_unquoted(line.group().strip()), tool), line.end()
+
+
+def _unquoted(written: str) -> str:
+    """What a JSON string says; any other text as it stands."""
+    if written.startswith('"'):
+        try:
+            value, end = decode_value(written, 0)
+        except NotJSON:
+            return written
+        if end == len(written):
+            return str(value)
+    return written
+
+
+def _stands_for_itself(value: str) -> bool:
+    return bool(
+        value
+        and value == value.strip()
+        and "\n" not in value
+        and not value.startswith(("{", '"'))
+        and not MARKER.search(value)
+    )
+
+
+def _input_of(tool: Tool) -> str:
+    return bare_argument(tool) or object_example(tool)
+
+
+def _example(known: Known) -> str:
+    tool = next(iter(known.values()), None)
+    return f"Action: {tool.name}\nAction Input: {_input_of(tool)}" if tool else _EXAMPLE
+
+
+def _description(tool: Tool) -> Iterator[str]:
+    yield f"{tool.name}: {' '.join(tool.description.split())} Input: {_input_of(tool)}"
+    for argument in tool.schema.arguments:
+        kind = tool.schema.type_of(argument.name)
+        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
+        if any(said):
+            yield f"  {argument.name}: {', '.join(filter(None, said))}"

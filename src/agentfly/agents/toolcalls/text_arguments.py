@@ -1,0 +1,67 @@
+"""Arguments as the formats for small models hold them: one as it stands, or all as a JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+
+
+class Unreadable(ValueError):
+    """The text does not hold the arguments of the tool. The message says why."""
+
+
+def bare_argument(tool: Tool) -> str | None:
+    """The argument that may stand without its name: the tool's only one, or the only one that must be given."""
+    names = [argument.name for argument in tool.schema.arguments]
+    required = [argument.name for argument in tool.schema.arguments if argument.required]
+    if len(names) == 1:
+        return names[0]
+    return required[0] if len(required) == 1 else None
+
+
+def object_arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any], int] | None:
+    """The arguments that stand at ``start`` as a JSON object, and the position after it.
+
+    Returns:
+        None where something else stands there; an object with other names than the tool's is something else too, if
+        the tool has an argument that may stand without its name.
+
+    Raises:
+        Unreadable: an object begins there that cannot be decoded.
+    """
+    if not text.startswith("{", start):
+        return None
+    bare = bare_argument(tool) if tool else None
+    try:
+        value, end = decode_value(text, start)
+    except NotJSON as error:
+        if bare is None or text[start + 1 :].lstrip()[:1] in ('"', "}"):
+            raise Unreadable(str(error)) from None
+        return None
+    names = {argument.name for argument in tool.schema.arguments} if tool else set()
+    return (value, end) if bare is None or names.issuperset(value) else None
+
+
+def plain_arguments(written: str, tool: Tool | None) -> dict[str, Any]:
+    """The arguments where ``written`` is the one that stands without its name; that of an unknown tool is ``input``.
+
+    Raises:
+        Unreadable: the tool takes nothing, or several arguments.
+    """
+    if tool is None:
+        return {"input": written} if written else {}
+    bare = bare_argument(tool)
+    if bare is not None:
+        return {bare: written} if written or any(argument.required for argument in tool.schema.arguments) else {}
+    if not written and not any(argument.required for argument in tool.schema.arguments):
+        return {}
+    if not tool.schema.arguments:
+        raise Unreadable("the tool takes no arguments")
+    raise Unreadable(f"the arguments must be a JSON object: {object_example(tool)}")
+
+
+def object_example(tool: Tool) -> str:
+    """All arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
+    return "{" + ", ".join(f'"{argument.name}": …' for argument in tool.schema.arguments) + "}"

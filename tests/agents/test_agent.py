@@ -103,7 +103,7 @@ def test_a_format_of_ones_own_is_used_as_it_is() -> None:
 
 @pytest.mark.parametrize("asked", [HermesFormat, 3, object()])
 def test_what_is_no_format_is_refused(asked: Any) -> None:
-    with pytest.raises(ConfigError, match="action, hermes"):
+    with pytest.raises(ConfigError, match="action, code_block"):
         tool_call_format(asked)
 
 

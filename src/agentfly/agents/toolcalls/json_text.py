@@ -15,7 +15,7 @@ from agentfly.errors import UsageError
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"\s*,?\s*")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_STRUCTURE = str.maketrans("", "", "{}[],:\"' \t\r\n")
+_REPAIRABLE = str.maketrans("", "", "}],\"' \t\r\n")
 _THINK = re.compile(r"\[(/?THINK\])")
 _MOST_REPAIRED = 20_000  # characters: longer text is an error, since guessing at it takes too long
 _DEEPEST = 100  # levels of nesting: nothing downstream can then run out of stack
@@ -116,7 +116,7 @@ def _repaired(text: str) -> Any:
         kept = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise NotJSON(str(error)) from None
-    if _substance(kept) != _substance(text):
+    if _substance(kept) != _substance(text) or kept.count('\\"') > text.count('\\"'):
         raise NotJSON("a repair would change what was written")
     return value
 
@@ -132,9 +132,9 @@ def _python_literal(text: str) -> Any:
 
 
 def _substance(text: str) -> str:
-    """What must not change in a repair: everything but quotes, brackets, separators and white space."""
+    """What must not change in a repair: everything but quotes, closing brackets, commas and white space."""
     plain = _ESCAPE.sub(lambda escape: "" if escape[1] in "bfnrt" else escape[1], text)
-    return plain.translate(_STRUCTURE)
+    return plain.translate(_REPAIRABLE)
 
 
 def _ends_in_string(text: str) -> bool:

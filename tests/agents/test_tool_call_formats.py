@@ -225,7 +225,7 @@ def test_a_stray_marker_never_shortens_an_argument_unnoticed(
         if call.name != "say" or call.arguments is None or set(call.arguments) != {"text"}:
             continue  # refused
         value = call.arguments["text"]
-        if value != "x":  # what a marker that is a call itself says
+        if isinstance(value, str) and value != "x":  # what a marker that is a call itself says
             assert "".join(text.split()) in "".join(value.replace(marker.strip(), "").split())
 
 

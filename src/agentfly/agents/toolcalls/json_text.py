@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -10,6 +9,7 @@ from typing import Any
 
 import json_repair
 
+from agentfly.agents.toolcalls.python_call import NotPython, read_value
 from agentfly.errors import UsageError
 
 _SPACE = re.compile(r"\s*")
@@ -123,10 +123,10 @@ def _repaired(text: str) -> Any:
 
 def _python_literal(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = read_value(text)
+    except NotPython:
         return None
-    if not isinstance(value, (dict, list)) or _substance(repr(value)) != _substance(text):  # a repeated name, say
+    if not isinstance(value, (dict, list)) or _substance(repr(value)) != _substance(text):
         return None
     return value
 

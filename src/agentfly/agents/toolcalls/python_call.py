@@ -61,6 +61,19 @@ def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
     return calls, reader.position
 
 
+def read_value(text: str) -> Any:
+    """The one value that ``text`` holds, of those that stand in calls.
+
+    Raises:
+        NotPython: it holds anything else.
+    """
+    reader = _Reader(text, 0)
+    value = reader.value()
+    if text[reader.position :].strip():
+        raise NotPython("there is more text behind the value")
+    return value
+
+
 def write_value(value: Any) -> str:
     """A value as Python writes it, on one line, texts in double quotes."""
     if isinstance(value, dict):

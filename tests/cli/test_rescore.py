@@ -37,6 +37,7 @@ not_a_reward = 3
 def run(tmp_path, monkeypatch) -> RunDirectory:
     """A run of which two attempts at each of two tasks are stored, in a file for each task."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "go"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
@@ -110,6 +111,7 @@ def test_what_is_unscored_is_counted_by_cause(agentfly, run):
     [
         (["runs/none", "--reward", "my_rewards:longer"], "runs/none is not there"),
         (["runs", "--reward", "my_rewards:longer"], "runs has no trajectories"),
+        (["tasks.jsonl", "--reward", "my_rewards:longer"], "tasks.jsonl is no file of trajectories"),
         (["runs/mine", "--reward", "my_rewards:long"], "Did you mean 'longer'?"),
         (["runs/mine", "--reward", "my_rewards:not_a_reward"], "is a int, not a reward"),
         (["runs/mine", "--reward", "my_rewards:broken"], "gave none of 2 trajectories a score, so nothing was written"),

@@ -43,12 +43,12 @@ async def score_rollout(
         refuse_score(trajectory, error)
     else:
         take_score(trajectory, result)
-        if alone is not reward:
+        if alone is not reward and trajectory.reward is not None:
+            trajectory.metrics[alone.name] = trajectory.reward
             trajectory.reward = None
-            trajectory.metrics[alone.name] = float(result.reward or 0.0)
     seconds = time.perf_counter() - started
     trajectory.seconds["reward"] = seconds
-    if alone is reward:
+    if alone is reward or trajectory.reward_failure is not None:
         tell_score(trajectory, seconds, events)
 
 

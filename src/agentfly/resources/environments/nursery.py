@@ -127,8 +127,8 @@ class Nursery:
         if self._obstacle is not None:
             self.close()
             logger.warning(
-                "Each instance of %s imports for itself, which takes longer: %s. Leave that to the factory, or write "
-                'EnvironmentSpec(starts="spawn"), which is the same without this warning.',
+                "Each instance of %s imports for itself, which takes longer: %s. Leave that import to the factory or "
+                'function; or, for an EnvironmentSpec, write starts="spawn", which is the same without this warning.',
                 self._label,
                 self._obstacle,
             )

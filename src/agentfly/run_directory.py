@@ -87,9 +87,9 @@ class RunDirectory:
 
     def remove_if_empty(self) -> None:
         """Remove the directory if no file is in it, as where a run was refused before it began."""
-        with contextlib.suppress(OSError):
-            self.trajectories.rmdir()
-            self.path.rmdir()
+        for directory in (self.trajectories, self.path):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
     @property
     def holds_run(self) -> bool:
@@ -105,8 +105,8 @@ class RunDirectory:
         """
         if self.holds_run:
             raise ConfigError(
-                f"{self.path} already holds a run. Go on with it (agentfly train --resume {self.path}; in Python "
-                "resume=True), choose another directory, or remove this one."
+                f"{self.path} already holds a run. Go on with it (agentfly train, rollout or eval --resume "
+                f"{self.path}; in Python resume=True), choose another directory, or remove this one."
             )
 
     @property

@@ -100,14 +100,15 @@ def test_no_disk_space_for_a_model(refused, monkeypatch):
 
 
 def test_no_disk_space_for_the_runs_files(refused, monkeypatch):
-    def full(trajectories, path, **_):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(trajectory, **_):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs")
 
-    monkeypatch.setattr("agentfly.trajectory.save_trajectories", full)
+    monkeypatch.setattr("agentfly.rollouts.record.trajectory_line", full)
     code, message = refused("rollout", "config.yaml", "-n", "1")
     assert code == 1
     assert "no space left" in message
     assert "run_dir" in message
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
 def test_a_tool_without_a_docstring(refused, project):

@@ -69,6 +69,8 @@ class RunConfig(BaseModel):
     reward: str | None = None
     """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, 0 where they gave
     none."""
+    oracle: str | None = None
+    """Reference of what an agent without fault says, which ``agentfly check`` plays: a script, or what makes one."""
     run_dir: str | None = None
     """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
     directory: str = "."

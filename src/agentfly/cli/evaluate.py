@@ -12,13 +12,17 @@ from agentfly.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentfly.cli.experiment import Experiment
+    from agentfly.cli.kept_run import KeptRun
     from agentfly.events import EventStream
     from agentfly.rollouts.run import RunResult
+    from agentfly.run_directory import RunDirectory
     from agentfly.task import Task
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(metavar="CONFIG.yaml|RUN_DIR", help="A configuration, or a run.")],
+    source: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.yaml|RUN_DIR", help="A configuration, or a run.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override.")] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Of a run: the step to evaluate, or 'none' for the model before training.")
@@ -26,39 +30,42 @@ def evaluate(
     base_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with an evaluation that was cut short; only overrides follow."),
+    ] = None,
 ) -> None:
     """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks."""
     from rich.console import Console
 
-    from agentfly.cli.config_file import save_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import endpoint_asked, load_source
-    from agentfly.cli.train import new_run
+    from agentfly.cli.kept_run import KeptRun
+    from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
-    from agentfly.trajectory import save_trajectories
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
 
-    config, step = load_source(source, [*endpoint_asked(base_url), *(overrides or [])], checkpoint)
-    experiment = Experiment.of(config)
+    words = [*endpoint_asked(base_url), *(overrides or [])]
+    kept = KeptRun.of("eval", source, words, checkpoint, resume)
+    experiment = Experiment.of(kept.config)
     if experiment.eval_tasks is None:
-        raise ConfigError(f"{source} names no held-out tasks to evaluate on. Set eval_tasks.")
+        raise ConfigError(f"{resume or source} names no held-out tasks to evaluate on. Set eval_tasks.")
+    experiment.require_definitions(experiment.eval_tasks)
     experiment.fetch_model()
-    directory = new_run(config)
     events = EventStream()
-    with ConsoleProgress() as progress, events.subscribed(progress):
-        result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events))
-    path = directory.trajectories_file(step, "eval")
-    save_config(config, directory.config_file)
-    save_trajectories(result.trajectories, path)
+    with kept.directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
+        result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events, kept, directory))
     console = Console()
     console.print(
         metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.model_name}")
     )
+    path = directory.trajectories_file(kept.step, "eval")
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 
 
-async def _evaluated(experiment: Experiment, tasks: list[Task], events: EventStream) -> RunResult:
+async def _evaluated(
+    experiment: Experiment, tasks: list[Task], events: EventStream, kept: KeptRun, directory: RunDirectory
+) -> RunResult:
     from agentfly.rollouts.run import evaluate as evaluate_agent
 
     training = experiment.config.training
@@ -69,5 +76,9 @@ async def _evaluated(experiment: Experiment, tasks: list[Task], events: EventStr
             reward=experiment.reward,
             attempts=training.eval_attempts,
             temperature=training.eval_temperature,
+            label="eval",  # named alike, rollouts of one seed sample alike
+            run_dir=directory,
+            resume=kept.resumed is not None,
+            step=kept.step,
             **settings,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agentfly.cli.config_file import RunConfig
     from agentfly.events import EventStream
     from agentfly.policies.policy import ChatPolicy, Policy
+    from agentfly.policies.scripted import Script
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Experiment:
         tasks: the tasks to train on, or to roll out.
         eval_tasks: the held-out tasks; None if none are named.
         reward: the reward; `tool_rewards` where none is named.
+        oracle: what an agent without fault says, as of `ScriptedPolicy`; None where none is named.
     """
 
     config: RunConfig
@@ -41,6 +43,7 @@ class Experiment:
     tasks: list[Task]
     eval_tasks: list[Task] | None
     reward: AnyReward
+    oracle: Script | Sequence[str] | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Experiment:
@@ -50,13 +53,27 @@ class Experiment:
             ConfigError: a reference names nothing, or something else than it should.
         """
         base = Path(config.directory).resolve()
+        agent = _with_memory(_agent(config, base), config)
         return cls(
             config=config,
-            agent=_with_memory(_agent(config, base), config),
+            agent=agent,
             tasks=_tasks(config.tasks, base, "tasks"),
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base),
+            oracle=_oracle(config.oracle, base, agent) if config.oracle else None,
         )
+
+    def require_definitions(self, tasks: Sequence[Task]) -> None:
+        """See that agent, tasks and reward go together as they are written, before anything is loaded or started.
+
+        Raises:
+            ConfigError: they do not; the message says all that was found.
+        """
+        from agentfly.rollouts.preflight import check_definitions
+
+        failed = [finding for finding in check_definitions(self.agent, tasks, self.reward) if not finding.ok]
+        if failed:
+            raise ConfigError("\n".join(f"{finding.what}: {finding.said}" for finding in failed))
 
     def fetch_model(self) -> None:
         """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
@@ -77,7 +94,7 @@ class Experiment:
     async def runner_settings(self, events: EventStream) -> AsyncIterator[dict[str, Any]]:
         """The further settings of `run` and `evaluate`, as configured; the policy lives while the block runs."""
         training = self.config.training
-        async with self._policy() as policy:
+        async with self.policy() as policy:
             yield {
                 "policy": policy,
                 "events": events,
@@ -92,7 +109,8 @@ class Experiment:
         asked = self.config.policy
         return str(self.agent.model) if asked is None else asked.model or f"the model at {asked.base_url}"
 
-    def _policy(self) -> Policy | ChatPolicy:
+    def policy(self) -> Policy | ChatPolicy:
+        """The policy that is configured, to be entered."""
         if self.config.policy is None:
             from agentfly.policies.load import load_policy
 
@@ -165,6 +183,23 @@ def named_reward(named: object, reference: str) -> AnyReward:
     if not isinstance(named, AnyReward):
         raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")
     return named
+
+
+def _oracle(reference: str, base: Path, agent: Agent) -> Script | Sequence[str]:
+    named = load_reference(reference, base=base, field="oracle")
+    if callable(named):
+        needed = [one for one in inspect.signature(named).parameters.values() if one.default is one.empty]
+        named = _called(named, "oracle", reference, agent.format) if len(needed) == 1 else named
+    if callable(named):
+        script: Script = named
+        return script
+    if isinstance(named, (list, tuple)) and all(isinstance(text, str) for text in named):
+        return named
+    raise ConfigError(
+        f"oracle: {reference} is a {type(named).__name__}. It must be a list of texts, one a turn, a function of the "
+        "conversation and the number of the turn that returns a text, or a function of the tool-call format that "
+        "returns one of these."
+    )
 
 
 def _called(function: Callable[..., Any], field: str, reference: str, *arguments: Any) -> Any:

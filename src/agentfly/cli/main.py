@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from agentfly import __version__, interruption
-from agentfly.cli import bench, demo, doctor, evaluate, models, rescore, resources, rollout, tokens, train
+from agentfly.cli import bench, check, demo, doctor, evaluate, models, rescore, resources, rollout, tokens, train
 from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
 from agentfly.policies.load import shorten_spinning
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
+app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)

@@ -76,6 +76,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
             "policy names an endpoint, whose weights cannot be trained from here. Leave it out, and name a model."
         )
     experiment = Experiment.of(config)
+    experiment.require_definitions([*experiment.tasks, *(experiment.eval_tasks or [])])
     experiment.fetch_model()
     run = resumed
     events = EventStream()

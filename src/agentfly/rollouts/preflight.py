@@ -1,0 +1,289 @@
+"""Preflight: whether everything that a run needs is there and works, before any long work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.function_tool import Tool
+from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.parameters import MISSING, Source
+from agentfly.errors import AgentFlyError, ResourceError, ToolDefinitionError, message_of, say
+from agentfly.policies.load import load_policy
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.scripted import Script, ScriptedPolicy
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.resource import Status
+from agentfly.resources.spec import ResourceSpec
+from agentfly.rollouts.run import Tasks
+from agentfly.rollouts.runner import Runner, require_agent
+from agentfly.task import Task, as_tasks
+from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
+
+Findings = AsyncGenerator["Finding", None]
+AnyPolicy = Policy | ChatPolicy
+
+TRIVIAL = ("Done.",)
+"""What an agent says that does nothing: stands in for an oracle where there is none."""
+
+ROOM = 100_000
+"""Bytes that an oracle may say in one turn."""
+
+CUT_SHORT = frozenset({FinishReason.LENGTH, FinishReason.INVALID_CALLS, FinishReason.WALL_TIME})
+"""Ends that no oracle comes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one part of a preflight found.
+
+    Attributes:
+        what: what was tried, for instance ``tool shell``.
+        ok: whether it works.
+        said: what is to be known of it; where it does not work, why, and what to do about it.
+        seconds: how long it took.
+    """
+
+    what: str
+    ok: bool
+    said: str = ""
+    seconds: float = 0.0
+
+
+def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
+    """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
+
+    Each tool's schema is made, each field of the tasks that a tool asks for is looked for in every task, and what tools
+    and reward declare that they need is asked for the first task.
+    """
+    require_agent(agent)
+    return [
+        *(_tried(f"tool {tool.name}", partial(_look_at_tool, tool, tasks)) for tool in agent.tools),
+        *([] if reward is None else [_tried(f"reward {reward.name}", lambda: _needs(reward.needs(tasks[0])))]),
+    ]
+
+
+async def check(agent: Agent, tasks: Tasks, **settings: Any) -> list[Finding]:
+    """What a preflight found. Arguments: as of `preflight`."""
+    return [finding async for finding in preflight(agent, tasks, **settings)]
+
+
+async def preflight(
+    agent: Agent,
+    tasks: Tasks,
+    *,
+    reward: AnyReward | None = None,
+    oracle: Script | Sequence[str] | None = None,
+    policy: AnyPolicy | Callable[[], AnyPolicy] | None = None,
+    engine: ResourceEngine | None = None,
+    strategy: str = "chain",
+    limit_s: float = 600.0,
+) -> Findings:
+    """Try everything that a run needs, on the first task, and tell of each thing as soon as it was tried.
+
+    First what is written (`check_definitions`). Then one instance of each resource that tools and reward declare is
+    started, asked how it is, and released. Then the oracle is played, with the tools, the resources and the reward as
+    they are in a run. Last the model is loaded, its chat format proved with the agent's tools, and asked for a word.
+
+    Args:
+        agent: the agent.
+        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file of such rows.
+        reward: scores the oracle's rollout.
+        oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called, and the
+            reward scores an agent that does nothing.
+        policy: an entered policy, or what makes one that is to be entered; from ``agent.model`` if not given.
+        engine: starts the resources; made if not given.
+        strategy: as of `Runner`.
+        limit_s: seconds that each thing may take.
+    """
+    rows = as_tasks(tasks)
+    found = check_definitions(agent, rows, reward)
+    for finding in found:
+        yield finding
+    if not all(finding.ok for finding in found):
+        return  # what would be tried next would fail for the same reason
+    async with AsyncExitStack() as stack:
+        if engine is None:
+            engine = await stack.enter_async_context(ResourceEngine())
+        trial = _Trial(agent, rows[0], reward, engine, strategy, limit_s)
+        for spec in trial.specs():
+            yield await trial.tried(f"resource {spec.label}", partial(trial.start, spec))
+        for parts in (trial.play(oracle), trial.load(policy or partial(load_policy, agent.model))):
+            async with aclosing(parts):
+                async for finding in parts:
+                    yield finding
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a preflight tries things with."""
+
+    agent: Agent
+    task: Task
+    reward: AnyReward | None
+    engine: ResourceEngine
+    strategy: str
+    limit_s: float
+
+    async def tried(self, what: str, work: Callable[[], Any]) -> Finding:
+        """Try something that takes its time; ``work`` answers what is to be said of it."""
+        started = time.perf_counter()
+        limit = asyncio.timeout(self.limit_s)
+        try:
+            async with limit:
+                said = await work()
+        except Exception as error:
+            told = f"It took longer than {self.limit_s:g} s." if limit.expired() else _told(error)
+            return Finding(what, False, told, time.perf_counter() - started)
+        return Finding(what, True, said, time.perf_counter() - started)
+
+    # --- resources ----------------------------------------------------------------------------------------------------
+
+    def specs(self) -> list[ResourceSpec[Any]]:
+        """What the first task makes necessary, each once."""
+        rewards = () if self.reward is None else self.reward.needs(self.task)
+        return list(dict.fromkeys([*self.agent.needs(self.task), *rewards]))
+
+    async def start(self, spec: ResourceSpec[Any]) -> str:
+        """Start one instance, see that it is well, and give it back."""
+        lease = await self.engine.acquire(spec, "preflight", scope="call")
+        try:
+            status = await self.engine.check(lease)
+        finally:
+            await self.engine.release(lease)
+        if status is not Status.HEALTHY:
+            raise ResourceError(f"{spec.label} starts, and is {status.value} when it is asked how it is.")
+        return "starts, is well, and is given back"
+
+    # --- tools and reward ---------------------------------------------------------------------------------------------
+
+    async def play(self, oracle: Script | Sequence[str] | None) -> Findings:
+        """Play the oracle, or an agent that does nothing."""
+        played: list[Trajectory] = []
+
+        async def rolled() -> str:
+            script = TRIVIAL if oracle is None else oracle
+            async with Runner(  # a script's tokens are bytes, for which the agent's limits are not made
+                replace(self.agent, max_tokens_per_turn=ROOM, max_sequence_tokens=None, max_sampled_tokens=None),
+                policy=ScriptedPolicy(script),
+                engine=self.engine,
+                reward=self.reward,
+                strategy=self.strategy,
+                max_failure_share=1.0,
+            ) as runner:
+                trajectory = await anext(runner.batch([self.task], label="preflight"))
+            if trajectory.failure is not None:
+                raise AgentFlyError(f"{trajectory.failure.message} ({trajectory.failure.place or 'no place known'})")
+            if trajectory.finish in CUT_SHORT:
+                raise AgentFlyError(f"It ended after {len(trajectory.turns)} turns as {trajectory.finish}.")
+            played.append(trajectory)
+            return f"{len(trajectory.turns)} turns, ended as {trajectory.finish}"
+
+        yield await self.tried("rollout of an idle agent" if oracle is None else "rollout of the oracle", rolled)
+        for trajectory in played:
+            records = [record for turn in trajectory.turns for record in turn.results]
+            for name in dict.fromkeys(record.call.name for record in records):
+                yield _calls_of(name, [record for record in records if record.call.name == name])
+            if self.reward is not None:
+                yield _score(self.reward, trajectory, of_oracle=oracle is not None)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    async def load(self, policy: AnyPolicy | Callable[[], AnyPolicy]) -> Findings:
+        """Load the model, prove its chat format, and have it say something."""
+        async with AsyncExitStack() as stack:
+            ready: list[AnyPolicy] = []
+
+            async def entered() -> str:
+                if callable(policy):
+                    made = await asyncio.to_thread(policy)
+                    ready.append(await stack.enter_async_context(made))
+                else:
+                    ready.append(policy)
+                return f"a context of {ready[0].context_length:,} tokens" if isinstance(ready[0], Policy) else ""
+
+            yield await self.tried(f"model {self.agent.model}", entered)
+            if not ready:
+                return
+            runners: list[Runner] = []
+
+            async def proved() -> str:
+                runner = Runner(
+                    self.agent, policy=ready[0], engine=self.engine, strategy=self.strategy, max_failure_share=1.0
+                )
+                runners.append(await stack.enter_async_context(runner))
+                return "a conversation with these tools can be continued turn by turn"
+
+            yield await self.tried("chat format", proved)
+            for runner in runners:
+                yield await self.tried("generation", partial(self._say, runner))
+
+    async def _say(self, runner: Runner) -> str:
+        def briefly(params: SamplingParams) -> SamplingParams:
+            return replace(params, max_tokens=1)
+
+        trajectory = await anext(runner.batch([self.task], label="preflight", sampling=briefly))
+        if trajectory.failure is not None:
+            raise AgentFlyError(trajectory.failure.message)
+        if not trajectory.turns:
+            raise AgentFlyError("The prompt of the first task leaves no room for an answer in the model's context.")
+        sampled = sum(sequence.sampled_count for sequence in trajectory.sequences)
+        return "token ids come with log-probs" if sampled else "text comes without token ids: it cannot be trained on"
+
+
+def _tried(what: str, work: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, work())
+    except Exception as error:
+        return Finding(what, False, _told(error))
+
+
+def _told(error: Exception) -> str:
+    return message_of(error) if isinstance(error, AgentFlyError) else say(error)
+
+
+def _look_at_tool(tool: Tool, tasks: Sequence[Task]) -> str:
+    json.dumps(tool.definition)
+    for parameter in tool.parameters_from_elsewhere:
+        if parameter.source is not Source.TASK_FIELD or parameter.default is not MISSING:
+            continue
+        lacking = [task for task in tasks if parameter.name not in task.fields]
+        if lacking:
+            raise ToolDefinitionError(
+                f"It asks for the field {parameter.name!r}, which {len(lacking)} of {len(tasks)} tasks do not have, "
+                f"for instance {lacking[0].id}, which has {sorted(map(str, lacking[0].fields))}. Add the field to the "
+                "tasks, or give the parameter a default."
+            )
+    return _needs(tool.needs(tasks[0]))
+
+
+def _needs(specs: Sequence[ResourceSpec[Any]]) -> str:
+    return f"declares {', '.join(spec.label for spec in specs)}" if specs else "declares no resources"
+
+
+def _calls_of(name: str, records: Sequence[ToolRecord]) -> Finding:
+    failed = next((record for record in records if record.failure is not None), None)
+    seconds = sum(record.seconds for record in records)
+    if failed is not None:
+        return Finding(f"calls of {name}", False, failed.observation, seconds)
+    return Finding(
+        f"calls of {name}", True, f"{len(records)}, the last answered {records[-1].observation!r:.80}", seconds
+    )
+
+
+def _score(reward: AnyReward, trajectory: Trajectory, *, of_oracle: bool) -> Finding:
+    what, failure = f"score of {reward.name}", trajectory.reward_failure
+    seconds = trajectory.seconds.get("reward", 0.0)
+    whose = "the oracle" if of_oracle else "an agent that does nothing"
+    if failure is not None:
+        return Finding(what, False, f"None for {whose}. {failure.message}", seconds)
+    if trajectory.reward is None:
+        return Finding(what, False, f"None for {whose}: nothing was said that could be scored.", seconds)
+    return Finding(what, True, f"{trajectory.reward:g} for {whose}", seconds)

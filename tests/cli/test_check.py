@@ -1,0 +1,131 @@
+"""agentfly check, the cheap part of it before other commands, and rollouts that are gone on with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfly.cli import main as cli
+from agentfly.run_directory import RunDirectory
+from agentfly.trajectory import load_trajectories
+
+PROJECT = '''
+from typing import Annotated
+import agentfly as af
+
+@af.tool
+def look(item: str, level: Annotated[str, af.FromTask()]) -> str:
+    """Look at an item.
+
+    Args:
+        item: the item.
+    """
+    return level
+
+@af.reward
+def short(response: str) -> float:
+    return float(len(response) < 10)
+
+agent = af.Agent(model="tiny", tools=[look], max_turns=2, max_tokens_per_turn=4)
+tasks = [{"prompt": f"Go {number}.", "level": "low"} for number in range(4)]
+lacking = [{"prompt": "Go.", "levels": "low"}]
+
+def oracle(tool_call_format):
+    return [tool_call_format.write("look", {"item": "tea"}), "Low."]
+'''
+CONFIG = """
+agent: mine.py:agent
+tasks: mine.py:tasks
+eval_tasks: mine.py:tasks
+reward: mine.py:short
+oracle: mine.py:oracle
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "mine.py").write_text(PROJECT)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def agentfly(monkeypatch, capsys):
+    """Run a command; answers its exit code, its standard output and its standard error."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.slow
+def test_each_thing_that_a_run_needs_has_a_line_and_works(agentfly):
+    code, out, _ = agentfly("check", "config.yaml")
+    assert code == 0
+    assert all(line.startswith("ok ") for line in out.splitlines())
+    for what in ("tool look", "rollout of the oracle", "calls of look", "score of short", "model tiny", "generation"):
+        assert what in out
+    assert "1 for the oracle" in out
+
+
+def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
+    code, out, err = agentfly("check", "config.yaml", "tasks=mine.py:lacking")
+    assert code == 1
+    assert "FAILED  tool look  It asks for the field 'level', which 1 of 1 tasks do not have" in out
+    assert "1 of the above" in err
+
+
+@pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval", "eval_tasks=mine.py:lacking"]])
+def test_other_commands_look_at_what_is_written_before_they_begin_and_leave_no_directory(agentfly, words):
+    command, *others = words
+    code, _, err = agentfly(command, "config.yaml", "tasks=mine.py:lacking", *others)
+    assert code == 2
+    assert "tool look: It asks for the field 'level'" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("oracle", ["mine.py:tasks", "mine.py:agent"])
+def test_what_is_no_oracle_is_refused(agentfly, oracle):
+    code, _, err = agentfly("check", "config.yaml", f"oracle={oracle}")
+    assert code == 2
+    assert "It must be a list of texts" in err
+
+
+@pytest.mark.slow
+def test_rollouts_that_were_cut_short_go_on_with_as_many_tasks_and_attempts_as_were_asked_for(agentfly):
+    code, _, _ = agentfly("rollout", "config.yaml", "-n", "2", "-k", "3", "-q", "run_dir=runs/mine")
+    assert code == 0
+    path = RunDirectory("runs/mine").trajectories_file(0, "rollout")
+    before = list(load_trajectories(path))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + b'{"torn')
+    code, out, _ = agentfly("rollout", "--resume", "runs/mine", "-q")
+    assert code == 0
+    assert "6 rollouts" in out
+    after = list(load_trajectories(path))
+    assert [one.rollout_id for one in after] == [one.rollout_id for one in before]
+    assert [one.sequences[0].ids for one in after] == [one.sequences[0].ids for one in before]
+    code, _, err = agentfly("rollout", "--resume", "runs/mine", "-q", "training.temperature=0.5")
+    assert code == 2
+    assert "the sampling's temperature was 1.0 and is now 0.5" in err
+    assert "stopped; to go on" not in err
+    assert "temperature: null" in RunDirectory("runs/mine").config_file.read_text()
+
+
+def test_what_cannot_be_gone_on_with_is_refused(agentfly):
+    for command in ("rollout", "eval"):
+        code, _, err = agentfly(command, "--resume", "nowhere")
+        assert code == 2
+        assert "nowhere holds no run to go on with" in err
+        code, _, err = agentfly(command)
+        assert code == 2
+        assert "--resume RUN_DIR" in err

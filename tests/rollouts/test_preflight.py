@@ -1,0 +1,188 @@
+"""Preflight: what a run needs is tried before any long work, and what does not work is told with its cure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.agents.tool import FromTask, tool
+from agentfly.contexts.context import Context
+from agentfly.errors import PrerequisiteError, ToolError
+from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.preflight import check, check_definitions, preflight
+from agentfly.task import Task
+from agentfly.tasks import stockroom
+from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+
+WORLD = FakeWorld()
+BOX = FakeSpec(world=WORLD, name="box")
+TASKS = [Task("go", {"answer": "42"})]
+
+
+@tool(resources=[BOX])
+async def ask(question: str, context: Context) -> str:
+    """Ask the box.
+
+    Args:
+        question: what is asked.
+    """
+    box = await context.acquire(BOX)
+    await box.use()
+    if question == "why":
+        raise ToolError("nobody knows why")
+    return "42"
+
+
+@reward
+def correct(response: str, answer: str) -> float:
+    return float(answer in response)
+
+
+AGENT = Agent(model="scripted", tools=[ask])
+
+
+def asking(question):
+    return [AGENT.format.write("ask", {"question": question}), "It is 42."]
+
+
+@pytest.fixture(autouse=True)
+def well():
+    async def behave(operation, instance):
+        pass
+
+    WORLD.behave = behave
+
+
+async def found(tmp_path, agent=AGENT, tasks=TASKS, **settings):
+    """What does not work, and what does, by what was tried."""
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        settings = {"reward": correct, "policy": ScriptedPolicy(["fine"]), "engine": engine, "limit_s": 5} | settings
+        findings = await check(agent, tasks, **settings)
+        held = [instance for pool in engine.snapshot().pools for instance in pool.instances if instance.owners]
+        assert not held
+    return (
+        {finding.what: finding.said for finding in findings if not finding.ok},
+        {finding.what: finding.said for finding in findings if finding.ok},
+    )
+
+
+async def test_all_is_well_where_the_oracle_earns_its_score(tmp_path):
+    failed, well = await found(tmp_path, oracle=asking("what"))
+    assert not failed
+    assert well["tool ask"] == "declares box"
+    assert well["resource box"].startswith("starts")
+    assert well["calls of ask"] == "1, the last answered '42'"
+    assert well["score of correct"] == "1 for the oracle"
+    assert list(well)[-3:] == ["model scripted", "chat format", "generation"]
+
+
+async def test_without_an_oracle_the_reward_scores_an_agent_that_does_nothing(tmp_path):
+    failed, well = await found(tmp_path)
+    assert not failed
+    assert well["score of correct"] == "0 for an agent that does nothing"
+
+
+async def test_a_resource_that_does_not_start_is_told_with_what_would_need_it(tmp_path):
+    async def broken(operation, instance):
+        if operation == "start":
+            raise PrerequisiteError("There is no such image. Pull it first.")
+
+    WORLD.behave = broken
+    failed, _ = await found(tmp_path, oracle=asking("what"))
+    assert "There is no such image. Pull it first." in failed["resource box"]
+    assert "There is no such image. Pull it first." in failed["rollout of the oracle"]
+
+
+async def test_a_resource_that_never_starts_is_given_up_in_time(tmp_path):
+    async def hanging(operation, instance):
+        if operation == "start":
+            await asyncio.sleep(1000)
+
+    WORLD.behave = hanging
+    failed, _ = await found(tmp_path, limit_s=0.2)
+    assert "longer than 0.2 s" in failed["resource box"]
+
+
+async def test_an_oracle_whose_call_fails_or_that_comes_to_no_end_of_its_own_is_told(tmp_path):
+    failed, _ = await found(tmp_path, oracle=asking("why"))
+    assert failed == {"calls of ask": "Error: nobody knows why"}
+    failed, _ = await found(tmp_path, oracle=lambda prompt, turn: AGENT.format.write("nothing", {}))
+    assert failed == {"rollout of the oracle": "It ended after 3 turns as invalid_calls."}
+
+
+async def test_a_reward_that_gives_no_score_is_told(tmp_path):
+    @reward
+    def picky(response: str) -> float:
+        raise KeyError("no box in the response")
+
+    failed, _ = await found(tmp_path, reward=picky)
+    assert "None for an agent that does nothing" in failed["score of picky"]
+    assert "no box in the response" in failed["score of picky"]
+
+
+async def test_a_model_that_cannot_be_loaded_or_whose_prompt_does_not_fit_is_told(tmp_path):
+    def load():
+        raise PrerequisiteError("There is no model here. Get it.")
+
+    failed, _ = await found(tmp_path, policy=load)
+    assert failed == {"model scripted": "There is no model here. Get it."}
+    failed, well = await found(tmp_path, policy=lambda: ScriptedPolicy(["fine"], context_length=20))
+    assert "no room" in failed["generation"]
+    assert "chat format" in well
+
+
+def test_a_field_that_tasks_lack_is_found_without_starting_anything():
+    @tool
+    def look(rates: Annotated[dict[str, float], FromTask()], unit: Annotated[str, FromTask()] = "m") -> str:
+        """Look around."""
+        return "a door"
+
+    tasks = [Task("a", {"rates": {}}), Task("b", {"rate": {}})]
+    (finding,) = check_definitions(Agent(model="scripted", tools=[look]), tasks)
+    assert not finding.ok
+    assert "'rates', which 1 of 2 tasks do not have" in finding.said
+    assert "['rate']" in finding.said
+
+
+async def test_what_is_written_wrongly_is_told_before_anything_is_started(tmp_path):
+    def needs(task):
+        raise KeyError("no image")
+
+    @tool(resources=needs)
+    def look() -> str:
+        """Look around."""
+        return "a door"
+
+    failed, well = await found(tmp_path, Agent(model="scripted", tools=[look]))
+    assert "no image" in failed["tool look"]
+    assert list(well) == ["reward correct"]
+
+
+async def test_whoever_looks_at_the_first_findings_only_leaves_nothing_behind(tmp_path):
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        findings = preflight(AGENT, TASKS, policy=ScriptedPolicy(["fine"]), engine=engine)
+        async for finding in findings:
+            if finding.what == "resource box":
+                break
+        await findings.aclose()
+        assert not [instance for pool in engine.snapshot().pools for instance in pool.instances if instance.owners]
+
+
+@pytest.mark.slow
+async def test_the_oracle_of_the_stockroom_earns_the_full_reward_in_a_real_sandbox(tmp_path):
+    agent = stockroom.hermes_agent("tiny")
+    failed, well = await found(
+        tmp_path,
+        agent,
+        stockroom.train_tasks(),
+        reward=stockroom.stockroom_reward,
+        oracle=stockroom.oracle(agent.format),
+        limit_s=60,
+    )
+    assert not failed
+    assert well["score of stockroom_reward"] == "1 for the oracle"

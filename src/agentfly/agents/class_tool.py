@@ -137,27 +137,30 @@ class ToolClass:
 
     async def _make(self, context: Context) -> _Kept:
         given = {one.name: self._value(one, context) for one in self._parameters}
-        thread = SteadyThread() if self._sync else None
-        limit = self._settings.timeout_s
-        try:
-            if thread is None:
+        if not self._sync:
+            try:
                 return _Kept(self.owner(**given), on_new_thread)
+            except Exception as error:
+                raise self._failure(error) from error
+        thread, limit = SteadyThread(), self._settings.timeout_s
+        try:
             return _Kept(await invoke(self.owner, given, timeout_s=limit, context=context, thread=thread), thread)
-        except Overrun:
-            raise ToolUnavailable(f"{self.owner.__name__} was not made within {limit:g} s.") from None
-        except Exception as error:
-            if thread is not None:
-                thread.end()
-            self._raise_failure(error.error if isinstance(error, FunctionFailed) else error)
+        except BaseException as error:
+            thread.end()
+            if isinstance(error, Overrun):
+                raise ToolUnavailable(f"{self.owner.__name__} was not made within {limit:g} s.") from None
+            if isinstance(error, FunctionFailed):
+                raise self._failure(error.error) from error.error
             raise
 
-    def _raise_failure(self, error: BaseException) -> None:
+    def _failure(self, error: BaseException) -> AgentFlyError:
+        """What becomes of an instance that could not be made: in no case the model's fault."""
         if isinstance(error, AgentFlyError) and not error.by_policy:
-            raise error from error.__cause__
+            return error
         failed = f"{self.owner.__name__}(…) failed with {say(error)}"
         if outage_in(error) is not None:
-            raise ToolUnavailable(f"{failed}. The machine or the network is to blame for that.") from error
-        raise ToolDefinitionError(f"{failed}. The model has no part in that: mend the constructor.") from error
+            return ToolUnavailable(f"{failed}. The machine or the network is to blame for that.")
+        return ToolDefinitionError(f"{failed}. The model has no part in that: mend the constructor.")
 
     def _value(self, parameter: Parameter, context: Context) -> Any:
         if parameter.source is Source.CONTEXT:

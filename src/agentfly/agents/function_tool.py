@@ -116,7 +116,8 @@ class Tool(UserFunction):
         except FunctionFailed as failed:
             self._raise_failure(failed, cut)
         result = as_result(self.name, value)
-        return replace(result, observation=cut(result.observation, self.max_output_tokens))
+        told = cut(result.observation, self.max_output_tokens)
+        return result if told == result.observation else replace(result, observation=told)
 
     async def _callable(self, context: Context) -> tuple[Callable[..., Any], Thread]:
         if self.home is None:

@@ -72,6 +72,8 @@ def as_result(tool: str, value: Any) -> ToolResult:
     Raises:
         ToolDefinitionError: it holds a coroutine that was never awaited, or JSON cannot hold the state or the info.
     """
+    if isinstance(value, str):
+        return ToolResult(_as_text(value), image=())
     result = value if isinstance(value, ToolResult) else ToolResult(value)
     if any(map(inspect.iscoroutine, _parts(result.observation))):
         raise ToolDefinitionError(
@@ -170,6 +172,8 @@ def _has_words(value: Any) -> bool:
 
 def _as_json(tool: str, field: str, value: Any) -> Any:
     """``value`` as JSON gives it back, so that a saved trajectory is read as it was."""
+    if value is None or value == {}:
+        return value
     try:
         return json.loads(to_json(value, inf_nan_mode="strings"))
     except (ValueError, RecursionError) as error:

@@ -38,7 +38,8 @@ class Agent:
             which each rollout gets an instance of its own; and other agents, made tools by `as_tool`.
         system_prompt: what the model is told first; the tools are described after it.
         tool_call_format: how calls are written: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
-            models), or a format of one's own.
+            models), ``"model"`` (as the model was trained to), another name (see docs/guides/tool-calls.md), or a
+            format of one's own.
         tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
         memory: what of the conversation the model sees at each turn: everything (`FullHistory`), the last turns
             (`Window`), a summary of what came before (`SummaryFolding`), or what an object of one's own recalls.
@@ -198,7 +199,9 @@ class Agent:
                 raise ConfigError(f"Agent(tools=…) holds two tools named {name!r}. Rename one: @agentfly.tool(name=…).")
         if self.tool_prompt and not self.tools:
             raise ConfigError("Agent(tool_prompt=…) describes tools, but there are none. Give tools, or leave it out.")
-        tool_call_format(self.tool_call_format)
+        written = tool_call_format(self.tool_call_format)
+        if self.tools:
+            written.instructions(self.tools)  # a format that cannot serve these tools says so
         if self.history not in get_args(History):
             known = " or ".join(map(repr, get_args(History)))
             raise ConfigError(f"Agent(history={self.history!r}): it must be {known}.")

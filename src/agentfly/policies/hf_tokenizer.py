@@ -99,6 +99,11 @@ class HFTokenizer:
         eos: int | None = self.hf.eos_token_id
         return eos
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the model's chat template, the one for conversations with tools; None if it has none."""
+        return self._template_with_tools.source if self.hf.chat_template else None
+
     def render(
         self,
         messages: Sequence[Message],

@@ -78,6 +78,11 @@ class Tokenizer(Protocol):
         """The id that ends a text, if the tokenizer has one."""
         ...
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the model's chat template, the one for conversations with tools; None if it has none."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],

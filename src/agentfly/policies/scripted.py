@@ -23,6 +23,7 @@ class ByteTokenizer:
     control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257}
     greedy_tokens: dict[str, tuple[bool, bool]] = {}
     eos_id = 257
+    chat_template = "{# ChatML; tools and tool_calls, one a line as JSON #}"
 
     def encode_text(self, text: str) -> list[int]:
         """The bytes of the text."""

@@ -11,8 +11,9 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.agents.subagent import Subagent
+from agentfly.agents.toolcalls.registry import format_for
 from agentfly.errors import ConfigError
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, Tokenizer
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.agent_format import chat_format_of
 from agentfly.rollouts.chat.chat_format import ChatFormat
@@ -83,7 +84,8 @@ class Voice:
 
         Raises:
             ChatFormatError: a policy's chat format cannot be continued turn by turn.
-            ConfigError: there is no such strategy, or no policy for a subagent's model.
+            ConfigError: there is no such strategy, no policy for a subagent's model, or no tool-call format that an
+                agent's model and its chat template have in common.
         """
         require_strategy(strategy)
         return cls._of(agent, strategy, {**others, str(agent.model): policy}, str(agent.model))
@@ -94,7 +96,10 @@ class Voice:
         if model not in policies:
             raise ConfigError(f"A subagent speaks by the model {model!r}, for which there is no policy among `others`.")
         policy = policies[model]
-        chat = chat_format_of(agent, policy.tokenizer) if isinstance(policy, Policy) else None
+        chat = None
+        if isinstance(policy, Policy):
+            agent = _with_format(agent, policy.tokenizer)
+            chat = chat_format_of(agent, policy.tokenizer)
         subagents = {
             tool.name: cls._of(tool.agent, strategy, policies, own)
             for tool in agent.tools
@@ -140,3 +145,11 @@ class Voice:
         """The conversation of this name has ended: what the policy keeps for it may go."""
         if isinstance(self.policy, Policy):
             self.policy.forget(rollout_id)
+
+
+def _with_format(agent: Agent, tokenizer: Tokenizer) -> Agent:
+    """The agent with the tool-call format that it and its model have in common."""
+    if not agent.tools:
+        return agent
+    own = format_for(agent.format, tokenizer.chat_template, str(agent.model))
+    return agent if own is agent.format else replace(agent, tool_call_format=own)

@@ -35,6 +35,7 @@ _FORMATS: dict[str, Callable[[], ToolCallFormat]] = {
 }
 _DESCRIBES_TOOLS = re.compile(r"\btools\b")
 _HERMES_CALL = re.compile(r"[\"']name\\?[\"']\s*:|[\"']arguments\\?[\"']\s*:")
+_OTHER_CALLS = re.compile(r"<arg_key>|<tool_calls>")  # of GLM and Apriel
 _LLAMA_CALL = re.compile(r"[\"']name\\?[\"']\s*:\s[^{}]{0,80}[\"']parameters\\?[\"']\s*:")
 
 
@@ -68,9 +69,9 @@ def format_of_template(template: str) -> ToolCallFormat | None:
         template: the text of the template, in Jinja.
     """
     complete = "tool_calls" in template and _DESCRIBES_TOOLS.search(template) is not None
-    if "<function=" in template and "<parameter=" in template:
+    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
         return Qwen3CoderFormat(in_template=complete)
-    if "<tool_call>" in template and "<arg_key>" not in template and _HERMES_CALL.search(template):
+    if "<tool_call>" in template and not _OTHER_CALLS.search(template) and _HERMES_CALL.search(template):
         return HermesFormat(in_template=complete)
     if OPEN in template:
         return MistralFormat(in_template=complete, style="separate" if ARGUMENTS in template else "list")

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,11 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event as a JSON-able mapping with its type's name under ``event``."""
-        return {"event": type(self).__name__, **asdict(self)}
+        value: dict[str, Any] = {"event": type(self).__name__}
+        for name in self.__dataclass_fields__:
+            held = getattr(self, name)
+            value[name] = {**held} if isinstance(held, dict) else held
+        return value
 
 
 Subscriber = Callable[[Event], None]

@@ -21,6 +21,8 @@ from agentfly.images import Image, PlacedImage
 NO_VERSION = -1
 """The policy version of a token that no policy sampled."""
 
+_UNKNOWN = array("d", [math.nan])
+
 
 class Origin(IntEnum):
     """Where a token came from. Only sampled tokens are trained."""
@@ -105,15 +107,15 @@ class TokenSequence:
         for values in (logprobs, raw_logprobs):
             if values is not None and len(values) != count:
                 raise TokenInvariantError(f"{count} sampled ids came with {len(values)} log-probs; refusing them.")
-            if values is not None and not all(math.isfinite(value) and value <= 1e-6 for value in values):
+            if values and not (math.isfinite(sum(values)) and max(values) <= 1e-6):
                 raise TokenInvariantError("A log-prob of a sampled token is not a finite number of at most 0.")
-        versions = itertools.repeat(version, count) if isinstance(version, int) else version
+        versions = array("i", [version]) * count if isinstance(version, int) else version
         if not isinstance(version, int) and len(version) != count:
             raise TokenInvariantError(f"{count} sampled ids came with {len(version)} versions; refusing them.")
         self.ids.extend(ids)
-        self.origins.extend(itertools.repeat(Origin.SAMPLED, count))
-        self.logprobs.extend(logprobs if logprobs is not None else itertools.repeat(math.nan, count))
-        self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else itertools.repeat(math.nan, count))
+        self.origins.extend(array("b", [Origin.SAMPLED]) * count)
+        self.logprobs.extend(logprobs if logprobs is not None else _UNKNOWN * count)
+        self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else _UNKNOWN * count)
         self.versions.extend(versions)
 
     def cut(self, length: int) -> None:
@@ -238,10 +240,10 @@ class TokenSequence:
         count = len(ids)
         self.images.extend(image.moved(len(self.ids)) for image in images)
         self.ids.extend(ids)
-        self.origins.extend(itertools.repeat(origin, count))
-        self.logprobs.extend(itertools.repeat(math.nan, count))
-        self.raw_logprobs.extend(itertools.repeat(math.nan, count))
-        self.versions.extend(itertools.repeat(NO_VERSION, count))
+        self.origins.extend(array("b", [origin]) * count)
+        self.logprobs.extend(_UNKNOWN * count)
+        self.raw_logprobs.extend(_UNKNOWN * count)
+        self.versions.extend(array("i", [NO_VERSION]) * count)
 
     def _require_open(self) -> None:
         if self._frozen:

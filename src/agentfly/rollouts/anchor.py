@@ -10,13 +10,15 @@ from typing import Any
 from agentfly.messages import Message, images_of, text_of
 from agentfly.trajectory import ToolRecord
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
 
 def anchor_of(state: Any) -> str:
     """A hash of a state: the same in every process, for every order of the keys in it.
 
     Numbers count by their value (``1`` is ``1.0``), tuples as lists.
     """
-    text = json.dumps(_plain(state), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = _CANONICAL.encode(_plain(state))
     return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
 
 

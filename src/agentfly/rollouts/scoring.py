@@ -86,4 +86,7 @@ def tell_score(trajectory: Trajectory, seconds: float, events: EventStream) -> N
 
 def _credit(trajectory: Trajectory, rewards: Sequence[float | None]) -> None:
     """Say what each turn was worth."""
-    trajectory.turns[:] = [replace(turn, reward=one) for turn, one in zip(trajectory.turns, rewards, strict=True)]
+    trajectory.turns[:] = [
+        turn if turn.reward == one else replace(turn, reward=one)
+        for turn, one in zip(trajectory.turns, rewards, strict=True)
+    ]

@@ -58,7 +58,9 @@ class TokenSpeaker:
         if min(limits) < 1:
             return None
         prompt = tape.prompt()
-        sampling = replace(self._sampling, max_tokens=min(limits))
+        sampling = self._sampling
+        if min(limits) != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=min(limits))
         started = time.perf_counter()
         try:
             generation = await self._policy.generate(prompt, sampling, rollout_id=self._rollout_id, images=tape.images)

@@ -67,27 +67,28 @@ class Executor:
     async def _execute(self, call: ToolCall, turn: int) -> ToolRecord:
         started = time.perf_counter()
         try:
-            record = await self._outcome(call)
+            record = await self._outcome(call, started)
         except ToolError as error:
-            record = ToolRecord(call, f"Error: {message_of(error)}", failure=Failure.of(error))
-        seconds = time.perf_counter() - started
+            record = ToolRecord(
+                call, f"Error: {message_of(error)}", failure=Failure.of(error), seconds=time.perf_counter() - started
+            )
         self._events.emit(
             ToolFinished(
                 rollout_id=self._context.rollout_id,
                 turn=turn,
                 tool=call.name,
-                seconds=seconds,
+                seconds=record.seconds,
                 error=record.failure.kind if record.failure else None,
             )
         )
-        return replace(record, seconds=seconds)
+        return record
 
-    async def _outcome(self, call: ToolCall) -> ToolRecord:
+    async def _outcome(self, call: ToolCall, started: float) -> ToolRecord:
         if call.error is not None or call.arguments is None:
             raise InvalidArguments(call.error or "The call has no arguments.")
         tool = self._agent.tool(call.name)
         if isinstance(tool, Subagent):
-            return await self._delegate(tool, call)
+            return replace(await self._delegate(tool, call), seconds=time.perf_counter() - started)
         async with self._context.call() as call_context:
             result = await tool.call(call.arguments, call_context, cut=self._cut)
         return ToolRecord(
@@ -98,4 +99,5 @@ class Executor:
             state=result.state,
             info=dict(result.info),
             images=result.images,
+            seconds=time.perf_counter() - started,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
@@ -107,10 +108,15 @@ class Voice:
         }
         return cls(agent, policy, chat, strategy, "" if model == own else model, subagents)
 
-    @property
+    @cached_property
+    def token_policy(self) -> Policy | None:
+        """The policy, if it takes token ids."""
+        return self.policy if isinstance(self.policy, Policy) else None
+
+    @cached_property
     def cut(self) -> Cut:
         """Cuts what tools say by the tokens of the policy's model, where they can be counted here."""
-        return TokenCutter(self.policy.tokenizer) if isinstance(self.policy, Policy) else cut_by_characters
+        return cut_by_characters if self.token_policy is None else TokenCutter(self.token_policy.tokenizer)
 
     def speaker(self, sequences: list[TokenSequence], rollout_id: str, change: ChangeOfSampling = unchanged) -> Speaker:
         """The model's side of one conversation.
@@ -120,12 +126,11 @@ class Voice:
             rollout_id: the conversation's name, under which the policy may keep what it knows of earlier turns.
             change: changes how the model that the rollouts are about samples.
         """
-        agent, policy, sampling = self.agent, self.policy, self.sampling(change)
-        if self.chat is None or not isinstance(policy, Policy):
-            assert isinstance(policy, ChatPolicy)
+        agent, policy, sampling = self.agent, self.token_policy, self.sampling(change)
+        if self.chat is None or policy is None:
             tape = Tape(sequences, max_tokens=sys.maxsize, stop_ids=())
             put = tape.begin if self.strategy == "step" else tape.follow
-            return ChatSpeaker(agent, policy, tape, put, sampling, rollout_id)
+            return ChatSpeaker(agent, cast(ChatPolicy, self.policy), tape, put, sampling, rollout_id)
         limit = min(agent.max_sequence_tokens or policy.context_length, policy.context_length)
         tape = Tape(sequences, max_tokens=limit, stop_ids=self.chat.stop_ids)
         strategy = STRATEGIES[self.strategy](self.chat, tape)
@@ -143,8 +148,8 @@ class Voice:
 
     def forget(self, rollout_id: str) -> None:
         """The conversation of this name has ended: what the policy keeps for it may go."""
-        if isinstance(self.policy, Policy):
-            self.policy.forget(rollout_id)
+        if self.token_policy is not None:
+            self.token_policy.forget(rollout_id)
 
 
 def _with_format(agent: Agent, tokenizer: Tokenizer) -> Agent:

@@ -99,9 +99,10 @@ class NativeFormat(BlockFormat):
 
     def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
         """The turn without its calls, which stand in ``tool_calls``; all of it as text where a call is malformed."""
+        if not self.in_template or not calls or any(call.arguments is None for call in calls):
+            return {"role": "assistant", "content": text}
         blocks = self._spoken(text, {})
-        found = sum(len(block.calls) for block in blocks)
-        if not self.in_template or not calls or found != len(calls) or any(call.arguments is None for call in calls):
+        if sum(len(block.calls) for block in blocks) != len(calls):
             return {"role": "assistant", "content": text}
         return message_with_calls(_without(text, blocks), calls)
 

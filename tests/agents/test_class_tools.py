@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import pickle
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from typing import Annotated, Any, cast
@@ -360,3 +362,40 @@ async def test_sync_instances_never_hold_up_the_event_loop() -> None:
 async def test_the_tools_of_a_class_travel_to_another_process() -> None:
     tools = pickle.loads(cloudpickle.dumps(Agent(model="tiny", tools=[NoteBook]).tools))
     assert await said(tools[0], context_of(title="t"), line="x") == "t/3: 1"
+
+
+def local_class() -> type:
+    @tool
+    class Echo:
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def say(self, times: int) -> str:
+            """Say it."""
+            return self.word * times
+
+    return Echo
+
+
+async def test_a_class_that_cannot_be_imported_travels_by_value() -> None:
+    program = """
+import asyncio, pickle, sys
+from agentfly.agents.agent import Agent
+from agentfly.contexts.context import Context
+from agentfly.task import Task
+from agentfly.trajectory import Trajectory
+
+async def main():
+    echo, tools = pickle.load(sys.stdin.buffer)
+    for say in (*tools, *Agent(model="tiny", tools=[echo]).tools):
+        context = Context(Trajectory("r0", "g0", Task("x", {"word": "na"})), None)
+        print(say.name, (await say.call({"times": "2"}, context)).observation, echo("ta").say(2))
+
+asyncio.run(main())
+"""
+    echo = local_class()
+    sent = cloudpickle.dumps((echo, Agent(model="tiny", tools=[echo]).tools))
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program], input=sent, capture_output=True, check=False
+    )
+    assert done.stdout.decode().splitlines() == ["echo_say nana tata"] * 2, done.stderr.decode()

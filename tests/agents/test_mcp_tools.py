@@ -30,7 +30,7 @@ from mcp.types import (
 import agentfly as af
 from agentfly.agents.mcp import _as_result
 from agentfly.agents.tool import Tool
-from agentfly.errors import AgentFlyError, ConfigError, ResourceStartError, ToolDefinitionError
+from agentfly.errors import AgentFlyError, ConfigError, ResourceDied, ResourceStartError, ToolDefinitionError
 from agentfly.images import Image
 from agentfly.trajectory import Trajectory
 
@@ -119,6 +119,21 @@ async def test_a_shared_server_serves_all_rollouts_and_one_a_call_none_twice() -
     trajectories = await play([*shared, *fresh], calls, attempts=3)
     assert sorted(observed(trajectory)[0] for trajectory in trajectories) == ["line 1", "line 2", "line 3"]
     assert {observed(trajectory)[1] for trajectory in trajectories} == {"line 1"}
+
+
+async def test_a_shared_server_that_died_is_replaced_for_whoever_tries_again() -> None:
+    (write,) = af.mcp_tools(SMALL, only=["write"], scope="global", retries=3)
+
+    @af.tool
+    async def kill(context: af.Context) -> str:
+        """Kill the server."""
+        server = await context.acquire(SMALL, scope="global")
+        with contextlib.suppress(ResourceDied):
+            await server.call("end", {})
+        return "killed"
+
+    (trajectory,) = await play([kill, write], [("write", {"line": "a"}), ("kill", {}), ("write", {"line": "b"})])
+    assert observed(trajectory) == ["line 1", "killed", "line 1"]
 
 
 async def test_a_call_that_takes_longer_than_its_tool_may_is_told_to_the_model() -> None:

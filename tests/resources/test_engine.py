@@ -438,6 +438,27 @@ def test_a_dead_instance_is_noticed_while_it_is_leased_and_its_rollout_is_told(p
     play(scene)
 
 
+def test_an_instance_that_says_of_itself_that_it_is_gone_is_replaced_before_its_next_check(play):
+    async def scene(engine):
+        spec = FakeSpec(check_interval_s=1000)
+        lease = await engine.acquire(spec, "a", scope=Scope.GLOBAL)
+
+        async def die(operation, instance):
+            if operation == "use":
+                spec.world.kill(lease.instance)
+                raise ResourceDied(f"{instance} is gone")
+
+        spec.world.behave = die
+        with pytest.raises(ResourceDied, match="is gone"):
+            await lease.resource.use()
+        await asyncio.sleep(1)
+        for owner in ("a", "b"):
+            other = await engine.acquire(spec, owner, scope=Scope.GLOBAL)
+            assert other.instance != lease.instance
+
+    play(scene)
+
+
 def test_a_leased_instance_is_checked_at_once_if_asked(play):
     async def scene(engine):
         spec = FakeSpec()

@@ -113,8 +113,8 @@ class ToolClass:
         self._sync = any(not inspect.iscoroutinefunction(method.function) for method in self._methods.values())
         self.tools = tuple(replace(method.tool, home=self, name=name) for name, method in self._methods.items())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ToolClass, (self.owner, self._settings, {})
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}}  # what lay around the definition does not travel
 
     def of(self, instance: object) -> list[Tool]:
         """The tools of an instance that the user made."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from agentfly.errors import UsageError
+from agentfly.errors import ResourceDied, UsageError
 from agentfly.resources.instances.meter import Meter
 from agentfly.resources.instances.parking import Parking
-from agentfly.resources.resource import Resource
+from agentfly.resources.resource import Resource, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Attendance:
         parks: whether it is frozen while nobody uses it.
         in_call: whether an owner has a call under way, which may use it any time.
         lost: called when it cannot be thawed.
+        check: has the instance asked how it is.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class Attendance:
         parks: bool,
         in_call: Callable[[str], bool],
         lost: Callable[[Exception], None],
+        check: Callable[[], asyncio.Task[Status]],
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.busy = Meter(self.loop.time)
         self.parking = Parking(resource, self._is_quiet, lost) if parks else None
         self._in_call = in_call
+        self._check = check
+        self._checking: asyncio.Task[Status] | None = None
         self._held = Meter(self.loop.time)
         self._leases = 0
         self._owners: dict[Use, str] = {}
@@ -103,6 +107,11 @@ class Attendance:
         del self._owners[use]
         self._held.end()
         self.rest()
+
+    def doubt(self) -> None:
+        """Something that an owner called says that the instance is gone: nobody else should wait to find out."""
+        if self._checking is None or self._checking.done():
+            self._checking = self._check()
 
     def rest(self) -> None:
         """Perhaps nobody needs it now."""
@@ -158,9 +167,11 @@ class Use:
         self.busy.begin()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.busy.end()
         self._leave()
+        if kind is not None and issubclass(kind, ResourceDied) and not self._over:
+            self._attendance.doubt()
 
     def close(self) -> None:
         """The lease is over. What still runs is not waited for, and counts no more."""

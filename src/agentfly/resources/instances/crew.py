@@ -104,7 +104,8 @@ class Crew:
                 self._not_started(name, spec, error)
 
         self._emit(ResourceStarting, spec, instance=name)
-        operation = partial(self._lifecycle.start, name, spec, partial(self._lost, name, spec))
+        lost, check = partial(self._lost, name, spec), partial(self.check, name, spec)
+        operation = partial(self._lifecycle.start, name, spec, lost, check)
         self._work(name, Work(operation, spec.start_timeout_s, f"start() of {name}", report))
 
     def _not_started(self, name: str, spec: Spec, error: BaseException) -> None:

@@ -78,8 +78,20 @@ class Lifecycle:
             total[label] = total.get(label, Occupancy()) + attendance.occupancy
         return total
 
-    async def start(self, instance: str, spec: ResourceSpec[Any], lost: Callable[[Exception], None]) -> None:
-        """Make a resource and start it. ``lost`` is called should it turn out later that it cannot be thawed.
+    async def start(
+        self,
+        instance: str,
+        spec: ResourceSpec[Any],
+        lost: Callable[[Exception], None],
+        check: Callable[[], asyncio.Task[Status]],
+    ) -> None:
+        """Make a resource and start it.
+
+        Args:
+            instance: its name.
+            spec: what it is.
+            lost: called should it turn out later that it cannot be thawed.
+            check: has it asked how it is.
 
         Raises:
             Exception: what the resource raises. It is to be removed then.
@@ -89,7 +101,9 @@ class Lifecycle:
         if parks and not resource.can_freeze:
             raise cannot_freeze(spec)
         self._resources[instance] = resource
-        self._attendances[instance] = attendance = Attendance(resource, parks=parks, in_call=self._in_call, lost=lost)
+        self._attendances[instance] = attendance = Attendance(
+            resource, parks=parks, in_call=self._in_call, lost=lost, check=check
+        )
         self._write_down(resource)
         self._sync()
         async with attendance:

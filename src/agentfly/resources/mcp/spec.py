@@ -53,6 +53,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     headers_env: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     call_timeout_s: float = 300.0
     log_bytes: int | str = 2**18
+    check_interval_s: float | None = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from agentfly.resources.environments.spec import EnvironmentSpec as EnvironmentSpec
     from agentfly.resources.mcp.spec import MCPServerSpec as MCPServerSpec
     from agentfly.resources.models.spec import ModelServerSpec as ModelServerSpec
+    from agentfly.rollouts.preflight import check as check
     from agentfly.rollouts.rescoring import rescore as rescore
     from agentfly.rollouts.run import RunResult as RunResult
     from agentfly.rollouts.run import evaluate as evaluate
@@ -73,6 +74,7 @@ _HOMES = {
     "TrainConfig": "agentfly.training.config",
     "Trajectory": "agentfly.trajectory",
     "Window": "agentfly.agents.memory.window",
+    "check": "agentfly.rollouts.preflight",
     "evaluate": "agentfly.rollouts.run",
     "group_reward": "agentfly.agents.group_reward",
     "rescore": "agentfly.rollouts.rescoring",

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.subagent import Subagent
 from agentfly.agents.tool import Tool
 
+LONGEST = 100
+"""Characters of a setting that is kept as it is."""
+
 _FINGERPRINT = "sha256:"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 _WORDS = ("model", "tools", "system_prompt", "tool_prompt", "tool_call_format")
@@ -66,9 +71,8 @@ def _traits_of_tool(tool: Tool, caller: Agent) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON keeps it; an object is told apart by its type and, if it is a dataclass, its fields."""
+    """A setting as JSON keeps it; an object by what it says of itself, without where it lies in memory."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    name = type(value).__name__
-    held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else {}
-    return {name: held} if held else name
+    said = _ADDRESS.sub("", repr(value))
+    return said if len(said) <= LONGEST else fingerprint(said)

@@ -1,0 +1,69 @@
+"""Numbers over a batch: what was cancelled or spoiled is in no mean, and why rollouts ended is counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from agentfly.errors import Boundary
+from agentfly.messages import ToolCall
+from agentfly.rollouts.summary import summarize
+from agentfly.task import Task
+from agentfly.tokens import TokenSequence
+from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+
+
+def sequence(sampled, *, truncated=False):
+    made = TokenSequence()
+    made.append_prompt([1, 2])
+    made.append_sampled(range(sampled), [-0.1] * sampled, 0)
+    made.truncated = truncated
+    return made
+
+
+def record(kind=None):
+    failure = Failure(Boundary.TOOL, kind, "no", by_policy=True) if kind else None
+    return ToolRecord(ToolCall("call_0", "look", {}), "seen", failure=failure)
+
+
+def trajectory(finish, *, reward=None, sequences=(), records=(), failure=None):
+    turns = [Turn(0, 0, 2, 3, "hi", True, tuple(records))]
+    return Trajectory(
+        "r", "g", Task("go"), turns=turns, sequences=list(sequences), finish=finish, reward=reward, failure=failure
+    )
+
+
+def test_means_are_over_what_ended_by_itself_and_ends_are_counted_over_all():
+    lost = Failure(Boundary.RESOURCE, "ResourceDied", "gone", by_policy=False)
+    metrics = summarize(
+        [
+            trajectory(FinishReason.ANSWERED, reward=1.0, sequences=[sequence(4)], records=[record(), record()]),
+            trajectory(
+                FinishReason.DONE,
+                reward=0.0,
+                sequences=[sequence(2), sequence(4, truncated=True), sequence(2)],
+                records=[record("UnknownTool"), record("ToolError")],
+            ),
+            trajectory(FinishReason.CANCELLED, sequences=[sequence(50)], records=[record("UnknownTool")] * 9),
+            trajectory(FinishReason.FAILED, sequences=[sequence(50)], failure=lost),
+        ]
+    )
+    assert metrics["rollouts"] == 4
+    assert metrics["reward/mean"] == metrics["success/mean"] == 0.5
+    assert metrics["response_length/mean"] == 6
+    assert metrics["sequences/mean"] == 2
+    assert metrics["truncated/share"] == 0.5
+    assert metrics["tool_errors/share"] == 0.5
+    assert metrics["invalid_calls/share"] == 0.25
+    assert metrics["unscored"] == 2
+    assert metrics["failures/infrastructure"] == metrics["failures/resource/ResourceDied"] == 1
+    ends = {name: count for name, count in metrics.items() if name.startswith("finish/")}
+    assert ends == {"finish/answered": 1, "finish/done": 1, "finish/cancelled": 1, "finish/failed": 1}
+
+
+@pytest.mark.parametrize("trajectories", [[], [trajectory(FinishReason.CANCELLED)]])
+def test_where_nothing_ended_by_itself_there_is_no_mean_reward_and_every_number_is_finite(trajectories):
+    metrics = summarize(trajectories)
+    assert "reward/mean" not in metrics
+    assert all(map(math.isfinite, metrics.values()))

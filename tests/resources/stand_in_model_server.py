@@ -20,6 +20,8 @@ from pathlib import Path
 KEY = os.environ["AGENTFLY_SERVER_KEY"]
 HOW = os.environ.get("STAND_IN", "").split(",")
 adapters: dict[str, str] = {}
+label = "default"
+weights = None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,6 +35,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(401, {})
         if self.path == "/health":
             return self.answer(200, {})
+        if self.path == "/weight_info":
+            return self.answer(200, {"weight_version": label, "weights": weights})
         names = ["stand-in", *adapters]
         return self.answer(200, {"data": [{"id": name} for name in names]})
 
@@ -42,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/completions":
             return self.complete(body)
+        if self.path == "/inference/v1/generate":
+            return self.generate(body)
         if self.path == "/v1/chat/completions":
             message = {"role": "assistant", "content": '{"reason": "it is right", "score": 0.75}'}
             return self.answer(200, {"choices": [{"message": message, "finish_reason": "stop"}]})
@@ -49,6 +55,10 @@ class Handler(BaseHTTPRequestHandler):
             adapters[body["lora_name"]] = body["lora_path"]
         if self.path == "/v1/unload_lora_adapter":
             del adapters[body["lora_name"]]
+        if self.path == "/update_weight_version":
+            globals().update(label=body["new_version"])
+        if self.path == "/collective_rpc":
+            return self.load_weights(**body["kwargs"])
         return self.answer(200, {"success": True})
 
     def complete(self, body):
@@ -60,16 +70,27 @@ class Handler(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt == "hang":
             time.sleep(3600)
-        ids = [prompt[-1] + 1 + step for step in range(body.get("max_tokens", 1))] if isinstance(prompt, list) else []
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
         text = f"devices {devices}" if prompt == "your devices?" else f"pid {os.getpid()}"
         choice = {"text": text, "finish_reason": "length"}
-        if ids:
-            sent = ids[:-1] if "loses ids" in HOW else ids
-            logprobs = {"token_logprobs": [-0.5] * len(ids)}
-            choice |= {"token_ids": sent, "prompt_token_ids": prompt, "logprobs": logprobs}
-        usage = {"prompt_tokens": 1, "completion_tokens": len(ids)}
-        return self.answer(200, {"choices": [choice], "usage": usage})
+        return self.answer(200, {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+
+    def generate(self, body):
+        prompt = body["token_ids"]
+        ids = [prompt[-1] + 1 + step for step in range(body["sampling_params"]["max_tokens"])]
+        sent = ids[:-1] if "loses ids" in HOW else ids
+        logprobs = [{"token_id": one, "logprob": -0.5} for one in sent]
+        spans = [{"version": label, "start": 0, "end": len(sent)}]
+        choice = {"token_ids": sent, "finish_reason": "length", "logprobs": {"content": logprobs}}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        return self.answer(200, {"choices": [choice | {"weight_versions": spans}], "usage": usage})
+
+    def load_weights(self, weights_path=None):
+        if weights_path == "/not/there":
+            return self.answer(200, {"results": [{"error": "FileNotFoundError: it is not there"}]})
+        globals().update(weights=weights_path)
+        adapters.clear()  # as vLLM does
+        return self.answer(200, {"results": [{"loaded": 1}]})
 
     def allowed(self):
         return self.headers.get("Authorization") == f"Bearer {KEY}"

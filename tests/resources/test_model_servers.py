@@ -22,6 +22,7 @@ import pytest
 import agentfly as af
 from agentfly.errors import (
     APIMalformed,
+    APIRefused,
     APIUnavailable,
     PrerequisiteError,
     ResourceDied,
@@ -31,6 +32,7 @@ from agentfly.errors import (
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.keeping.log import Log, tail
 from agentfly.resources.keeping.reaping import reap, running_in
+from agentfly.resources.models.sample import WeightSpan
 from agentfly.resources.models.server import ModelServer
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.orphans import reap as reap_orphans
@@ -244,13 +246,26 @@ async def test_a_server_that_hangs_is_killed_and_started_again() -> None:
         assert not psutil.pid_exists(before)
 
 
-async def test_adapters_are_there_again_after_a_restart() -> None:
+async def test_weights_and_adapters_are_there_again_after_a_restart_under_their_label() -> None:
     async with started(adapters=2) as server:
         await server.load_adapter("mine", "/adapters/mine")
-        before = await pid_of(server)
-        os.kill(before, signal.SIGKILL)
+        await server.load_weights("/weights/7")
+        await server.label_weights("seven")
+        os.kill(before := await pid_of(server), signal.SIGKILL)
         assert await pid_of(server) != before
+        assert await server.request("GET", "/weight_info") == {"weight_version": "seven", "weights": "/weights/7"}
         assert not await has_no_adapter(server)
+        assert (await server.generate([1], max_tokens=2)).weights == (WeightSpan("seven", 0, 2),)
+        await server.reset()
+        assert (await server.request("GET", "/weight_info"))["weights"] is None
+        assert await has_no_adapter(server)
+
+
+async def test_weights_that_the_server_cannot_load_are_refused_with_its_words() -> None:
+    async with started() as server:
+        with pytest.raises(APIRefused, match="FileNotFoundError: it is not there"):
+            await server.load_weights("/not/there")
+        assert await server.status() is Status.HEALTHY
 
 
 async def test_a_server_that_dies_too_often_is_given_up_with_the_reason() -> None:

@@ -3,8 +3,9 @@
 A program is run as ``PYTHON PROGRAM LISTENER OPTION...``. LISTENER is the number of a descriptor it inherits: a bound
 socket on which it serves the OpenAI API over HTTP, and ``/health`` beside it. The options are those of vLLM's server.
 It answers only requests with the header ``Authorization: Bearer KEY``, KEY being in ``$AGENTFLY_SERVER_KEY``. It ends
-when it gets SIGTERM. To be reset it has vLLM's ``/abort_requests`` and ``/reset_prefix_cache``, and for adapters
-``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``.
+when it gets SIGTERM. For token ids it has vLLM's ``/inference/v1/generate``; to be reset ``/abort_requests``,
+``/reset_prefix_cache`` and ``/resume``; for adapters ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``; and for
+other weights what `agentfly.resources.models.token_server` asks.
 """
 
 from __future__ import annotations

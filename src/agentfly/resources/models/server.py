@@ -23,16 +23,17 @@ from agentfly.errors import (
     UsageError,
 )
 from agentfly.resources.apis.client import ModelClient
-from agentfly.resources.apis.completion import ChatCompletion, Completion, read_json
+from agentfly.resources.apis.completion import ChatCompletion, Completion
 from agentfly.resources.apis.judge import Judge
 from agentfly.resources.apis.parameters import require_spelled
 from agentfly.resources.keeping.log import tail
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.models.engine import command
 from agentfly.resources.models.gpus import VISIBLE, GPUs, visible
-from agentfly.resources.models.sample import Sample, read_sample
-from agentfly.resources.models.server_run import CONTROL_S, ServerRun, load_adapter, log_file
+from agentfly.resources.models.loaded import Loaded
+from agentfly.resources.models.server_run import ServerRun, log_file
 from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.models.token_server import CONTROL_S, LOAD_WEIGHTS, TokenServer, from_root, read_answer
 from agentfly.resources.resource import Resource, Status
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ T = TypeVar("T")
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 
 
-class ModelServer(Resource, Judge):
+class ModelServer(Resource, Judge, TokenServer):
     """A language model behind an OpenAI-compatible server on this machine: ``await server.chat(messages)``.
 
     A server that dies is started again, as often as the spec allows; its address stays the same. A request that was
@@ -65,7 +66,7 @@ class ModelServer(Resource, Judge):
         self._lost: str | None = "it has not been started."
         self._released = False
         self._deaths: list[float] = []
-        self._adapters: dict[str, str] = {}
+        self._loaded = Loaded()
         self._devices: tuple[str, ...] = ()
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
@@ -89,19 +90,22 @@ class ModelServer(Resource, Judge):
             raise ResourceDied(f"{self._name} was released while it was started.") from None
 
     async def reset(self) -> None:
-        """End all requests, unload the adapters and forget all prompts.
+        """End all requests, go back to the weights it started with, unload the adapters and forget all prompts.
 
         Raises:
             ResourceResetError: the server does not do it.
             ResourceDied: the server is gone.
         """
         try:
-            await self._control("/abort_requests")
-            for name in list(self._adapters):
+            await self.request("POST", "/abort_requests", {}, call_timeout_s=CONTROL_S)
+            for name in list(self._loaded.adapters):
                 await self.unload_adapter(name)
-            async with asyncio.timeout(self.spec.reset_timeout_s / 2):
-                await self._forget_prompts()
-        except (ModelAPIError, TimeoutError) as error:
+            if self._loaded.weights is not None:
+                await self.load_weights(None, by=self._loaded.by)
+            await self.forget_prompts()
+            await self.resume()
+            self._loaded = Loaded()
+        except ModelAPIError as error:
             raise ResourceResetError(f"{self._name} could not be reset: {error}") from error
 
     async def status(self) -> Status:
@@ -176,48 +180,16 @@ class ModelServer(Resource, Judge):
         asked = _asked(parameters)
         return await self._ask(lambda client, left: client.complete(prompt, call_timeout_s=left, **asked))
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop_ids: Sequence[int] = (),
-        seed: int | None = None,
-        adapter: str | None = None,
-    ) -> Sample:
-        """Sample a continuation of token ids, as token ids: nothing is decoded or encoded on the way.
+    async def load_weights(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
+        """Serve other weights, and after a restart too; see `TokenServer.load_weights`. The adapters stay loaded."""
+        await super().load_weights(directory, by=by)
+        self._loaded.weights, self._loaded.by = None if directory is None else str(directory), by
+        await self._loaded.give_adapters(self)
 
-        Args:
-            prompt_ids: ids of the whole prompt.
-            max_tokens: limit on sampled tokens.
-            temperature: divides the logits; 0 takes the most likely token.
-            top_p: share of probability mass to sample from.
-            top_k: number of most likely tokens to sample from; 0 samples from all of them.
-            stop_ids: ids that end the sample, which alone do: the model's own end of text does not.
-            seed: makes the sample repeatable on one server.
-            adapter: the name of a loaded adapter to sample with.
-
-        Raises:
-            APIMalformed: ids, log-probs and counts of the answer do not agree.
-            ResourceDied, ModelAPIError: as in `chat`.
-        """
-        completion = await self.complete(
-            prompt_ids,
-            model=adapter or self.model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop_token_ids=list(stop_ids),
-            ignore_eos=True,
-            logprobs=0,
-            return_token_ids=True,
-        )
-        return read_sample(completion, prompt_ids)
+    async def label_weights(self, label: str) -> None:
+        """Have samples say that they come from weights of this label, and after a restart too."""
+        await super().label_weights(label)
+        self._loaded.label = label
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a directory, or put it in the place of the one with that name.
@@ -228,13 +200,13 @@ class ModelServer(Resource, Judge):
         """
         if not self.spec.adapters:
             raise UsageError(f"{self.spec.label} takes no adapters. Say how many: ModelServerSpec(adapters=1, …).")
-        await self._ask(lambda client, left: load_adapter(client, name, str(path)))
-        self._adapters[name] = str(path)
+        await super().load_adapter(name, path)
+        self._loaded.adapters[name] = str(path)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Errors are those of `chat`."""
-        await self._control("/v1/unload_lora_adapter", {"lora_name": name})
-        self._adapters.pop(name, None)
+        await super().unload_adapter(name)
+        self._loaded.adapters.pop(name, None)
 
     def log(self, size: int = 2**16) -> str:
         """The end of the server's log, without its secrets, in at most so many bytes."""
@@ -242,16 +214,16 @@ class ModelServer(Resource, Judge):
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Ask for something beside the OpenAI API."""
-        url = self.base_url.removesuffix("/v1") + path
-        return await self._ask(
-            lambda client, left: client.request("POST", url, dict(body or {}), call_timeout_s=min(left, CONTROL_S))
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, call_timeout_s: float | None = None
+    ) -> Mapping[str, Any]:
+        """Make one request, for what has no method of its own; see `TokenServer.request`."""
+        url, limit = from_root(self.base_url, path), call_timeout_s or self.spec.call_timeout_s
+        return read_answer(
+            await self._ask(
+                lambda client, left: client.request(method, url, body, call_timeout_s=max(0.001, min(left, limit)))
+            )
         )
-
-    async def _forget_prompts(self) -> None:
-        while not read_json(await self._control("/reset_prefix_cache")).get("success"):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
 
     async def _ask(self, ask: Callable[[ModelClient, float], Awaitable[T]]) -> T:
         """Ask, and once more if the server dies meanwhile, all within ``call_timeout_s``."""
@@ -319,7 +291,7 @@ class ModelServer(Resource, Judge):
 
     async def _bring_up(self, listener: socket.socket) -> None:
         self._run = run = ServerRun(self.spec, self._name, self._directory, listener, self._key, self._devices)
-        await run.start(self._adapters)
+        await run.start(self._loaded)
 
     async def _end(self, grace_s: float) -> None:
         if self._run is not None:

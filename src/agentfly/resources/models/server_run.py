@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from agentfly.resources.keeping.keeper import Job
 from agentfly.resources.keeping.kept_program import KeptProgram
 from agentfly.resources.keeping.log import tail
 from agentfly.resources.models.engine import command, environment, secrets_in
+from agentfly.resources.models.loaded import Loaded
 from agentfly.resources.models.spec import ModelServerSpec
-
-CONTROL_S = 30.0
-"""Seconds that a server may take for what is not a request to the model."""
+from agentfly.resources.models.token_server import ServerAtAddress
 
 _TELLING_S = 5.0  # for telling why a start failed, before the engine's own limit ends it unheard
 _LONG_POLL_S = 30.0
@@ -68,8 +67,8 @@ class ServerRun:
             read_timeout_s=spec.call_timeout_s,
         )
 
-    async def start(self, adapters: Mapping[str, str]) -> None:
-        """Start the server; return when it is ready and has the adapters, given as paths by name.
+    async def start(self, loaded: Loaded) -> None:
+        """Start the server; return when it is ready and holds what was loaded into the run before.
 
         Raises:
             PrerequisiteError: the interpreter or the engine is not there.
@@ -79,7 +78,7 @@ class ServerRun:
         limit = max(0.75 * self._spec.start_timeout_s, self._spec.start_timeout_s - _TELLING_S)
         deadline = clock() + limit
         await self._process.start(self._job())
-        ready = asyncio.create_task(self._until_ready(adapters))
+        ready = asyncio.create_task(self._until_ready(loaded))
         end = asyncio.create_task(self._process.wait())
         try:
             await asyncio.wait({ready, end}, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +126,7 @@ class ServerRun:
         """The process that keeps it."""
         return self._process.traces
 
-    async def _until_ready(self, adapters: Mapping[str, str]) -> None:
+    async def _until_ready(self, loaded: Loaded) -> None:
         """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
         while True:
             try:
@@ -135,8 +134,7 @@ class ServerRun:
                 break
             except APIUnavailable:
                 await asyncio.sleep(0.1)
-        for name, path in adapters.items():
-            await load_adapter(self.client, name, path)
+        await loaded.give(ServerAtAddress(self.client, call_timeout_s=self._spec.call_timeout_s))
 
     def _job(self) -> Job:
         variables = environment(self._spec, self._key, self._gpus)
@@ -154,9 +152,3 @@ class ServerRun:
 def log_file(directory: Path) -> Path:
     """Where a server that runs in a directory has its log."""
     return directory / "log"
-
-
-async def load_adapter(client: ModelClient, name: str, path: str) -> None:
-    """Have a server load an adapter, or put it in the place of the one with that name."""
-    body = {"lora_name": name, "lora_path": path, "load_inplace": True}
-    await client.request("POST", "/load_lora_adapter", body, call_timeout_s=CONTROL_S)

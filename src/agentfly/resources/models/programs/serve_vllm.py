@@ -2,7 +2,8 @@
 
     python serve_vllm.py LISTENER --model DIRECTORY ...
 
-LISTENER is the descriptor of a bound socket. What follows are the options of vLLM's own server. Every request, of
+LISTENER is the descriptor of a bound socket. What follows are the options of vLLM's own server, which serves token ids
+(``--enable-scale-out``) and has the worker extension of `agentfly_weights` unless they name another. Every request, of
 whatever path, must carry the key in ``$AGENTFLY_SERVER_KEY``: vLLM's own ``--api-key`` leaves the paths open through
 which a server is controlled.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 KEY_VARIABLE = "AGENTFLY_SERVER_KEY"
 OLDEST = "0.32"
+_OPTIONS = ("--enable-scale-out", "--worker-extension-cls", "agentfly_weights.WeightsInPlace")
 _USAGE = "serve_vllm.py LISTENER OPTION..."  # the full one is so long that the error after it is all one wants to see
 
 
@@ -51,7 +53,7 @@ def main(listener: socket.socket, words: list[str]) -> None:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         sys.exit(f"{sys.executable} has no vLLM of version {OLDEST} or newer: {error}")
-    args = make_arg_parser(FlexibleArgumentParser(usage=_USAGE)).parse_args(words)
+    args = make_arg_parser(FlexibleArgumentParser(usage=_USAGE)).parse_args([*_OPTIONS, *words])
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     args.middleware = [*args.middleware, f"{__name__}.Guard"]
@@ -72,5 +74,7 @@ async def serve(listener: socket.socket, args: Any) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the directory of this file, which has nothing for vLLM
+    here = sys.path.pop(0)  # the directory of this file: it is for the worker extension, and hides nothing of vLLM
+    sys.path.append(here)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here)))
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -1,0 +1,72 @@
+"""A worker extension of vLLM that puts new weights in the place of those that are served.
+
+vLLM is told of it by ``--worker-extension-cls agentfly_weights.WeightsInPlace``, with the directory of this file in
+``PYTHONPATH``. It is there because vLLM's own ``reload_weights`` leaves old weights behind on processors: the output
+layer multiplies by a packed copy of its matrix, which that does not make anew, and answers that all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class WeightsInPlace:
+    """What is added to a worker of vLLM."""
+
+    def load_weights_in_place(self, weights_path: str | None = None) -> dict[str, Any]:
+        """Serve other weights of the same model from now on.
+
+        Args:
+            weights_path: a directory with safetensors files; None goes back to those that the server started with.
+
+        Returns:
+            ``loaded``, the number of tensors read; or ``error``, what went wrong. It is not raised, because a worker
+            that raises may take the server with it.
+        """
+        worker: Any = self
+        try:
+            loaded = _load(worker, weights_path)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"loaded": loaded}
+
+
+def _load(worker: Any, directory: str | None) -> int:
+    if directory is None:
+        worker.reload_weights()
+        loaded = 0
+    else:
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{directory} has no safetensors files, as seen from the server")
+        names: list[str] = []
+        worker.reload_weights(weights_iterator=_tensors(files, names))
+        loaded = len(names)
+    _pack_again(worker.model_runner.get_model())
+    return loaded
+
+
+def _tensors(files: list[Path], names: list[str]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                names.append(name)
+                yield name, tensors.get_tensor(name)
+
+
+def _pack_again(model: Any) -> None:
+    """Make the packed copies of embedding and output matrices anew, where the platform has such copies."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,0 +1,253 @@
+"""TokenServer: what a server that takes and returns token ids can be asked, beside the OpenAI API.
+
+It is vLLM's interface: ``/inference/v1/generate`` (with ``--enable-scale-out``) and the paths by which weights are
+changed (with ``VLLM_SERVER_DEV_MODE=1``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfly.errors import APIMalformed, APIRefused, APIUnavailable, ResourceError, UsageError
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.apis.completion import Json, read_json
+from agentfly.resources.models.sample import Sample, read_logprobs, read_sample
+
+CONTROL_S = 30.0
+"""Seconds that a server may take for what is not a request to the model."""
+
+LOAD_WEIGHTS = "load_weights_in_place"
+"""The worker's method of `agentfly.resources.models.programs.agentfly_weights`."""
+
+_NO_CUTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model by its server's account: its name in requests, and the most tokens that it holds."""
+
+    name: str
+    context_length: int
+
+
+class TokenServer(ABC):
+    """Whatever can be asked for token ids: a `ModelServer`, or a running server that was given by its address."""
+
+    @abstractmethod
+    async def request(
+        self, method: str, path: str, body: Json | None = None, *, call_timeout_s: float | None = None
+    ) -> Json:
+        """Make one request, and return its answer.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: from the server's root, such as ``/v1/models``.
+            body: what to send, as JSON.
+            call_timeout_s: seconds that it may take; None takes what a generation may.
+
+        Raises:
+            ModelAPIError: it refuses or fails; see `agentfly.resources.apis.client.ModelClient`.
+            ResourceDied: the server is gone and will not be started again.
+        """
+
+    @property
+    @abstractmethod
+    def model(self) -> str:
+        """The name of the model in requests."""
+
+    # --- sampling and scoring -----------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop_ids: Sequence[int] = (),
+        seed: int | None = None,
+        adapter: str | None = None,
+        images: Sequence[tuple[str, bytes]] = (),
+    ) -> Sample:
+        """Sample a continuation of token ids, as token ids: nothing is decoded or encoded on the way.
+
+        Args:
+            prompt_ids: ids of the whole prompt.
+            max_tokens: limit on sampled tokens.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_p: share of probability mass to sample from.
+            top_k: number of most likely tokens to sample from; 0 takes all.
+            stop_ids: ids that end the sample, which alone do: the model's own end of text does not.
+            seed: makes the sample repeatable on one server.
+            adapter: the name of a loaded adapter to sample with.
+            images: media type and bytes of each image, for each of which the prompt has one placeholder; the sample
+                then says what the server made of the prompt.
+
+        Raises:
+            APIMalformed: ids, log-probs and counts of the answer do not agree.
+            ResourceDied, ModelAPIError: as in `request`.
+        """
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        sampling |= {"max_tokens": max_tokens, "stop_token_ids": list(stop_ids), "ignore_eos": True}
+        sampling |= {"logprobs": 0, "detokenize": False}
+        if seed is not None:
+            sampling["seed"] = seed
+        body: dict[str, Any] = {"model": adapter or self.model, "token_ids": list(prompt_ids)}
+        if images:
+            body |= {"content_parts": [_image(*image) for image in images], "return_token_ids": True}
+        answer = await self.request("POST", "/inference/v1/generate", body | {"sampling_params": sampling})
+        told = answer.get("prompt_token_ids") if images else None
+        length = len(told) if isinstance(told, list) else len(prompt_ids)
+        return read_sample(answer, length, stop_ids)
+
+    async def logprobs(self, ids: Sequence[int], *, adapter: str | None = None) -> tuple[float, ...]:
+        """The log-prob of each id but the first given those before it, at temperature 1; nothing is cached for it.
+
+        Errors are those of `generate`. There must be room for one token more.
+        """
+        sampling = {**_NO_CUTS, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": adapter or self.model, "token_ids": list(ids), "sampling_params": sampling}
+        return read_logprobs(await self.request("POST", "/inference/v1/generate", body), ids)
+
+    async def served(self) -> ServedModel:
+        """The first model that the server names. Errors are those of `request`."""
+        answer = await self.request("GET", "/v1/models", call_timeout_s=CONTROL_S)
+        try:
+            first = answer["data"][0]
+            return ServedModel(str(first["id"]), int(first["max_model_len"]))
+        except (LookupError, TypeError, ValueError):
+            raise APIMalformed("The server does not say which model it serves, and how many tokens it holds.") from None
+
+    async def is_well(self) -> bool:
+        """Whether the server says so."""
+        try:
+            await self.request("GET", "/v1/models", call_timeout_s=CONTROL_S)
+        except ResourceError:
+            return False
+        return True
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def load_weights(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
+        """Put other weights of the same model in the place of those that are served.
+
+        What was computed with the old ones is forgotten by `forget_prompts`, and nothing samples meanwhile only if the
+        server is paused. Whether the server really serves the new weights is for the caller to prove.
+
+        Args:
+            directory: where the weights are, in safetensors files, as the server sees it; None goes back to those
+                that it started with.
+            by: the method of the server's worker that does it.
+
+        Raises:
+            APIRefused: the worker could not, and why.
+            ResourceDied, ModelAPIError: as in `request`.
+        """
+        where = {} if directory is None else {"weights_path": str(directory)}
+        answer = await self.request("POST", "/collective_rpc", {"method": by, "kwargs": where})
+        for told in answer.get("results") or ():
+            if isinstance(told, dict) and "error" in told:
+                raise APIRefused(f"The weights in {directory} could not be loaded: {told['error']}")
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a directory, or put it in the place of the one with that name."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+        await self.request("POST", "/v1/load_lora_adapter", body, call_timeout_s=CONTROL_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter."""
+        await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, call_timeout_s=CONTROL_S)
+
+    async def label_weights(self, label: str) -> None:
+        """Have samples say that they come from weights of this label from now on."""
+        await self.request("POST", "/update_weight_version", {"new_version": label}, call_timeout_s=CONTROL_S)
+
+    async def weights_label(self) -> str:
+        """The label that the weights have."""
+        answer = await self.request("GET", "/weight_info", call_timeout_s=CONTROL_S)
+        return str(answer.get("weight_version"))
+
+    async def pause(self, running: Literal["wait", "keep"], *, call_timeout_s: float) -> None:
+        """Let nothing be sampled until `resume`. What runs is waited for, or kept where it is, to go on then."""
+        await self.request("POST", f"/pause?mode={running}&clear_cache=false", {}, call_timeout_s=call_timeout_s)
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self.request("POST", "/resume", {}, call_timeout_s=CONTROL_S)
+
+    async def forget_prompts(self, *, running: bool = False) -> None:
+        """Empty the prefix cache.
+
+        Args:
+            running: have what runs, or is paused, compute its keys and values anew; otherwise nothing may run.
+
+        Raises:
+            APIUnavailable: it is still in use.
+            ResourceDied, ModelAPIError: as in `request`.
+        """
+        path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                while not (await self.request("POST", path, {}, call_timeout_s=CONTROL_S)).get("success"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
+        except TimeoutError:
+            raise APIUnavailable(f"The server's prefix cache is still in use after {CONTROL_S:g} s.") from None
+
+
+class ServerAtAddress(TokenServer):
+    """A running server, by a client of it."""
+
+    def __init__(self, client: ModelClient, *, call_timeout_s: float = 600.0) -> None:
+        self._client = client
+        self._call_timeout_s = call_timeout_s
+
+    @property
+    def model(self) -> str:
+        """The name of the model in requests.
+
+        Raises:
+            UsageError: the client has none.
+        """
+        if self._client.model is None:
+            raise UsageError("This server's model has not been asked for yet.")
+        return self._client.model
+
+    async def request(
+        self, method: str, path: str, body: Json | None = None, *, call_timeout_s: float | None = None
+    ) -> Json:
+        """Make one request; see `TokenServer.request`."""
+        limit = self._call_timeout_s if call_timeout_s is None else call_timeout_s
+        return read_answer(
+            await self._client.request(method, from_root(self._client.base_url, path), body, call_timeout_s=limit)
+        )
+
+    async def served(self) -> ServedModel:
+        """The first model that the server names, which from now on is the one that is asked for."""
+        found = await super().served()
+        self._client.model = found.name
+        return found
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+
+def from_root(base_url: str, path: str) -> str:
+    """The address of a path from a server's root."""
+    return base_url.removesuffix("/v1") + path
+
+
+def read_answer(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of an answer; an empty one where there is none, or only words."""
+    return read_json(body) if body.startswith(b"{") else {}
+
+
+def _image(media_type: str, data: bytes) -> dict[str, str]:
+    return {"type": "image_url", "url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}

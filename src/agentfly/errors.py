@@ -173,6 +173,18 @@ class PromptTooLong(PolicyError):
     by_policy = True
 
 
+class PolicyUnavailable(PolicyError):
+    """No server could be had that samples: they died, or did not answer in time."""
+
+
+class WeightUpdateError(PolicyError):
+    """New weights that were not put into every server of a policy. It samples nothing until an update succeeds."""
+
+
+class WeightMismatch(WeightUpdateError):
+    """Servers that do not serve the weights they were given, by the log-probs of a probe on both sides."""
+
+
 # --- tools and rewards ---------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,22 @@ def require_training_packages() -> None:
     Raises:
         PrerequisiteError: names what is missing and how to get it.
     """
-    missing = [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
+    require_packages("Running a model in this process", "torch", "transformers", "safetensors")
+
+
+def require_packages(what: str, *names: str) -> None:
+    """Check that packages of the extra ``train`` are installed, without importing them.
+
+    Args:
+        what: what needs them, to begin the message with.
+        names: the packages.
+
+    Raises:
+        PrerequisiteError: names what is missing and how to get it.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
-            f"Running a model in this process needs {' and '.join(missing)}, not installed here. "
+            f"{what} needs {' and '.join(missing)}, not installed here. "
             "Get what is needed with: pip install 'agentfly-rl[train]'"
         )

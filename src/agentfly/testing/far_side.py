@@ -38,7 +38,8 @@ Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 class FarSide:
     """The server, as an async context manager.
 
-    Each request is answered by the next of ``script``, and by ``always`` when there is none.
+    Each request is answered by the next of ``script``, and by ``always`` when there is none. It can be entered again
+    once it has been left, and is at the same port then.
 
     Attributes:
         requests: all that arrived.
@@ -53,12 +54,14 @@ class FarSide:
         self.open = 0
         self.most_open = 0
         self.url = ""
+        self._port = 0
         self._changed = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/v1"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -117,3 +117,17 @@ def read_logprobs(answer: Json, ids: Sequence[int]) -> tuple[float, ...]:
     if len(told) != len(ids) or not all(map(math.isfinite, numbers)):
         raise APIMalformed(f"The server sends {len(told)} log-probs for a prompt of {len(ids)} ids, or some are none.")
     return numbers
+
+
+def read_logprob_of(answer: Json, wanted: int) -> float:
+    """The log-prob of an id in the place of the one sampled token of an answer with ``logprob_token_ids``.
+
+    Raises:
+        APIMalformed: it is not there.
+    """
+    try:
+        (place,) = answer["choices"][0]["logprobs"]["content"]
+        (number,) = {float(one["logprob"]) for one in place["top_logprobs"] if one["token_id"] == wanted}
+    except (LookupError, TypeError, ValueError):
+        raise APIMalformed("The server answers without the log-prob of the id that it was asked for.") from None
+    return number

@@ -7,7 +7,6 @@ changed (with ``VLLM_SERVER_DEV_MODE=1``).
 from __future__ import annotations
 
 import asyncio
-import base64
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfly.errors import APIMalformed, APIRefused, APIUnavailable, ResourceError, UsageError
+from agentfly.images import Image
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import Json, read_json
-from agentfly.resources.models.sample import Sample, read_logprobs, read_sample
+from agentfly.resources.models.sample import Sample, read_logprob_of, read_logprobs, read_sample
 
 CONTROL_S = 30.0
 """Seconds that a server may take for what is not a request to the model."""
@@ -25,7 +25,8 @@ CONTROL_S = 30.0
 LOAD_WEIGHTS = "load_weights_in_place"
 """The worker's method of `agentfly.resources.models.programs.agentfly_weights`."""
 
-_NO_CUTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_AT_A_TIME = 8
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 1, "ignore_eos": True, "detokenize": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class TokenServer(ABC):
         stop_ids: Sequence[int] = (),
         seed: int | None = None,
         adapter: str | None = None,
-        images: Sequence[tuple[str, bytes]] = (),
+        images: Sequence[Image] = (),
     ) -> Sample:
         """Sample a continuation of token ids, as token ids: nothing is decoded or encoded on the way.
 
@@ -87,8 +88,7 @@ class TokenServer(ABC):
             stop_ids: ids that end the sample, which alone do: the model's own end of text does not.
             seed: makes the sample repeatable on one server.
             adapter: the name of a loaded adapter to sample with.
-            images: media type and bytes of each image, for each of which the prompt has one placeholder; the sample
-                then says what the server made of the prompt.
+            images: for each of them the prompt has one placeholder; the sample then says what the server made of it.
 
         Raises:
             APIMalformed: ids, log-probs and counts of the answer do not agree.
@@ -101,20 +101,48 @@ class TokenServer(ABC):
             sampling["seed"] = seed
         body: dict[str, Any] = {"model": adapter or self.model, "token_ids": list(prompt_ids)}
         if images:
-            body |= {"content_parts": [_image(*image) for image in images], "return_token_ids": True}
+            body |= {
+                "content_parts": [{"type": "image_url", "url": image.url} for image in images],
+                "return_token_ids": True,
+            }
         answer = await self.request("POST", "/inference/v1/generate", body | {"sampling_params": sampling})
         told = answer.get("prompt_token_ids") if images else None
         length = len(told) if isinstance(told, list) else len(prompt_ids)
         return read_sample(answer, length, stop_ids)
 
     async def logprobs(self, ids: Sequence[int], *, adapter: str | None = None) -> tuple[float, ...]:
-        """The log-prob of each id but the first given those before it, at temperature 1; nothing is cached for it.
+        """The log-prob of each id but the first given those before it, at temperature 1 and without cuts.
 
-        Errors are those of `generate`. There must be room for one token more.
+        One request has the server read them all, which takes no part of the prefix cache. There must be room for one
+        token more. vLLM cannot do it on a server that holds adapters: other requests beside it kill the engine, and
+        adapters of the output layer are left out (vllm-project/vllm issues 16668 and 51594).
+
+        Errors are those of `generate`.
         """
-        sampling = {**_NO_CUTS, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        sampling = {**_PLAIN, "prompt_logprobs": 0}
+        answer = await self._ask_for_one(ids, sampling, adapter)
+        return read_logprobs(answer, ids)
+
+    async def logprobs_in_sampling(self, ids: Sequence[int], *, adapter: str | None = None) -> tuple[float, ...]:
+        """The same, asked for as sampling would come to it: a request for each id, which samples a token in its place.
+
+        So it goes the way that samples go, prefix cache and adapters included. It is for few ids.
+        """
+
+        few = asyncio.Semaphore(_AT_A_TIME)
+
+        async def at(place: int) -> float:
+            # vLLM shows as many ids as are asked for, and the sampled one is always among them.
+            wanted = [ids[place], int(ids[place] == 0)]
+            sampling = {**_PLAIN, "logprob_token_ids": wanted, "logprobs": len(wanted)}
+            async with few:
+                return read_logprob_of(await self._ask_for_one(ids[:place], sampling, adapter), ids[place])
+
+        return tuple(await asyncio.gather(*(at(place) for place in range(1, len(ids)))))
+
+    async def _ask_for_one(self, ids: Sequence[int], sampling: Json, adapter: str | None) -> Json:
         body = {"model": adapter or self.model, "token_ids": list(ids), "sampling_params": sampling}
-        return read_logprobs(await self.request("POST", "/inference/v1/generate", body), ids)
+        return await self.request("POST", "/inference/v1/generate", body)
 
     async def served(self) -> ServedModel:
         """The first model that the server names. Errors are those of `request`."""
@@ -247,7 +275,3 @@ def from_root(base_url: str, path: str) -> str:
 def read_answer(body: bytes) -> Mapping[str, Any]:
     """The JSON object of an answer; an empty one where there is none, or only words."""
     return read_json(body) if body.startswith(b"{") else {}
-
-
-def _image(media_type: str, data: bytes) -> dict[str, str]:
-    return {"type": "image_url", "url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}

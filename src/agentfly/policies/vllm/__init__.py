@@ -1,0 +1,4 @@
+"""A policy whose model is served by vLLM.
+
+From the outside in: policy, fleet (the servers as one), members (one server each), routes, proof, reference, exchange.
+"""

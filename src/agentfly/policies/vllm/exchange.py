@@ -1,0 +1,86 @@
+"""Exchange: the directory through which weights go from a trainer to servers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentfly.errors import ConfigError
+from agentfly.policies.extras import require_packages
+
+if TYPE_CHECKING:
+    import torch
+
+Source = Path | str | Iterable[tuple[str, "torch.Tensor"]]
+"""Weights: a directory with safetensors files, or names and tensors as in a transformers state dict."""
+
+_CONFIGURATIONS = ("config.json", "generation_config.json")
+
+
+class Exchange:
+    """Writes weights where servers can read them, and keeps what servers that start again may need.
+
+    Args:
+        model: the model's directory; what says how it is built is put beside the weights.
+        directory: where; servers on other machines must see it under the same path. By default the machine's
+            directory for temporary files.
+    """
+
+    def __init__(self, model: Path, directory: Path | None = None) -> None:
+        self._model = model
+        self._parent = directory
+        self._home: Path | None = None
+        self._numbers = count(1)
+
+    def put(self, source: Source) -> Path:
+        """The directory of some weights, written if they are not in one. It takes as long as the disk does.
+
+        Raises:
+            ConfigError: the directory has no safetensors files.
+        """
+        if isinstance(source, str | Path):
+            path = Path(source).expanduser().resolve()
+            if not any(path.glob("*.safetensors")):
+                raise ConfigError(f"{path} has no safetensors files. Save the model there with save_pretrained.")
+            return path
+        require_packages("Writing weights for servers", "torch", "huggingface_hub", "safetensors")
+        from huggingface_hub import save_torch_state_dict
+
+        if self._home is None:
+            self._home = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=self._parent))
+        path = self._home / str(next(self._numbers))
+        path.mkdir()
+        for name in _CONFIGURATIONS:
+            if (self._model / name).is_file():
+                shutil.copy(self._model / name, path)
+        save_torch_state_dict({name: tensor.detach() for name, tensor in source}, path)
+        return path
+
+    def keep_only(self, path: Path | None) -> None:
+        """Remove what was written here, but for one directory."""
+        if self._home is not None:
+            for old in self._home.iterdir():
+                if old != path:
+                    shutil.rmtree(old)
+
+    def close(self) -> None:
+        """Remove everything that was written here."""
+        if self._home is not None:
+            shutil.rmtree(self._home, ignore_errors=True)
+            self._home = None
+
+
+def adapter_directory(directory: Path | str) -> Path:
+    """The directory of a LoRA adapter, checked.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    path = Path(directory).expanduser().resolve()
+    if not (path / "adapter_config.json").is_file():
+        raise ConfigError(f"{path} holds no LoRA adapter: it has no adapter_config.json. Save one with peft.")
+    return path

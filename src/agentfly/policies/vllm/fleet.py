@@ -1,0 +1,298 @@
+"""Fleet: the servers of a policy as one, of which all serve the same weights, or none is used."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from agentfly.errors import AgentFlyError, PolicyError, PolicyUnavailable, ResourceError, WeightUpdateError, message_of
+from agentfly.policies.vllm.members import Member
+from agentfly.policies.vllm.proof import Proof, mean_distance
+from agentfly.policies.vllm.reference import Reference, ask
+from agentfly.policies.vllm.routes import Routes
+from agentfly.resources.models.sample import Sample
+from agentfly.resources.models.token_server import LOAD_WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ADAPTER = "policy"
+"""The name under which a policy's LoRA adapter is loaded."""
+
+_AS_STARTED = "default"  # the label of vLLM's weights that nobody has given one
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the servers are to serve.
+
+    Attributes:
+        directory: safetensors files in the place of the model's own; None for its own.
+        adapter: directory of the LoRA adapter on top, if there is one.
+        version: how many updates it took.
+        expected: log-probs of the probe by the reference; None where nothing has been proved yet.
+    """
+
+    directory: Path | None = None
+    adapter: Path | None = None
+    version: int = 0
+    expected: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """An update that every server was proved to have made.
+
+    Attributes:
+        version: the version of the weights from now on.
+        distance: of the probe's log-probs, served and by the reference, the largest of all servers: the mean, in nats
+            a token.
+        before: the same distance of what was served before the update.
+        paused_s: seconds for which nothing could be sampled.
+    """
+
+    version: int
+    distance: float
+    before: float
+    paused_s: float
+
+
+@dataclass
+class Fleet:
+    """The servers of a policy.
+
+    Args:
+        members: the servers.
+        proof: shows that a server serves what it was given.
+        running: what becomes of generations that an update finds: it waits for them, or they are kept and go on
+            with the new weights.
+        loaded_by: the worker's method that loads weights.
+        drain_timeout_s: seconds that an update waits for generations, or for the servers to pause.
+        patience_s: seconds that a generation waits for a server, or for the end of an update.
+    """
+
+    members: Sequence[Member]
+    proof: Proof
+    running: Literal["wait", "keep"] = "wait"
+    loaded_by: str = LOAD_WEIGHTS
+    drain_timeout_s: float = 600.0
+    patience_s: float = 600.0
+    weights: Weights = field(default_factory=Weights)
+    routes: Routes = field(default_factory=Routes)
+
+    def __post_init__(self) -> None:
+        self._id = f"agentfly-{uuid.uuid4().hex[:8]}"
+        self._unusable: str | None = None
+        self._updating = False
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._reviving: dict[str, asyncio.Task[None]] = {}
+
+    # --- lifecycle --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect to all servers. Errors are those of `Member.connect`."""
+        await _all([self._enlist(member) for member in self.members])
+
+    async def close(self) -> None:
+        """Give all servers back."""
+        for task in self._reviving.values():
+            task.cancel()
+        await asyncio.gather(*self._reviving.values(), return_exceptions=True)
+        await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
+
+    # --- using it ---------------------------------------------------------------------------------------------------
+
+    async def member_for(self, rollout_id: str) -> Member:
+        """The server of a rollout, once there is one that can be used.
+
+        Raises:
+            WeightUpdateError: the last update failed.
+            PolicyUnavailable: all servers are gone, or an update does not end, for ``patience_s``.
+        """
+        await self._settled()
+        by_name = {member.name: member for member in self.members if member.up}
+        return by_name[self.routes.place(rollout_id, by_name.keys())]
+
+    async def versions(self, sample: Sample) -> int | tuple[int, ...] | None:
+        """The version of the weights that a sample came from, one for each id if they differ; None if foreign.
+
+        A sample that new weights had a part in is good once they have been proved.
+
+        Raises:
+            WeightUpdateError: they were not.
+        """
+        prefix = f"{self._id}:"
+        if not sample.weights or not all(span.label.startswith(prefix) for span in sample.weights):
+            return None
+        spans = [(int(span.label.removeprefix(prefix)), span.stop - span.start) for span in sample.weights]
+        if max(version for version, _ in spans) > self.weights.version:
+            await self._settled()
+        if max(version for version, _ in spans) > self.weights.version:
+            raise WeightUpdateError("A sample was made with weights that were not proved, and is refused.")
+        if len(spans) == 1:
+            return spans[0][0]
+        return tuple(version for version, length in spans for _ in range(length))
+
+    def lost(self, member: Member, why: str) -> None:
+        """A server does not answer, or does not hold the policy's weights: it is not used until both is mended."""
+        if member.up:
+            logger.warning("%s is left out: %s", member.name, why)
+            member.up = False
+        if member.name not in self._reviving:
+            task = asyncio.create_task(self._revive(member), name=f"revive {member.name}")
+            self._reviving[member.name] = task
+
+    async def _settled(self) -> None:
+        """Wait until no update is under way and there is a server to use, or none may be used."""
+        if not self._is_settled():
+            try:
+                async with asyncio.timeout(self.patience_s), self._changed:
+                    await self._changed.wait_for(self._is_settled)
+            except TimeoutError:
+                names = ", ".join(member.name for member in self.members)
+                raise PolicyUnavailable(f"No server could be used for {self.patience_s:g} s: {names}.") from None
+        if self._unusable is not None:
+            raise WeightUpdateError(self._unusable)
+
+    def _is_settled(self) -> bool:
+        return not self._updating and (self._unusable is not None or any(member.up for member in self.members))
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: Weights, reference: Reference) -> WeightUpdate:
+        """Have all servers serve other weights, and prove that they do. Then the policy's version is theirs.
+
+        Raises:
+            PolicyUnavailable: no server can be used, or generations did not end in time; the weights are the old ones.
+            WeightUpdateError: a server could not make it. Nothing is sampled until an update succeeds.
+            WeightMismatch: the same, found by the proof.
+        """
+        async with self._lock:
+            expected = await ask(reference, self.proof.ids)
+            members = [member for member in self.members if member.up]
+            if not members:
+                raise PolicyUnavailable("No server can be used, so none can be updated.")
+            was_served = await self._on_all(members, lambda member: self._score(member, self.weights))
+            before = max(mean_distance(served, expected) for served in was_served)
+            weights = Weights(weights.directory, weights.adapter, weights.version, expected)
+            began = time.monotonic()
+            self._updating = True
+            try:
+                distances = await self._change(members, weights, was_served)
+                self.weights, self._unusable = weights, None
+            finally:
+                self._updating = False
+                await asyncio.shield(self._tell())
+            return WeightUpdate(weights.version, max(distances), before, time.monotonic() - began)
+
+    async def _change(
+        self, members: Sequence[Member], weights: Weights, was_served: Sequence[tuple[float, ...]]
+    ) -> list[float]:
+        async def pause(member: Member) -> None:
+            await member.server.pause(self.running, call_timeout_s=self.drain_timeout_s)
+
+        async def prove(member: Member) -> float:
+            served, was = await self._score(member, weights), was_served[members.index(member)]
+            known = None if self.weights.expected is None else (was, self.weights.expected)
+            assert weights.expected is not None
+            return self.proof.require(member.name, served, weights.expected, known)
+
+        try:
+            try:
+                await self._on_all(members, pause)
+            except WeightUpdateError as error:
+                raise PolicyUnavailable(f"The weights are the old ones: {error}") from error
+            self._unusable = "An update of the weights was cut short. Update them again."
+            await self._on_all(members, lambda member: self._give(member, weights))
+            await self._on_all(members, lambda member: member.server.resume())
+            return await self._on_all(members, prove)
+        except BaseException as error:
+            if self._unusable is not None and isinstance(error, AgentFlyError):
+                self._unusable = f"The last update of the weights failed: {message_of(error)}"
+            await asyncio.shield(
+                asyncio.gather(*(member.server.resume() for member in members), return_exceptions=True)
+            )
+            raise
+
+    async def _give(self, member: Member, weights: Weights) -> None:
+        server = member.server
+        if weights.directory is not None:
+            await server.load_weights(weights.directory, by=self.loaded_by)
+        if weights.adapter is not None:
+            await server.load_adapter(ADAPTER, weights.adapter)
+        await server.forget_prompts(running=self.running == "keep")
+        await server.label_weights(self._label(weights))
+
+    async def _score(self, member: Member, weights: Weights) -> tuple[float, ...]:
+        adapter = ADAPTER if weights.adapter is not None else None
+        return await member.server.logprobs_in_sampling(self.proof.ids, adapter=adapter)
+
+    async def _on_all(self, members: Sequence[Member], do: Callable[[Member], Awaitable[T]]) -> list[T]:
+        """Do something with each server at once.
+
+        Raises:
+            WeightUpdateError: it failed with one; the message says with which.
+        """
+
+        async def named(member: Member) -> T:
+            try:
+                return await do(member)
+            except ResourceError as error:
+                raise WeightUpdateError(f"{member.name} could not be updated: {message_of(error)}") from error
+
+        return await _all([named(member) for member in members])
+
+    def _label(self, weights: Weights) -> str:
+        return f"{self._id}:{weights.version}"
+
+    # --- servers that went away ---------------------------------------------------------------------------------------
+
+    async def _revive(self, member: Member) -> None:
+        """Try until a server can be used again: it answers, and is proved to serve the policy's weights."""
+        async with self._lock:
+            pass  # an update that lost it ends first: it may be paused
+        wait_s = _FIRST_RETRY_S
+        while not member.up:
+            try:
+                await self._enlist(member)
+            except AgentFlyError as error:
+                logger.warning("%s cannot be used yet: %s", member.name, message_of(error))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LAST_RETRY_S)
+        del self._reviving[member.name]
+        await self._tell()
+
+    async def _enlist(self, member: Member) -> None:
+        """Have a server, give it the policy's weights unless it holds them, and use it."""
+        await member.connect()
+        async with self._lock:
+            weights, label = self.weights, await member.server.weights_label()
+            if label != self._label(weights):
+                if weights.directory is None and label != _AS_STARTED:  # another policy's
+                    await member.server.load_weights(None, by=self.loaded_by)
+                await self._give(member, weights)
+                if weights.expected is not None:
+                    self.proof.require(member.name, await self._score(member, weights), weights.expected)
+            member.up = True
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of calls made at once; the first error, once all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        raise next((one for one in failed if isinstance(one, PolicyError)), failed[0])
+    return [result for result in results if not isinstance(result, BaseException)]

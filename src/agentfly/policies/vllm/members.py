@@ -1,0 +1,127 @@
+"""Members: the servers of a policy, each with what it takes to have it, and to have it again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from agentfly.errors import APIMalformed, APIRefused, ConfigError, PolicyError, PrerequisiteError
+from agentfly.resources.apis.client import ModelClient
+from agentfly.resources.credentials import Credentials
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.lease import Lease
+from agentfly.resources.models.server import ModelServer
+from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.models.token_server import ServerAtAddress, TokenServer
+
+_NO_TOKEN_IDS = (
+    "does not serve token ids (/inference/v1/generate). Start vLLM of version 0.32 or newer with: --enable-scale-out"
+)
+_NO_CONTROL = "cannot be told to change its weights. Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+_RAW_LOGPROBS = (
+    "returns log-probs of another distribution than it samples from, which cannot be trained on. Start vLLM with: "
+    "--logprobs-mode processed_logprobs"
+)
+
+
+class Member(ABC):
+    """One server of a policy.
+
+    Attributes:
+        name: what messages call it.
+        up: whether it can be used: it answers, and holds the policy's weights.
+        context_length: the most tokens that it holds; known once it is connected.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.up = False
+        self.context_length = 0
+        self._server: TokenServer | None = None
+
+    @property
+    def server(self) -> TokenServer:
+        """What is asked.
+
+        Raises:
+            PolicyError: it is not connected.
+        """
+        if self._server is None:
+            raise PolicyError(f"{self.name} is not connected. Use the policy inside `async with policy:`.")
+        return self._server
+
+    async def connect(self) -> None:
+        """Have the server, anew if it is gone, and see that it can do what is asked of it.
+
+        Raises:
+            PrerequisiteError: it lacks something that vLLM has; the message says what to start it with.
+            ConfigError: its log-probs are not those that it samples from.
+            ResourceError: it cannot be had, or does not answer.
+        """
+        if self._server is None or not await self._server.is_well():
+            self._server = None
+            self._server = await self._have()
+        server = self._server
+        self.context_length = (await server.served()).context_length
+        try:
+            await server.resume()  # it may have been left paused by a policy that was killed
+        except APIRefused as error:
+            raise PrerequisiteError(f"{self.name} {_NO_CONTROL} ({error}).") from error
+        try:
+            # Cut to the most likely token, whatever is sampled has a log-prob of 0, unless the cut is left out of it.
+            sample = await server.generate([1, 2, 3], max_tokens=4, top_k=1)
+        except (APIRefused, APIMalformed) as error:
+            raise PrerequisiteError(f"{self.name} {_NO_TOKEN_IDS} ({error}).") from error
+        if any(number < -1e-3 for number in sample.logprobs):
+            raise ConfigError(f"{self.name} {_RAW_LOGPROBS}.")
+
+    @abstractmethod
+    async def _have(self) -> TokenServer: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give the server back."""
+
+
+class LeasedMember(Member):
+    """A server that an engine starts, for this policy alone: whoever shared it would get the policy's weights."""
+
+    def __init__(self, name: str, spec: ModelServerSpec, engine: ResourceEngine) -> None:
+        super().__init__(name)
+        self._spec = spec
+        self._engine = engine
+        self._lease: Lease[ModelServer] | None = None
+
+    async def _have(self) -> TokenServer:
+        await self.close()
+        self._lease = await self._engine.acquire(self._spec, owner=self.name)
+        return self._lease.resource
+
+    async def close(self) -> None:
+        """Give the server back to the engine, where it waits for whoever asks next, with its own weights."""
+        self._server, lease, self._lease = None, self._lease, None
+        if lease is not None:
+            await self._engine.release(lease)
+
+
+class RemoteMember(Member):
+    """A server that is there already, at an address."""
+
+    def __init__(self, url: str, api_key_env: str | None, call_timeout_s: float) -> None:
+        super().__init__(f"The server at {url}")
+        self._url = url
+        self._api_key_env = api_key_env
+        self._call_timeout_s = call_timeout_s
+        self._client: ServerAtAddress | None = None
+
+    async def _have(self) -> TokenServer:
+        if self._client is None:
+            credentials = Credentials.from_environment(self._api_key_env)
+            client = ModelClient(self._url, credentials=credentials, read_timeout_s=self._call_timeout_s)
+            self._client = ServerAtAddress(client, call_timeout_s=self._call_timeout_s)
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._server, client, self._client = None, self._client, None
+        if client is not None:
+            await client.close()

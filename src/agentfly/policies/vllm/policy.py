@@ -1,0 +1,397 @@
+"""VLLMPolicy: a model served by vLLM, token ids in and out, its weights updated in place and proved."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from agentfly.errors import (
+    APIMalformed,
+    APIRefused,
+    ConfigError,
+    PolicyError,
+    PolicyUnavailable,
+    PromptTooLong,
+    ResourceError,
+    message_of,
+)
+from agentfly.images import PlacedImage
+from agentfly.policies.catalog import find_model
+from agentfly.policies.extras import require_packages
+from agentfly.policies.policy import Generation, SamplingParams
+from agentfly.policies.vllm.exchange import Exchange, Source, adapter_directory
+from agentfly.policies.vllm.fleet import ADAPTER, Fleet, Weights, WeightUpdate
+from agentfly.policies.vllm.members import LeasedMember, Member, RemoteMember
+from agentfly.policies.vllm.proof import LOW_PRECISION, PROBE, PROBE_TOKENS, TOLERANCES, Proof
+from agentfly.policies.vllm.reference import Reference, directory_reference
+from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.models.sample import Sample
+from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.resources.models.token_server import LOAD_WEIGHTS
+from agentfly.resources.own_thread import on_own_thread
+
+if TYPE_CHECKING:
+    from agentfly.policies.hf_tokenizer import HFTokenizer
+
+_RUNNING: dict[str, Literal["wait", "keep"]] = {"drain": "wait", "mark": "keep"}
+
+
+class VLLMPolicy:
+    """A policy whose model is served by one or several servers of vLLM.
+
+    All generations of a rollout go to one server, so that its prefix cache has the earlier turns; new rollouts go to
+    the server with the fewest. A server that does not answer is left out, its rollouts move to others, and it comes
+    back once it is proved to hold the policy's weights. Cancelling a generation ends it on the server. A generation
+    whose answer was lost is sampled anew, once: nothing of the lost one was seen, so nothing is sampled twice.
+
+    The servers are started by an engine, or are there already::
+
+        VLLMPolicy(ModelServerSpec(model="Qwen/Qwen2.5-3B-Instruct", device="gpu"), servers=4)
+        VLLMPolicy(urls=["http://a:8000/v1", "http://b:8000/v1"], model="Qwen/Qwen2.5-3B-Instruct")
+
+    Args:
+        spec: the servers to start. They are this policy's alone while it is in use: its weights are put into them.
+        servers: how many of them.
+        engine: what starts them; the policy makes one if none is given.
+        urls: the servers that are there, in place of ``spec``: started with ``--enable-scale-out --logprobs-mode
+            processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``, and for updates of their weights with the worker
+            extension of `agentfly.resources.models.programs.agentfly_weights`.
+        model: the model of these servers, as a directory or a name: its tokenizer is used here.
+        api_key_env: the environment variable with the key of these servers, if they want one.
+        in_flight: what an update does with generations that run. ``"drain"`` waits for their end; ``"mark"`` lets them
+            go on with the new weights, and their versions say which token came from which.
+        raw_logprobs: whether log-probs at temperature 1 are told also where tokens are sampled otherwise; the server
+            then reads each such sample once more, which vLLM cannot do on servers with adapters.
+        probe_ids: token ids of the probe by which updates are proved; by default those of `PROBE`.
+        tolerance: the mean distance in nats a token, between a server and the reference, that is taken for rounding;
+            by default 0.002 where the servers compute in float32, and otherwise 0.05.
+        exchange: the directory through which weights go to the servers; by default the one for temporary files. It
+            must have the same path where the servers run.
+        loaded_by: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.
+        drain_timeout_s: seconds that an update waits for running generations.
+        patience_s: seconds that a generation waits for a server that can be used.
+        call_timeout_s: seconds that one generation of a server given by its address may take; for others the spec says.
+
+    Raises:
+        ConfigError: the settings contradict each other, or name no model.
+        PrerequisiteError: transformers is not installed, or the model or its tokenizer cannot be had.
+    """
+
+    def __init__(
+        self,
+        spec: ModelServerSpec | None = None,
+        *,
+        servers: int = 1,
+        engine: ResourceEngine | None = None,
+        urls: Sequence[str] = (),
+        model: str | Path | None = None,
+        api_key_env: str | None = None,
+        in_flight: Literal["drain", "mark"] = "drain",
+        raw_logprobs: bool = False,
+        probe_ids: Sequence[int] | None = None,
+        tolerance: float | None = None,
+        exchange: str | Path | None = None,
+        loaded_by: str = LOAD_WEIGHTS,
+        drain_timeout_s: float = 600.0,
+        patience_s: float = 600.0,
+        call_timeout_s: float = 600.0,
+    ) -> None:
+        _check_settings(spec, servers, urls, model, in_flight)
+        if raw_logprobs and spec is not None and spec.adapters:
+            raise ConfigError("raw_logprobs=True: vLLM cannot score tokens on servers with adapters. Leave out one.")
+        require_packages("The tokenizer of a served model", "transformers")
+        from agentfly.policies.hf_tokenizer import HFTokenizer
+
+        self._model = find_model(model or (spec.model if spec is not None else ""))
+        self._tokenizer = HFTokenizer.load(self._model)
+        self._spec = spec and _settled_spec(spec, self._model, servers)
+        self._servers = servers
+        self._engine = engine
+        self._urls = tuple(urls)
+        self._api_key_env = api_key_env
+        self._call_timeout_s = call_timeout_s
+        self._raw = raw_logprobs
+        self._exchange = Exchange(self._model, None if exchange is None else Path(exchange))
+        self._config: dict[str, Any] = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
+        self._context_length = 0
+        probe = tuple(probe_ids if probe_ids is not None else self._tokenizer.encode_text(PROBE)[:PROBE_TOKENS])
+        self._make_fleet = partial(
+            Fleet,
+            proof=Proof(probe, self._default_tolerance() if tolerance is None else tolerance),
+            running=_RUNNING[in_flight],
+            loaded_by=loaded_by,
+            drain_timeout_s=drain_timeout_s,
+            patience_s=patience_s,
+        )
+        self._fleet: Fleet | None = None
+        self._version = 0
+        self._owned = AsyncExitStack()
+
+    # --- the policy's protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """The tokenizer of the model."""
+        return self._tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and sampled together, that a generation can hold; known once it is entered."""
+        self._require_entered()
+        return self._context_length
+
+    @property
+    def version(self) -> int:
+        """How many times the weights have been updated."""
+        return self._version
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model sees images."""
+        return "vision_config" in self._config
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """How many rollouts each server has."""
+        return self._require_entered().routes.loads
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
+        """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
+
+        Log-probs are those under the distribution that was sampled from; at temperature 0 they are those at
+        temperature 1 without cuts.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for one token; nothing was sent.
+            ConfigError: images for a model that sees none.
+            WeightUpdateError: the last update of the weights failed.
+            PolicyUnavailable: servers died, or did not answer in time.
+            PolicyError: the server refuses, or its answer cannot be trusted.
+        """
+        fleet = self._require_entered()
+        self._check_prompt(prompt_ids, images)
+        failure = "there is none"
+        for _ in range(len(fleet.members) + 1):
+            member = await fleet.member_for(rollout_id)
+            try:
+                sample = await self._sample(member, prompt_ids, sampling, images)
+                version = await fleet.versions(sample)
+                if version is not None:
+                    raw = await self._raw_logprobs(member, prompt_ids, sample, sampling, version, images)
+                    return Generation(sample.ids, sample.logprobs, sample.finish, version, raw)
+                failure = f"{member.name} has other weights than it was given"
+            except (APIMalformed, APIRefused) as error:
+                raise PolicyError(f"{member.name}: {message_of(error)}") from error
+            except ResourceError as error:
+                failure = message_of(error)
+            fleet.lost(member, failure)
+        raise PolicyUnavailable(f"No server sampled: {failure}")
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout has ended: its server has room for another."""
+        if self._fleet is not None:
+            self._fleet.routes.forget(rollout_id)
+
+    async def __aenter__(self) -> Self:
+        if self._fleet is not None:
+            raise PolicyError("The policy is already in use: it can be entered once at a time.")
+        async with AsyncExitStack() as stack:
+            stack.callback(self._exchange.close)
+            fleet = self._make_fleet(await self._members(stack))
+            stack.push_async_callback(fleet.close)
+            await fleet.start()
+            self._owned = stack.pop_all()
+        self._context_length = min(member.context_length for member in fleet.members)
+        self._fleet = fleet
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fleet, self._version = None, 0
+        await self._owned.aclose()
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, source: Source, *, reference: Reference | None = None, version: int | None = None
+    ) -> WeightUpdate:
+        """Have all servers serve other weights of the same model, and prove that they do.
+
+        Args:
+            source: a directory with safetensors files, or an iterator over names and tensors. A directory must stay
+                until the next update: a server that dies is given it again.
+            reference: log-probs by the trainer's model, to compare with; without one the weights are loaded from the
+                directory in this process. It is called once, while generations still run.
+            version: what to call the weights; by default one more than before.
+
+        Raises:
+            ConfigError: the directory has no weights.
+            PolicyUnavailable: no server can be used, or running generations did not end in time; the weights are
+                the old ones.
+            WeightUpdateError: a server could not make it; then none is used until an update succeeds.
+            WeightMismatch: the same: a server does not serve what it was given.
+        """
+        fleet = self._require_entered()
+        directory = await on_own_thread(self._exchange.put, source)
+        weights = replace(fleet.weights, directory=directory)
+        return await self._update(fleet, weights, reference, version)
+
+    async def update_adapter(
+        self, directory: str | Path, *, reference: Reference | None = None, version: int | None = None
+    ) -> WeightUpdate:
+        """Have all servers sample with a LoRA adapter from now on, in the place of the one before, and prove it.
+
+        Args:
+            directory: the adapter as peft saves it. It must stay until the next update.
+            reference, version: as of `update_weights`; without a reference peft is needed.
+
+        Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
+        """
+        fleet = self._require_entered()
+        path = adapter_directory(directory)
+        return await self._update(fleet, replace(fleet.weights, adapter=path), reference, version)
+
+    async def _update(
+        self, fleet: Fleet, weights: Weights, reference: Reference | None, version: int | None
+    ) -> WeightUpdate:
+        weights = replace(weights, version=fleet.weights.version + 1 if version is None else version)
+        reference = reference or directory_reference(self._model, weights.directory, weights.adapter)
+        made = await fleet.update(weights, reference)
+        self._version = made.version
+        await on_own_thread(self._exchange.keep_only, weights.directory)
+        return made
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    async def _members(self, stack: AsyncExitStack) -> list[Member]:
+        if self._spec is None:
+            return [RemoteMember(url, self._api_key_env, self._call_timeout_s) for url in self._urls]
+        engine = self._engine
+        if engine is None:
+            engine = await stack.enter_async_context(ResourceEngine())
+        name = uuid.uuid4().hex[:6]
+        return [
+            LeasedMember(f"{self._spec.label}, server {number} of policy {name}", self._spec, engine)
+            for number in range(self._servers)
+        ]
+
+    async def _sample(
+        self, member: Member, prompt_ids: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
+    ) -> Sample:
+        greedy = sampling.temperature == 0
+        sample = await member.server.generate(
+            _collapsed(prompt_ids, images),
+            max_tokens=min(sampling.max_tokens, self._context_length - len(prompt_ids)),
+            temperature=sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else sampling.top_k,
+            stop_ids=sampling.stop_ids,
+            seed=sampling.seed,
+            adapter=self._adapter,
+            images=[placed.image for placed in images],
+        )
+        if images and sample.prompt_ids != tuple(prompt_ids):
+            raise APIMalformed(
+                "The server puts other placeholders for the images into the prompt than the chat format does."
+            )
+        return sample
+
+    async def _raw_logprobs(
+        self,
+        member: Member,
+        prompt_ids: Sequence[int],
+        sample: Sample,
+        sampling: SamplingParams,
+        version: int | tuple[int, ...],
+        images: Sequence[PlacedImage],
+    ) -> Sequence[float] | None:
+        """Log-probs at temperature 1 without cuts; None where they are not asked for, or cannot be had."""
+        if sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0):
+            return sample.logprobs
+        whole = [*prompt_ids, *sample.ids]
+        if not self._raw or images or len(whole) >= self._context_length or version != self._version:
+            return None
+        numbers = await member.server.logprobs(whole, adapter=self._adapter)
+        return numbers[-len(sample.ids) :] if version == self._version else None
+
+    @property
+    def _adapter(self) -> str | None:
+        return ADAPTER if self._require_entered().weights.adapter is not None else None
+
+    def _check_prompt(self, prompt_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        if len(prompt_ids) >= self._context_length:
+            raise PromptTooLong(
+                f"The prompt has {len(prompt_ids)} tokens and the servers hold {self._context_length}, prompt and "
+                "sampled together: no room is left. Shorten it, or start them with a longer context_length."
+            )
+        if not prompt_ids:
+            raise PolicyError("The prompt is empty: there is nothing to continue.")
+        if images and not self.takes_images:
+            raise ConfigError(f"The conversation has images, and the model in {self._model} sees none.")
+
+    def _default_tolerance(self) -> float:
+        asked = self._spec.dtype if self._spec is not None else "auto"
+        own = self._config.get("dtype", self._config.get("torch_dtype"))
+        return TOLERANCES.get(str(own) if asked == "auto" else asked, LOW_PRECISION)
+
+    def _require_entered(self) -> Fleet:
+        if self._fleet is None:
+            raise PolicyError("The policy is not in use yet. Use it inside `async with policy:`.")
+        return self._fleet
+
+
+def _check_settings(
+    spec: ModelServerSpec | None, servers: int, urls: Sequence[str], model: str | Path | None, in_flight: str
+) -> None:
+    if isinstance(urls, str):
+        raise ConfigError(f"urls={urls!r}: write a list: [{urls!r}].")
+    if (spec is None) == (not urls):
+        raise ConfigError(
+            "VLLMPolicy needs a ModelServerSpec of servers to start, or urls of running ones: one of both."
+        )
+    if urls and (model is None or servers != 1):
+        raise ConfigError("VLLMPolicy(urls=…) needs model=…, for the tokenizer, and no number of servers.")
+    if len(set(urls)) < len(urls):
+        raise ConfigError("VLLMPolicy(urls=…) has an address twice.")
+    if servers < 1:
+        raise ConfigError(f"VLLMPolicy(servers={servers}): give at least 1.")
+    if spec is not None and spec.data_parallel > 1:
+        raise ConfigError(
+            "VLLMPolicy shares rollouts out among servers itself, so that each stays with its cache, and proves every "
+            "one of them: leave out data_parallel, and give servers=… instead."
+        )
+    if in_flight not in _RUNNING:
+        raise ConfigError(f"in_flight={in_flight!r}: write 'drain' or 'mark'.")
+
+
+def _settled_spec(spec: ModelServerSpec, model: Path, servers: int) -> ModelServerSpec:
+    """A spec with room for so many servers, whose model is the directory that the tokenizer is from."""
+    name = spec.served_name or spec.model
+    return replace(spec, model=str(model), served_name=name, capacity=max(spec.capacity, servers))
+
+
+def _collapsed(ids: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
+    """Ids with one placeholder for each image, as vLLM takes them; it puts in as many as the image needs."""
+    collapsed: list[int] = []
+    done = 0
+    for placed in sorted(images, key=lambda placed: placed.start):
+        collapsed += ids[done : placed.start]
+        span = ids[placed.start : placed.stop]
+        collapsed += [one for place, one in enumerate(span) if not place or one != span[place - 1]]
+        done = placed.stop
+    return [*collapsed, *ids[done:]]

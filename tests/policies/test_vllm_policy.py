@@ -1,0 +1,373 @@
+"""A policy over vLLM servers samples exactly or not at all; against stand-ins for the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentfly.errors import (
+    Boundary,
+    ConfigError,
+    PolicyError,
+    PolicyUnavailable,
+    PrerequisiteError,
+    PromptTooLong,
+    WeightMismatch,
+    WeightUpdateError,
+)
+from agentfly.images import Image, PlacedImage
+from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.testing.vllm_stand_in import CONTEXT, StandInVLLM, save_adapter, save_bias
+
+PLAIN = SamplingParams(max_tokens=4)
+
+
+@contextlib.asynccontextmanager
+async def served(*servers: StandInVLLM, **settings: Any) -> AsyncIterator[VLLMPolicy]:
+    """A policy over stand-ins."""
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        given = {"model": "tiny", "patience_s": 20, "probe_ids": [1, 2, 3], **settings}
+        yield await stack.enter_async_context(VLLMPolicy(urls=[server.url for server in servers], **given))
+
+
+def bias_reference(bias: float) -> Any:
+    """What the trainer's side says of weights of this bias."""
+    return lambda ids: [-bias] * (len(ids) - 1)
+
+
+def children_of(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
+async def eventually(holds: Any) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+# --- sampling ------------------------------------------------------------------------------------------------------
+
+
+async def test_ids_go_in_and_come_out_with_log_probs_and_version() -> None:
+    async with served(server := StandInVLLM()) as policy:
+        assert isinstance(policy, Policy)
+        generation = await policy.generate([5, 6], SamplingParams(max_tokens=8, stop_ids=(9,)), rollout_id="r")
+        assert list(generation.ids) == [7, 8, 9]
+        assert generation.finish == "stop"
+        assert generation.logprobs == generation.raw_logprobs == (-1.0, -1.0, -1.0)
+        assert generation.version == 0
+        assert policy.context_length == CONTEXT
+        sent = server.generated[-1]
+        assert sent["token_ids"] == [5, 6]
+        assert sent["sampling_params"]["ignore_eos"] is True
+
+
+async def test_raw_log_probs_are_told_where_they_are_known_or_asked_for() -> None:
+    warm = SamplingParams(max_tokens=2, temperature=0.5, top_k=1)
+    async with served(StandInVLLM()) as policy:
+        assert (await policy.generate([5], warm, rollout_id="r")).raw_logprobs is None
+    async with served(StandInVLLM(), raw_logprobs=True) as policy:
+        generation = await policy.generate([5], warm, rollout_id="r")
+        assert generation.logprobs == (0.0, 0.0)
+        assert generation.raw_logprobs == (-1.0, -1.0)
+
+
+async def test_a_prompt_that_fills_the_context_ends_the_rollout_without_a_request() -> None:
+    async with served(server := StandInVLLM()) as policy:
+        before = len(server.requests)
+        with pytest.raises(PromptTooLong, match="103 tokens") as caught:
+            await policy.generate([5] * 103, PLAIN, rollout_id="r")
+        assert caught.value.by_policy
+        assert len(server.requests) == before
+        generation = await policy.generate([1] * (CONTEXT - 2), PLAIN, rollout_id="r")
+        assert len(generation.ids) == 2
+        assert generation.finish == "length"
+
+
+async def test_a_sample_whose_ids_got_lost_on_the_way_is_infrastructure_and_never_trained_on() -> None:
+    async with served(server := StandInVLLM("loses ids")) as policy:
+        with pytest.raises(PolicyError, match="counts 9 sampled tokens and sends 4 ids") as caught:
+            await policy.generate([5], SamplingParams(max_tokens=9), rollout_id="r")
+        assert not caught.value.by_policy
+        assert caught.value.boundary is Boundary.POLICY
+        assert len(server.generated) == 2, "one to try the server, one for the sample: it is not asked again"
+
+
+@pytest.mark.parametrize(
+    ("how", "cure"), [("no token ids", "--enable-scale-out"), ("raw log-probs", "--logprobs-mode processed_logprobs")]
+)
+async def test_a_server_that_cannot_be_trained_from_is_refused_before_the_first_rollout(how: str, cure: str) -> None:
+    with pytest.raises((PrerequisiteError, ConfigError), match=cure):
+        async with served(StandInVLLM(how)):
+            pass
+
+
+async def test_images_travel_with_one_placeholder_each_and_what_the_server_makes_of_them_is_checked() -> None:
+    placed = PlacedImage(Image(b"png"), 1, 4)
+    async with served(server := StandInVLLM()) as policy:
+        with pytest.raises(ConfigError, match="sees none"):
+            await policy.generate([5, 7, 7, 7, 8], PLAIN, rollout_id="r", images=[placed])
+        policy._config["vision_config"] = {}
+        generation = await policy.generate([5, 7, 7, 7, 8], PLAIN, rollout_id="r", images=[placed])
+        assert len(generation.ids) == 4
+        assert server.generated[-1]["token_ids"] == [5, 7, 8]
+        assert server.generated[-1]["content_parts"] == [{"type": "image_url", "url": placed.image.url}]
+        with pytest.raises(PolicyError, match="other placeholders"):
+            await policy.generate([5, 7, 7, 8], PLAIN, rollout_id="r", images=[PlacedImage(Image(b"png"), 1, 3)])
+
+
+# --- servers -------------------------------------------------------------------------------------------------------
+
+
+async def test_cancelled_generations_end_on_the_server_one_by_one() -> None:
+    async with served(server := StandInVLLM()) as policy:
+        server.free.clear()
+        tasks = [asyncio.create_task(policy.generate([5], PLAIN, rollout_id=f"r{number}")) for number in range(50)]
+        await eventually(lambda: server.running == 50)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await eventually(lambda: server.running == 0)
+        assert server.given_up == 50
+        assert all(task.cancelled() for task in tasks)
+        assert len(server.generated) == 51, "and nobody asked again"
+
+
+async def test_rollouts_are_shared_out_and_each_stays_at_its_server() -> None:
+    servers = [StandInVLLM() for _ in range(3)]
+    async with served(*servers) as policy:
+        rollouts = [f"r{number}" for number in range(12)]
+        for turn in range(3):
+            await asyncio.gather(*(policy.generate([turn + 1], PLAIN, rollout_id=rollout) for rollout in rollouts))
+        assert sorted(policy.loads.values()) == [4, 4, 4]
+        assert [len(server.generated) - 1 for server in servers] == [12, 12, 12]
+        for rollout in rollouts:
+            policy.forget(rollout)
+        assert policy.loads == {}
+
+
+async def test_when_a_server_dies_its_rollouts_move_and_it_comes_back() -> None:
+    servers = [StandInVLLM(), StandInVLLM()]
+    async with served(*servers) as policy:
+        await asyncio.gather(*(policy.generate([1], PLAIN, rollout_id=f"r{number}") for number in range(6)))
+        for server in servers:
+            server.free.clear()
+        asking = [asyncio.create_task(policy.generate([1], PLAIN, rollout_id=f"r{number}")) for number in range(6)]
+        await eventually(lambda: servers[0].running + servers[1].running == 6)
+        await servers[0].__aexit__()
+        for server in servers:
+            server.free.set()
+        generations = await asyncio.gather(*asking)
+        assert [list(generation.ids) for generation in generations] == [[2, 3, 4, 5]] * 6
+        assert list(policy.loads.values()) == [6]
+        servers[0].begin_anew()
+        await servers[0].__aenter__()
+        await eventually(lambda: all(member.up for member in policy._require_entered().members))
+        await policy.generate([1], PLAIN, rollout_id="new")
+        assert sorted(policy.loads.values()) == [1, 6]
+
+
+async def test_the_death_of_the_only_server_is_infrastructure() -> None:
+    async with served(server := StandInVLLM(), patience_s=0.2) as policy:
+        server.free.clear()
+        asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
+        await eventually(lambda: server.running == 1)
+        await server.__aexit__()
+        with pytest.raises(PolicyUnavailable) as caught:
+            await asking
+        assert not caught.value.by_policy
+
+
+async def test_a_generation_that_the_server_aborts_is_sampled_anew() -> None:
+    async with served(server := StandInVLLM("aborts")) as policy:
+        asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
+        await eventually(lambda: len(server.generated) > 1)
+        server.how.clear()
+        assert list((await asking).ids) == [2, 3, 4, 5]
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_are_updated_on_all_servers_and_proved(tmp_path: Path) -> None:
+    servers = [StandInVLLM(), StandInVLLM()]
+    async with served(*servers) as policy:
+        made = await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        assert (made.version, made.distance, made.before) == (1, 0.0, 0.5)
+        assert [server.bias for server in servers] == [1.5, 1.5]
+        for number in range(4):
+            generation = await policy.generate([1], PLAIN, rollout_id=f"r{number}")
+            assert (generation.version, generation.logprobs) == (1, (-1.5,) * 4)
+        assert policy.version == 1
+        assert all(server.asked("/reset_prefix_cache") for server in servers)
+
+
+async def test_tensors_go_through_a_directory_that_is_removed_once_they_are_superseded(tmp_path: Path) -> None:
+    async with served(StandInVLLM(), exchange=tmp_path) as policy:
+        for bias in (2.0, 3.0):
+            tensors = iter({"bias": torch.tensor([bias])}.items())
+            await policy.update_weights(tensors, reference=bias_reference(bias))
+        (home,) = children_of(tmp_path)
+        assert [path.name for path in children_of(home)] == ["2"]
+        assert home / "2" / "config.json" in children_of(home / "2"), "it is a whole model, for transformers too"
+    assert children_of(tmp_path) == []
+
+
+async def test_a_server_that_keeps_old_weights_is_found_out_and_nothing_is_sampled_until_an_update_succeeds(
+    tmp_path: Path,
+) -> None:
+    servers = [StandInVLLM(), StandInVLLM("loads nothing")]
+    async with served(*servers) as policy:
+        with pytest.raises(WeightMismatch, match=r"0\.5 nats a token"):
+            await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        assert policy.version == 0
+        for number in range(4):
+            with pytest.raises(WeightUpdateError, match="last update of the weights failed") as caught:
+                await policy.generate([1], PLAIN, rollout_id=f"r{number}")
+            assert not caught.value.by_policy
+        servers[1].how.clear()
+        await policy.update_weights(save_bias(tmp_path / "2", 1.75), reference=bias_reference(1.75))
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).logprobs == (-1.75,) * 4
+
+
+async def test_an_update_too_small_to_be_told_from_rounding_must_change_something_all_the_same(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM(), tolerance=0.1) as policy:
+        await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        server.how.add("loads nothing")
+        with pytest.raises(WeightMismatch, match="had no effect"):
+            await policy.update_weights(save_bias(tmp_path / "2", 1.51), reference=bias_reference(1.51))
+
+
+async def test_a_server_that_refuses_the_weights_stops_the_whole_fleet_with_its_words(tmp_path: Path) -> None:
+    async with served(StandInVLLM(), StandInVLLM("cannot load")) as policy:
+        with pytest.raises(WeightUpdateError, match="shapes do not fit"):
+            await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        with pytest.raises(WeightUpdateError, match="shapes do not fit"):
+            await policy.generate([1], PLAIN, rollout_id="r")
+
+
+async def test_a_reference_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    def broken(ids: Sequence[int]) -> Sequence[float]:
+        raise RuntimeError("the trainer has no memory left")
+
+    async with served(server := StandInVLLM()) as policy:
+        with pytest.raises(RuntimeError, match="no memory"):
+            await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=broken)
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).version == 0
+        assert server.bias == 1.0
+
+
+async def test_generations_in_flight_go_on_and_say_which_token_came_from_which_weights(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM(), in_flight="mark") as policy:
+        server.free.clear()
+        asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
+        await eventually(lambda: server.running == 1)
+        await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        server.free.set()
+        assert (await asking).version == (0, 0, 1, 1)
+
+
+async def test_a_generation_that_unproved_weights_had_a_part_in_is_refused(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM("loads nothing"), in_flight="mark") as policy:
+        server.free.clear()
+        asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
+        await eventually(lambda: server.running == 1)
+        with pytest.raises(WeightMismatch):
+            await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        server.free.set()
+        with pytest.raises(WeightUpdateError):
+            await asking
+
+
+async def test_generations_wait_while_an_update_runs(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def slow(ids: Sequence[int]) -> Sequence[float]:
+        begun.set()
+        return [-1.5] * (len(ids) - 1)
+
+    async with served(server := StandInVLLM()) as policy:
+        updating = asyncio.create_task(policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=slow))
+        await begun.wait()
+        await eventually(lambda: server.asked("/pause"))
+        generation = await policy.generate([1], PLAIN, rollout_id="r")
+        assert (await updating).version == generation.version == 1
+
+
+async def test_a_cancelled_update_leaves_nothing_to_sample_from(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM()) as policy:
+        updating = asyncio.create_task(
+            policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        )
+        await eventually(lambda: server.asked("/collective_rpc"))
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        with pytest.raises(WeightUpdateError, match="cut short"):
+            await policy.generate([1], PLAIN, rollout_id="r")
+        assert not server.paused
+
+
+async def test_a_server_that_started_again_with_its_own_weights_is_given_the_policys_before_it_samples(
+    tmp_path: Path,
+) -> None:
+    async with served(server := StandInVLLM()) as policy:
+        await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        server.begin_anew()
+        generation = await policy.generate([1], PLAIN, rollout_id="r")
+        assert (generation.version, generation.logprobs) == (1, (-1.5,) * 4)
+        assert server.bias == 1.5
+
+
+async def test_a_server_that_a_policy_left_with_other_weights_goes_back_to_its_own(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM()) as policy:
+        await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+    assert server.bias == 1.5
+    async with served(server) as policy:
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).logprobs == (-1.0,) * 4
+
+
+async def test_an_adapter_is_sampled_from_and_proved(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM()) as policy:
+        with pytest.raises(ConfigError, match="no LoRA adapter"):
+            await policy.update_adapter(tmp_path)
+        for version, bias in enumerate((0.25, 0.5), start=1):
+            path = save_adapter(tmp_path / str(version), bias)
+            made = await policy.update_adapter(path, reference=bias_reference(1 + bias))
+            assert made.version == version
+            assert (await policy.generate([1], PLAIN, rollout_id="r")).logprobs == (-1 - bias,) * 4
+        assert server.generated[-1]["model"] == "policy"
+        with pytest.raises(WeightMismatch):
+            await policy.update_adapter(save_adapter(tmp_path / "3", 0.75), reference=bias_reference(3.0))
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({}, "one of both"),
+        ({"spec": ModelServerSpec(model="tiny"), "urls": ["http://a/v1"]}, "one of both"),
+        ({"urls": ["http://a/v1"]}, "needs model="),
+        ({"urls": "http://a/v1", "model": "tiny"}, "write a list"),
+        ({"urls": ["http://a/v1"] * 2, "model": "tiny"}, "twice"),
+        ({"spec": ModelServerSpec(model="tiny"), "servers": 0}, "at least 1"),
+        ({"spec": ModelServerSpec(model="tiny", data_parallel=2)}, "servers="),
+        ({"spec": ModelServerSpec(model="tiny"), "in_flight": "keep"}, "'drain' or 'mark'"),
+        ({"spec": ModelServerSpec(model="tiny", adapters=1), "raw_logprobs": True}, "with adapters"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        VLLMPolicy(**settings)

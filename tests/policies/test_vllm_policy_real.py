@@ -1,0 +1,193 @@
+"""A policy over a real vLLM, on the processor: its tokens and weights against transformers on the same weights.
+
+vLLM has an environment of its own. It is looked for where ``$AGENTFLY_VLLM_PYTHON`` says, and in ``.venv-vllm``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentfly.errors import PrerequisiteError, WeightMismatch, WeightUpdateError
+from agentfly.policies.policy import Generation, SamplingParams
+from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.policies.vllm.reference import model_reference
+from agentfly.resources.models.engine import probe_vllm
+from agentfly.resources.models.server import ModelServer
+from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get(PYTHON_VARIABLE) or str(ROOT / ".venv-vllm")
+TINY = str(ROOT / "src/agentfly/policies/models/tiny")
+PROMPT = [17, 250, 33, 4, 99, 130, 7, 301]
+CLOSE = 0.001
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    try:
+        probe_vllm(PYTHON)
+    except PrerequisiteError as missing:
+        pytest.skip(f"There is no vLLM. Make .venv-vllm with: make vllm. ({missing})")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLY_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def policy(state: None) -> AsyncIterator[VLLMPolicy]:
+    """A policy whose one server an engine starts, as fast as it can: not compiled, in two processes and not three."""
+    spec = ModelServerSpec(
+        model="tiny",
+        python=PYTHON,
+        device="cpu",
+        dtype="float32",
+        kv_cache="64MiB",
+        adapters=1,
+        adapter_rank=4,
+        arguments=("--enforce-eager", "--distributed-executor-backend", "uni"),
+        env=(("OMP_NUM_THREADS", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")),
+        start_timeout_s=240,
+    )
+    async with VLLMPolicy(spec, raw_logprobs=True, in_flight="mark") as policy:
+        yield policy
+
+
+@pytest.fixture
+def own() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def other(own: PreTrainedModel) -> PreTrainedModel:
+    """Other weights for the same model, whose embedding is its output layer too."""
+    assert own.config.tie_word_embeddings
+    changed = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    for weights in changed.parameters():
+        weights.data += 0.02 * torch.randn(weights.shape, generator=generator)
+    return changed
+
+
+def server_of(policy: VLLMPolicy) -> ModelServer:
+    (member,) = policy._require_entered().members
+    assert isinstance(member.server, ModelServer)
+    return member.server
+
+
+def logprobs_of(
+    model: PreTrainedModel, ids: Sequence[int], prompt: int, temperature: float = 1.0, top_p: float = 1.0
+) -> list[float]:
+    """Log-probs by transformers of what follows a prompt, under the distribution that was sampled from."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)])).logits[0, prompt - 1 : -1].float() / temperature
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    cut = ordered.cumsum(-1) - ordered >= top_p
+    logits = logits.scatter(1, order, ordered.log().masked_fill(cut, -torch.inf))
+    return logits.log_softmax(-1).gather(1, torch.tensor(list(ids[prompt:]))[:, None])[:, 0].tolist()
+
+
+def expected(model: PreTrainedModel, generation: Generation, **how: float) -> list[float]:
+    return logprobs_of(model, [*PROMPT, *generation.ids], len(PROMPT), **how)
+
+
+async def running(server: ModelServer) -> float:
+    root, headers = server.base_url.removesuffix("/v1"), {"Authorization": f"Bearer {server.api_key}"}
+    async with httpx.AsyncClient(base_url=root, headers=headers) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    counted = [line for line in lines if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))]
+    return sum(float(line.split()[-1]) for line in counted)
+
+
+async def test_log_probs_are_those_of_the_sampling_distribution_with_the_raw_ones_beside(
+    policy: VLLMPolicy, own: PreTrainedModel
+) -> None:
+    for how in ({}, {"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}):
+        sampling = SamplingParams(max_tokens=32, seed=3, **how)
+        generation = await policy.generate(PROMPT, sampling, rollout_id="r")
+        assert generation.finish == "length"
+        assert generation.version == 0
+        assert generation.logprobs == pytest.approx(expected(own, generation, **how), abs=CLOSE)
+        assert generation.raw_logprobs == pytest.approx(expected(own, generation), abs=CLOSE)
+
+
+async def test_cancelled_generations_leave_the_server_with_nothing_to_do(policy: VLLMPolicy) -> None:
+    sampling = SamplingParams(max_tokens=1000)
+    tasks = [asyncio.create_task(policy.generate(PROMPT, sampling, rollout_id=f"r{n}")) for n in range(50)]
+    async with asyncio.timeout(60):
+        while await running(server_of(policy)) < 50:
+            assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    async with asyncio.timeout(60):
+        while await running(server_of(policy)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert all(task.cancelled() for task in await asyncio.sleep(0, tasks))
+
+
+async def test_weights_put_in_place_under_a_running_generation_are_those_that_sample_from_then_on(
+    policy: VLLMPolicy, own: PreTrainedModel, other: PreTrainedModel
+) -> None:
+    asking = asyncio.create_task(policy.generate(PROMPT, SamplingParams(max_tokens=1000), rollout_id="long"))
+    await asyncio.sleep(0.3)
+    made = await policy.update_weights(other.state_dict().items())
+    assert made.distance < CLOSE
+    assert made.before > 0.1
+    generation = await asking
+    assert isinstance(generation.version, tuple)
+    assert sorted(set(generation.version)) == [0, 1]
+    assert len(generation.version) == len(generation.ids) == 1000
+    turned = generation.version.index(1)
+    assert generation.logprobs is not None
+    assert generation.logprobs[:turned] == pytest.approx(expected(own, generation)[:turned], abs=CLOSE)
+    assert generation.logprobs[turned:] == pytest.approx(expected(other, generation)[turned:], abs=CLOSE)
+    after = await policy.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0.5), rollout_id="long")
+    assert after.version == 1
+    assert after.logprobs == pytest.approx(expected(other, after, temperature=0.5), abs=CLOSE)
+
+
+async def test_an_adapter_is_reloaded_in_place_and_proved(
+    policy: VLLMPolicy, other: PreTrainedModel, tmp_path: Path
+) -> None:
+    adapted: Any = get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    distances = []
+    for step in range(2):
+        for name, weights in adapted.named_parameters():
+            if "lora_B" in name:
+                weights.data += 0.2 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(step))
+        adapted.save_pretrained(tmp_path / str(step))
+        made = await policy.update_adapter(tmp_path / str(step))
+        distances.append(made.before)
+        generation = await policy.generate(PROMPT, SamplingParams(max_tokens=32), rollout_id="r")
+        assert generation.version == policy.version == 2 + step
+        assert generation.logprobs == pytest.approx(expected(adapted, generation), abs=CLOSE)
+    assert min(distances) > 10 * CLOSE, "each adapter is another model"
+
+
+async def test_vllms_own_reload_of_a_tied_model_is_found_out(
+    policy: VLLMPolicy, other: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the processor it keeps the old output layer and says that all is well."""
+    monkeypatch.setenv("SERVER_KEY", server_of(policy).api_key)
+    address = {"urls": [server_of(policy).base_url], "model": TINY, "api_key_env": "SERVER_KEY"}
+    other.save_pretrained(tmp_path)
+    async with VLLMPolicy(**address, loaded_by="reload_weights") as careless:
+        with pytest.raises(WeightMismatch, match="reload_weights"):
+            await careless.update_weights(tmp_path, reference=model_reference(other))
+        with pytest.raises(WeightUpdateError):
+            await careless.generate(PROMPT, SamplingParams(max_tokens=1), rollout_id="r")
+    async with VLLMPolicy(**address) as careful:
+        made = await careful.update_weights(tmp_path, reference=model_reference(other))
+        assert made.distance < CLOSE

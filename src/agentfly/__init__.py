@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agentfly.images import Image as Image
     from agentfly.policies.openai import OpenAIPolicy as OpenAIPolicy
     from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
+    from agentfly.policies.vllm.policy import VLLMPolicy as VLLMPolicy
     from agentfly.resources.apis.spec import ModelAPISpec as ModelAPISpec
     from agentfly.resources.containers.spec import ContainerSpec as ContainerSpec
     from agentfly.resources.engine import ResourceEngine as ResourceEngine
@@ -73,6 +74,7 @@ _HOMES = {
     "ToolResult": "agentfly.agents.tool",
     "TrainConfig": "agentfly.training.config",
     "Trajectory": "agentfly.trajectory",
+    "VLLMPolicy": "agentfly.policies.vllm.policy",
     "Window": "agentfly.agents.memory.window",
     "check": "agentfly.rollouts.preflight",
     "evaluate": "agentfly.rollouts.run",

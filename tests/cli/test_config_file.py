@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.cli.config_file import MemoryConfig, PolicyConfig, RunConfig, load_config, save_config
+from agentfly.cli.config_file import MemoryConfig, PolicyConfig, RunConfig, VLLMConfig, load_config, save_config
 from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
 
@@ -79,6 +79,33 @@ def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
     assert "'tasks' is needed" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("policy: vllm\n", VLLMConfig()),
+        (
+            "policy:\n  kind: vllm\n  servers: 2\n  server: {dtype: float32}\n",
+            VLLMConfig(servers=2, server={"dtype": "float32"}),
+        ),
+        ("policy:\n  base_url: http://localhost:1/v1\n", PolicyConfig(base_url="http://localhost:1/v1")),
+    ],
+)
+def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
+    assert load_config(written(tmp_path, MINIMAL + text)).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("policy:\n  kind: vllm\n  severs: 2\n", "no key 'policy.severs'"),
+        ("policy:\n  model: m\n", "key 'policy.base_url' is needed"),
+    ],
+)
+def test_a_slip_in_a_policy_is_told_by_its_key(tmp_path, text, told):
+    with pytest.raises(ConfigError, match=told):
+        load_config(written(tmp_path, MINIMAL + text))
+
+
 def test_a_missing_file_is_told(tmp_path):
     with pytest.raises(ConfigError, match="no configuration file"):
         load_config(tmp_path / "none.yaml")
@@ -88,7 +115,7 @@ def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
 
 
-@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, MemoryConfig, TrainConfig])
+@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, MemoryConfig, VLLMConfig, TrainConfig])
 def test_the_guide_lists_every_field_with_its_default_and_meaning(model):
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "configuration.md").read_text()
     for name, field in model.model_fields.items():

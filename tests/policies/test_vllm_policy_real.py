@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import agentfly as af
 from agentfly.errors import PrerequisiteError, WeightMismatch, WeightUpdateError
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
@@ -61,7 +62,7 @@ async def policy(state: None) -> AsyncIterator[VLLMPolicy]:
         env=(("OMP_NUM_THREADS", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")),
         start_timeout_s=240,
     )
-    async with VLLMPolicy(spec, raw_logprobs=True, in_flight="mark") as policy:
+    async with VLLMPolicy(spec, in_flight="mark") as policy:
         yield policy
 
 
@@ -87,20 +88,17 @@ def server_of(policy: VLLMPolicy) -> ModelServer:
     return member.server
 
 
-def logprobs_of(
-    model: PreTrainedModel, ids: Sequence[int], prompt: int, temperature: float = 1.0, top_p: float = 1.0
+def expected(
+    model: Any, generation: Generation, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 10**6
 ) -> list[float]:
-    """Log-probs by transformers of what follows a prompt, under the distribution that was sampled from."""
+    """Log-probs by transformers, under the distribution that was sampled from."""
+    ids = [*PROMPT, *generation.ids]
     with torch.inference_mode():
-        logits = model(torch.tensor([list(ids)])).logits[0, prompt - 1 : -1].float() / temperature
+        logits = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].float() / temperature
     ordered, order = logits.softmax(-1).sort(descending=True)
-    cut = ordered.cumsum(-1) - ordered >= top_p
+    cut = (ordered.cumsum(-1) - ordered >= top_p) | (torch.arange(ordered.shape[-1]) >= top_k)
     logits = logits.scatter(1, order, ordered.log().masked_fill(cut, -torch.inf))
-    return logits.log_softmax(-1).gather(1, torch.tensor(list(ids[prompt:]))[:, None])[:, 0].tolist()
-
-
-def expected(model: PreTrainedModel, generation: Generation, **how: float) -> list[float]:
-    return logprobs_of(model, [*PROMPT, *generation.ids], len(PROMPT), **how)
+    return logits.log_softmax(-1).gather(1, torch.tensor(list(generation.ids))[:, None])[:, 0].tolist()
 
 
 async def running(server: ModelServer) -> float:
@@ -111,16 +109,63 @@ async def running(server: ModelServer) -> float:
     return sum(float(line.split()[-1]) for line in counted)
 
 
+@pytest.fixture
+def address(policy: VLLMPolicy, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Where another policy finds the same server."""
+    monkeypatch.setenv("SERVER_KEY", server_of(policy).api_key)
+    return {"urls": [server_of(policy).base_url], "model": TINY, "api_key_env": "SERVER_KEY"}
+
+
 async def test_log_probs_are_those_of_the_sampling_distribution_with_the_raw_ones_beside(
-    policy: VLLMPolicy, own: PreTrainedModel
+    address: dict[str, Any], own: PreTrainedModel
 ) -> None:
-    for how in ({}, {"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}):
-        sampling = SamplingParams(max_tokens=32, seed=3, **how)
-        generation = await policy.generate(PROMPT, sampling, rollout_id="r")
-        assert generation.finish == "length"
-        assert generation.version == 0
-        assert generation.logprobs == pytest.approx(expected(own, generation, **how), abs=CLOSE)
-        assert generation.raw_logprobs == pytest.approx(expected(own, generation), abs=CLOSE)
+    async with VLLMPolicy(**address, raw_logprobs=True) as policy:
+        for how in ({}, {"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}, {"top_k": 3}, {"temperature": 0}):
+            generation = await policy.generate(PROMPT, SamplingParams(max_tokens=32, seed=3, **how), rollout_id="r")
+            assert generation.finish == "length"
+            assert generation.version == 0
+            under = {**how, "temperature": how.get("temperature") or 1.0}
+            assert generation.logprobs == pytest.approx(expected(own, generation, **under), abs=CLOSE)
+            assert generation.raw_logprobs == pytest.approx(expected(own, generation), abs=CLOSE)
+
+
+async def test_policies_at_one_server_never_sample_from_each_others_weights(
+    policy: VLLMPolicy, address: dict[str, Any], own: PreTrainedModel, other: PreTrainedModel, tmp_path: Path
+) -> None:
+    other.save_pretrained(tmp_path)
+    async with VLLMPolicy(**address) as another:
+        await another.update_weights(tmp_path, reference=model_reference(other))
+        theirs = await another.generate(PROMPT, SamplingParams(max_tokens=16), rollout_id="r")
+        assert theirs.logprobs == pytest.approx(expected(other, theirs), abs=CLOSE)
+        ours = await policy.generate(PROMPT, SamplingParams(max_tokens=16), rollout_id="r")
+        assert ours.version == 0
+        assert ours.logprobs == pytest.approx(expected(own, ours), abs=CLOSE)
+
+
+async def test_rollouts_with_tools_are_exact_to_the_token(policy: VLLMPolicy, own: PreTrainedModel) -> None:
+    """The log-probs of every sampled token of a whole conversation, by transformers on the sequence as it stands."""
+
+    @af.tool
+    def stock(item: str) -> str:
+        """How much there is of something.
+
+        Args:
+            item: what.
+        """
+        return f"{item}: half"
+
+    agent = af.Agent(model="tiny", tools=[stock], max_turns=4, max_tokens_per_turn=40)
+    loads = policy.loads
+    result = await af.run(agent, [f"What to do about {item}?" for item in ("eggs", "tea")], attempts=2, policy=policy)
+    sequences = [sequence for trajectory in result.trajectories for sequence in trajectory.sequences]
+    assert len(sequences) == 4
+    assert policy.loads == loads, "the rollouts that ended are forgotten"
+    for sequence in sequences:
+        ids, mask = list(sequence.ids), list(sequence.loss_mask)
+        with torch.inference_mode():
+            scores = own(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        for place in [place for place, sampled in enumerate(mask) if sampled]:
+            assert sequence.logprobs[place] == pytest.approx(scores[place - 1, ids[place]].item(), abs=CLOSE)
 
 
 async def test_cancelled_generations_leave_the_server_with_nothing_to_do(policy: VLLMPolicy) -> None:
@@ -140,20 +185,28 @@ async def test_cancelled_generations_leave_the_server_with_nothing_to_do(policy:
 async def test_weights_put_in_place_under_a_running_generation_are_those_that_sample_from_then_on(
     policy: VLLMPolicy, own: PreTrainedModel, other: PreTrainedModel
 ) -> None:
-    asking = asyncio.create_task(policy.generate(PROMPT, SamplingParams(max_tokens=1000), rollout_id="long"))
-    await asyncio.sleep(0.3)
-    made = await policy.update_weights(other.state_dict().items())
+    generations: list[Generation] = []
+    ended = asyncio.Event()
+
+    async def keep_sampling(rollout_id: str) -> None:
+        while not ended.is_set():
+            generations.append(await policy.generate(PROMPT, SamplingParams(max_tokens=300), rollout_id=rollout_id))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(2):
+            group.create_task(keep_sampling(f"r{number}"))
+        made = await policy.update_weights(other.state_dict().items())
+        ended.set()
     assert made.distance < CLOSE
     assert made.before > 0.1
-    generation = await asking
-    assert isinstance(generation.version, tuple)
-    assert sorted(set(generation.version)) == [0, 1]
-    assert len(generation.version) == len(generation.ids) == 1000
-    turned = generation.version.index(1)
-    assert generation.logprobs is not None
-    assert generation.logprobs[:turned] == pytest.approx(expected(own, generation)[:turned], abs=CLOSE)
-    assert generation.logprobs[turned:] == pytest.approx(expected(other, generation)[turned:], abs=CLOSE)
-    after = await policy.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0.5), rollout_id="long")
+    under_way = [generation for generation in generations if isinstance(generation.version, tuple)]
+    assert under_way
+    for generation in under_way:
+        assert sorted(set(generation.version)) == [0, 1]
+        turned = generation.version.index(1)
+        assert generation.logprobs[:turned] == pytest.approx(expected(own, generation)[:turned], abs=CLOSE)
+        assert generation.logprobs[turned:] == pytest.approx(expected(other, generation)[turned:], abs=CLOSE)
+    after = await policy.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0.5), rollout_id="r0")
     assert after.version == 1
     assert after.logprobs == pytest.approx(expected(other, after, temperature=0.5), abs=CLOSE)
 
@@ -177,12 +230,16 @@ async def test_an_adapter_is_reloaded_in_place_and_proved(
 
 
 async def test_vllms_own_reload_of_a_tied_model_is_found_out(
-    policy: VLLMPolicy, other: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: VLLMPolicy, address: dict[str, Any], other: PreTrainedModel, tmp_path: Path
 ) -> None:
     """On the processor it keeps the old output layer and says that all is well."""
-    monkeypatch.setenv("SERVER_KEY", server_of(policy).api_key)
-    address = {"urls": [server_of(policy).base_url], "model": TINY, "api_key_env": "SERVER_KEY"}
+    for weights in other.parameters():
+        weights.data += 0.02 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
     other.save_pretrained(tmp_path)
+    with pytest.raises(PrerequisiteError, match="Start the server again"):
+        async with VLLMPolicy(**address, loaded_by="reload_weights"):
+            pass
+    await server_of(policy).label_weights("default")  # as if it had just been started
     async with VLLMPolicy(**address, loaded_by="reload_weights") as careless:
         with pytest.raises(WeightMismatch, match="reload_weights"):
             await careless.update_weights(tmp_path, reference=model_reference(other))

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from agentfly.errors import APIRefused, PrerequisiteError, ResourceDied, ResourceStartError
 from agentfly.resources.keeping.reaping import running_in
 from agentfly.resources.models.engine import probe_vllm
+from agentfly.resources.models.sample import WeightSpan
 from agentfly.resources.models.server import ModelServer
 from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
 from agentfly.resources.resource import Status
@@ -210,11 +211,14 @@ async def test_an_adapter_is_sampled_from_until_a_reset(
     assert await server.status() is Status.HEALTHY
 
 
-async def test_when_the_engine_is_killed_the_server_is_there_again_with_its_adapters(
-    server: ModelServer, adapter: tuple[str, Any]
+async def test_when_the_engine_is_killed_the_server_is_there_again_with_its_weights_and_adapters(
+    server: ModelServer, reference: Any, adapter: tuple[str, Any], tmp_path: Path
 ) -> None:
     path, merged = adapter
+    reference.save_pretrained(tmp_path)
     await server.load_adapter("mine", path)
+    await server.load_weights(tmp_path)
+    await server.label_weights("mine")
     address = server.base_url
     asking = asyncio.create_task(server.generate(PROMPT, max_tokens=300, adapter="mine"))
     await asyncio.sleep(0.1)
@@ -222,6 +226,7 @@ async def test_when_the_engine_is_killed_the_server_is_there_again_with_its_adap
     engine_of(server).send_signal(signal.SIGKILL)
     sample = await asking
     assert len(sample.ids) == 300
+    assert sample.weights == (WeightSpan("mine", 0, 300),)
     assert sample.logprobs[:24] == pytest.approx(logprobs_of(merged, PROMPT, sample.ids[:24]), abs=CLOSE)
     assert server.base_url == address
     assert await server.status() is Status.HEALTHY

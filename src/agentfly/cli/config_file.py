@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, Tag, ValidationError, field_validator
 
 from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
@@ -46,6 +46,30 @@ class MemoryConfig(BaseModel):
     """``full``, ``window`` or ``summary``."""
 
 
+class VLLMConfig(BaseModel):
+    """The agent's model served by vLLM, for evaluations and rollouts; `agentfly.policies.vllm.policy.VLLMPolicy`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["vllm"] = "vllm"
+    """``vllm``; ``policy: vllm`` alone is one server with all settings as they are here."""
+    servers: PositiveInt = 1
+    """Number of servers that are started; rollouts are shared out among them."""
+    server: dict[str, Any] = {}
+    """Fields of `agentfly.ModelServerSpec` for each of them, such as ``dtype`` and ``context_length``."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that run already, in place of those."""
+    api_key_env: str | None = None
+    """The environment variable with the key of these."""
+    raw_logprobs: bool = False
+    """Whether log-probs at temperature 1 are told also where tokens are sampled otherwise."""
+
+
+def _kind_of(policy: Any) -> str:
+    kind = policy.get("kind") if isinstance(policy, dict) else getattr(policy, "kind", None)
+    return "(vllm)" if kind == "vllm" else "(endpoint)"
+
+
 class RunConfig(BaseModel):
     """What a run is made of.
 
@@ -58,8 +82,13 @@ class RunConfig(BaseModel):
     """Reference of an `Agent`, or of a function that takes a model and returns one."""
     model: str | None = None
     """Name, Hugging Face id or directory of the model; the agent's own if not given."""
-    policy: PolicyConfig | None = None
-    """The endpoint to ask, for evaluations and rollouts; the model is loaded into this process if not given."""
+    policy: (
+        Annotated[
+            Annotated[PolicyConfig, Tag("(endpoint)")] | Annotated[VLLMConfig, Tag("(vllm)")], Discriminator(_kind_of)
+        ]
+        | None
+    ) = None
+    """What evaluations and rollouts ask: an endpoint, or ``vllm``; if not given, the model in this process."""
     memory: MemoryConfig | None = None
     """What the agent recalls of the conversation at each turn; as the agent says if not given."""
     tasks: str
@@ -77,6 +106,11 @@ class RunConfig(BaseModel):
     """Where modules are looked for first, and what paths are relative to: the configuration file's own directory."""
     training: TrainConfig = Field(default_factory=TrainConfig)
     """How to train; evaluations and rollouts read their share of it."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _by_its_word(cls, value: Any) -> Any:
+        return {"kind": value} if value == "vllm" else value
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -158,7 +192,7 @@ def _change(override: str) -> Any:
 
 def _complaints(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
+        where = ".".join(str(part) for part in problem["loc"] if str(part)[0] != "(")
         if problem["type"] == "extra_forbidden":
             near = field_called(where) or next(
                 iter(difflib.get_close_matches(where, RunConfig.model_fields, n=1)), None

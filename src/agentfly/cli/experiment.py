@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from agentfly.cli.config_file import PolicyConfig, RunConfig, VLLMConfig
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
 from agentfly.task import Task, as_tasks
@@ -19,7 +20,6 @@ from agentfly.task import Task, as_tasks
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent
     from agentfly.agents.group_reward import AnyReward
-    from agentfly.cli.config_file import RunConfig
     from agentfly.events import EventStream
     from agentfly.policies.policy import ChatPolicy, Policy
     from agentfly.policies.scripted import Script
@@ -84,7 +84,7 @@ class Experiment:
             ConfigError: there is no such model.
             PrerequisiteError: the model cannot be had.
         """
-        if self.config.policy is not None:
+        if isinstance(self.config.policy, PolicyConfig):
             return
         from agentfly.policies.catalog import find_model
 
@@ -107,7 +107,9 @@ class Experiment:
     def model_name(self) -> str:
         """What is shown as the model."""
         asked = self.config.policy
-        return str(self.agent.model) if asked is None else asked.model or f"the model at {asked.base_url}"
+        if not isinstance(asked, PolicyConfig):
+            return str(self.agent.model)
+        return asked.model or f"the model at {asked.base_url}"
 
     def policy(self) -> Policy | ChatPolicy:
         """The policy that is configured, to be entered."""
@@ -115,10 +117,21 @@ class Experiment:
             from agentfly.policies.load import load_policy
 
             return load_policy(self.agent.model, **self.config.training.policy_settings)
+        settings = self.config.policy.model_dump()
+        if isinstance(self.config.policy, VLLMConfig):
+            return self._vllm_policy(settings)
         from agentfly.policies.openai import OpenAIPolicy
 
-        settings = self.config.policy.model_dump()
         return OpenAIPolicy(settings.pop("base_url"), settings.pop("model"), **settings)
+
+    def _vllm_policy(self, settings: dict[str, Any]) -> Policy:
+        from agentfly.policies.vllm.policy import VLLMPolicy
+        from agentfly.resources.models.spec import ModelServerSpec
+
+        del settings["kind"]
+        model, fields = str(self.agent.model), settings.pop("server")
+        spec = None if settings["urls"] else ModelServerSpec(model=model, **fields)
+        return VLLMPolicy(spec, model=model, **settings)
 
 
 def _agent(config: RunConfig, base: Path) -> Agent:

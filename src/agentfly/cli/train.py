@@ -73,7 +73,8 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
 
     if config.policy is not None:
         raise ConfigError(
-            "policy names an endpoint, whose weights cannot be trained from here. Leave it out, and name a model."
+            "policy is for evaluations and rollouts: training samples from the model that it trains, in this process. "
+            "Leave it out, and name a model."
         )
     experiment = Experiment.of(config)
     experiment.require_definitions([*experiment.tasks, *(experiment.eval_tasks or [])])

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentfly.errors import AgentFlyError, PolicyError, PolicyUnavailable, ResourceError, WeightUpdateError, message_of
+from agentfly.errors import (
+    AgentFlyError,
+    PolicyError,
+    PolicyUnavailable,
+    PrerequisiteError,
+    ResourceError,
+    WeightUpdateError,
+    message_of,
+)
 from agentfly.policies.vllm.members import Member
 from agentfly.policies.vllm.proof import Proof, mean_distance
 from agentfly.policies.vllm.reference import Reference, ask
@@ -277,12 +285,21 @@ class Fleet:
         async with self._lock:
             weights, label = self.weights, await member.server.weights_label()
             if label != self._label(weights):
-                if weights.directory is None and label != _AS_STARTED:  # another policy's
-                    await member.server.load_weights(None, by=self.loaded_by)
+                if weights.directory is None and label != _AS_STARTED:
+                    await self._give_its_own(member)
                 await self._give(member, weights)
                 if weights.expected is not None:
                     self.proof.require(member.name, await self._score(member, weights), weights.expected)
             member.up = True
+
+    async def _give_its_own(self, member: Member) -> None:
+        """Have a server that another policy has used go back to the weights that it started with."""
+        if self.loaded_by != LOAD_WEIGHTS:
+            raise PrerequisiteError(
+                f"{member.name} serves weights that another policy put there, and only {LOAD_WEIGHTS} is sure to bring "
+                "back its own. Start the server again."
+            )
+        await member.server.load_weights(None)
 
     async def _tell(self) -> None:
         async with self._changed:

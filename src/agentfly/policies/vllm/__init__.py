@@ -1,4 +1,5 @@
 """A policy whose model is served by vLLM.
 
-From the outside in: policy, fleet (the servers as one), members (one server each), routes, proof, reference, exchange.
+From the outside in: policy and its settings, fleet (the servers as one), members (one server each), routes, proof,
+reference, exchange.
 """

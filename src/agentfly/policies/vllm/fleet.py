@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from agentfly.errors import (
     AgentFlyError,
+    APIUnavailable,
     PolicyError,
     PolicyUnavailable,
     PrerequisiteError,
@@ -83,7 +84,7 @@ class Fleet:
         running: what becomes of generations that an update finds: it waits for them, or they are kept and go on
             with the new weights.
         loaded_by: the worker's method that loads weights.
-        drain_timeout_s: seconds that an update waits for generations, or for the servers to pause.
+        drain_timeout_s: seconds that an update waits for generations to end.
         patience_s: seconds that a generation waits for a server, or for the end of an update.
     """
 
@@ -206,7 +207,7 @@ class Fleet:
         self, members: Sequence[Member], weights: Weights, was_served: Sequence[tuple[float, ...]]
     ) -> list[float]:
         async def pause(member: Member) -> None:
-            await member.server.pause(self.running, call_timeout_s=self.drain_timeout_s)
+            await member.server.pause(self.running, call_timeout_s=self.drain_timeout_s / 2)  # it is tried twice
 
         async def prove(member: Member) -> float:
             served, was = await self._score(member, weights), was_served[members.index(member)]
@@ -245,7 +246,7 @@ class Fleet:
         return await member.server.logprobs_in_sampling(self.proof.ids, adapter=adapter)
 
     async def _on_all(self, members: Sequence[Member], do: Callable[[Member], Awaitable[T]]) -> list[T]:
-        """Do something with each server at once.
+        """Do something with each server at once, and once more where no answer comes, since all of it can be repeated.
 
         Raises:
             WeightUpdateError: it failed with one; the message says with which.
@@ -253,7 +254,10 @@ class Fleet:
 
         async def named(member: Member) -> T:
             try:
-                return await do(member)
+                try:
+                    return await do(member)
+                except APIUnavailable:  # a connection that was idle may have been closed just then
+                    return await do(member)
             except ResourceError as error:
                 raise WeightUpdateError(f"{member.name} could not be updated: {message_of(error)}") from error
 

@@ -31,6 +31,7 @@ from agentfly.policies.vllm.fleet import ADAPTER, Fleet, Weights, WeightUpdate
 from agentfly.policies.vllm.members import LeasedMember, Member, RemoteMember
 from agentfly.policies.vllm.proof import LOW_PRECISION, PROBE, PROBE_TOKENS, TOLERANCES, Proof
 from agentfly.policies.vllm.reference import Reference, directory_reference
+from agentfly.policies.vllm.settings import RUNNING, check_settings, settled_spec
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.models.sample import Sample
 from agentfly.resources.models.spec import ModelServerSpec
@@ -39,8 +40,6 @@ from agentfly.resources.own_thread import on_own_thread
 
 if TYPE_CHECKING:
     from agentfly.policies.hf_tokenizer import HFTokenizer
-
-_RUNNING: dict[str, Literal["wait", "keep"]] = {"drain": "wait", "mark": "keep"}
 
 
 class VLLMPolicy:
@@ -103,15 +102,13 @@ class VLLMPolicy:
         patience_s: float = 600.0,
         call_timeout_s: float = 600.0,
     ) -> None:
-        _check_settings(spec, servers, urls, model, in_flight)
-        if raw_logprobs and spec is not None and spec.adapters:
-            raise ConfigError("raw_logprobs=True: vLLM cannot score tokens on servers with adapters. Leave out one.")
+        check_settings(spec, servers, urls, model, in_flight, raw_logprobs)
         require_packages("The tokenizer of a served model", "transformers")
         from agentfly.policies.hf_tokenizer import HFTokenizer
 
         self._model = find_model(model or (spec.model if spec is not None else ""))
         self._tokenizer = HFTokenizer.load(self._model)
-        self._spec = spec and _settled_spec(spec, self._model, servers)
+        self._spec = spec and settled_spec(spec, self._model, servers)
         self._servers = servers
         self._engine = engine
         self._urls = tuple(urls)
@@ -125,7 +122,7 @@ class VLLMPolicy:
         self._make_fleet = partial(
             Fleet,
             proof=Proof(probe, self._default_tolerance() if tolerance is None else tolerance),
-            running=_RUNNING[in_flight],
+            running=RUNNING[in_flight],
             loaded_by=loaded_by,
             drain_timeout_s=drain_timeout_s,
             patience_s=patience_s,
@@ -353,36 +350,6 @@ class VLLMPolicy:
         if self._fleet is None:
             raise PolicyError("The policy is not in use yet. Use it inside `async with policy:`.")
         return self._fleet
-
-
-def _check_settings(
-    spec: ModelServerSpec | None, servers: int, urls: Sequence[str], model: str | Path | None, in_flight: str
-) -> None:
-    if isinstance(urls, str):
-        raise ConfigError(f"urls={urls!r}: write a list: [{urls!r}].")
-    if (spec is None) == (not urls):
-        raise ConfigError(
-            "VLLMPolicy needs a ModelServerSpec of servers to start, or urls of running ones: one of both."
-        )
-    if urls and (model is None or servers != 1):
-        raise ConfigError("VLLMPolicy(urls=…) needs model=…, for the tokenizer, and no number of servers.")
-    if len(set(urls)) < len(urls):
-        raise ConfigError("VLLMPolicy(urls=…) has an address twice.")
-    if servers < 1:
-        raise ConfigError(f"VLLMPolicy(servers={servers}): give at least 1.")
-    if spec is not None and spec.data_parallel > 1:
-        raise ConfigError(
-            "VLLMPolicy shares rollouts out among servers itself, so that each stays with its cache, and proves every "
-            "one of them: leave out data_parallel, and give servers=… instead."
-        )
-    if in_flight not in _RUNNING:
-        raise ConfigError(f"in_flight={in_flight!r}: write 'drain' or 'mark'.")
-
-
-def _settled_spec(spec: ModelServerSpec, model: Path, servers: int) -> ModelServerSpec:
-    """A spec with room for so many servers, whose model is the directory that the tokenizer is from."""
-    name = spec.served_name or spec.model
-    return replace(spec, model=str(model), served_name=name, capacity=max(spec.capacity, servers))
 
 
 def _collapsed(ids: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:

@@ -38,6 +38,7 @@ _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # longer than a client keeps a connection, or it is closed under a request
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # what a reset and a change of weights need; all paths are behind the key

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import agentfly as af
-from agentfly.agents.reward import tool_rewards
 from agentfly.cli.config_file import RunConfig, VLLMConfig
 from agentfly.cli.experiment import Experiment
 from agentfly.errors import ConfigError
@@ -13,23 +14,27 @@ from agentfly.events import EventStream
 from agentfly.testing.vllm_stand_in import StandInVLLM
 
 
-def experiment(**settings) -> Experiment:
-    config = RunConfig(agent="a.py:agent", tasks="t.jsonl", policy=VLLMConfig(**settings))
-    return Experiment(config, af.Agent(model="tiny"), [], None, tool_rewards)
+def experiment(directory: Path, **settings) -> Experiment:
+    (directory / "vllm_agent.py").write_text("import agentfly as af\nagent = af.Agent(model='tiny')\n")
+    (directory / "tasks.jsonl").write_text('{"prompt": "hello"}\n')
+    policy = VLLMConfig(**settings)
+    return Experiment.of(
+        RunConfig(agent="vllm_agent.py:agent", tasks="tasks.jsonl", policy=policy, directory=str(directory))
+    )
 
 
-async def test_rollouts_are_sampled_by_the_servers_that_it_names():
+async def test_rollouts_are_sampled_by_the_servers_that_it_names(tmp_path):
     async with StandInVLLM() as server:
-        configured = experiment(urls=(server.url,))
+        configured = experiment(tmp_path, urls=(server.url,))
         async with configured.runner_settings(EventStream()) as settings:
             assert isinstance(settings["policy"], af.VLLMPolicy)
-            result = await af.run(configured.agent, ["hello"], **settings)
+            result = await af.run(configured.agent, configured.tasks, **settings)
         assert configured.model_name == "tiny"
         assert len(server.generated) == 2, "one to try the server, and one turn"
         assert result.trajectories[0].failure is None
 
 
-async def test_a_slip_in_the_servers_fields_is_told_before_anything_starts():
+async def test_a_slip_in_the_servers_fields_is_told_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="ModelServerSpec has no field 'zzz'"):
-        async with experiment(server={"zzz": 1}).runner_settings(EventStream()):
+        async with experiment(tmp_path, server={"zzz": 1}).runner_settings(EventStream()):
             pass

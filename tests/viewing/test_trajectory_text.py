@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from agentfly.errors import Boundary, InvalidArguments, ResourceDied, ToolError, UnknownTool
+from agentfly.images import Image
 from agentfly.messages import ToolCall
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
@@ -115,3 +116,72 @@ def test_what_a_model_writes_cannot_drive_the_terminal_nor_the_markup():
     shown = console.file.getvalue()
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
     assert "[bold]not markup[/bold]" in shown
+
+
+def test_turns_of_subagents_stand_below_the_calls_that_they_answer():
+    nested = ToolRecord(ToolCall("call_0", "look", {"at": "tea"}), "green", images=(Image(b"12345"),))
+    asked = ToolRecord(ToolCall("call_0", "research", {"request": "tea?"}), "It is green.", seconds=1.5)
+    turns = [
+        Turn(index=0, sequence=0, start=0, stop=9, text="let me ask", stopped=True, results=(asked,)),
+        Turn(
+            index=1,
+            sequence=1,
+            start=0,
+            stop=4,
+            text="looking",
+            stopped=True,
+            results=(nested,),
+            agent="research",
+            conversation="call_0",
+            policy="other",
+        ),
+        Turn(**_fields(index=2, sequence=2, text="It is green.", agent="research", conversation="call_0")),
+        Turn(**_fields(index=3, sequence=0, text="Green.")),
+    ]
+    lines = trajectory_text(a_trajectory(turns=turns, messages=[])).plain.splitlines()
+    assert lines[2:-1] == [
+        "turn 1  9 tokens in 0.00 s",
+        "  let me ask",
+        '  → research(request="tea?")  1.50 s',
+        "    turn 2 of research  4 tokens in 0.00 s, by other",
+        "      looking",
+        '      → look(at="tea")  0.00 s',
+        "        green",
+        "        [image/png, 5 bytes]",
+        "    turn 3 of research  5 tokens in 0.00 s, begins sequence 3",
+        "      It is green.",
+        "    It is green.",
+        "turn 4  5 tokens in 0.00 s",
+        "  Green.",
+    ]
+
+
+def test_thoughts_and_what_is_to_be_remembered_are_told_apart_from_what_was_said():
+    turns = [
+        Turn(**_fields(index=0, sequence=-1, text="Green.", reasoning="Tea leaves are green.")),
+        Turn(**_fields(index=1, sequence=-1, text="Tea was looked at.", kind="memory")),
+        Turn(**_fields(index=2, sequence=-1, text="<think>so</think>Green.", reasoning="so")),
+    ]
+    lines = trajectory_text(a_trajectory(turns=turns, messages=[])).plain.splitlines()
+    assert lines[2:-1] == [
+        "turn 1  untold tokens in 0.00 s",
+        "  Tea leaves are green.",
+        "  Green.",
+        "turn 2, to be remembered  untold tokens in 0.00 s",
+        "  Tea was looked at.",
+        "turn 3  untold tokens in 0.00 s",
+        "  <think>so</think>Green.",
+    ]
+
+
+def test_turns_of_a_subagent_whose_call_was_never_answered_are_shown_all_the_same():
+    turns = [
+        Turn(**_fields(index=0, sequence=0, text="let me ask")),
+        Turn(**_fields(index=1, sequence=1, text="looking", agent="research", conversation="call_0")),
+    ]
+    shown = trajectory_text(a_trajectory(turns=turns, messages=[], finish=FinishReason.FAILED)).plain
+    assert "  turn 2 of research" in shown
+
+
+def _fields(**given):
+    return {"start": 0, "stop": 5, "stopped": True, **given}

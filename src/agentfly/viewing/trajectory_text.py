@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from rich.panel import Panel
 from rich.text import Text
@@ -26,8 +27,10 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
         _append_block(text, text_of(message["content"]), max_lines=max_lines, style=_QUIET)
-    for turn in trajectory.turns:
-        _append_turn(text, turn, max_lines)
+    told = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
+    for turn in trajectory.turns:  # of subagents whose rollout broke off before their call was answered
+        if turn.index not in told:
+            _append_turn(text, turn, max_lines, indent=2)
     _append_end(text, trajectory)
     text.rstrip()
     return text
@@ -58,24 +61,50 @@ def _visible(character: str) -> str:
 def _prompt(trajectory: Trajectory) -> list[Message]:
     """What stood before the first turn: the rendered messages where they were kept, else those of the task."""
     messages = trajectory.messages or trajectory.task.messages
-    answers = len(trajectory.turns)
+    answers = sum(turn.kind == "act" and not turn.conversation for turn in trajectory.turns)
     heads = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers and len(heads) >= answers:
         return messages[: heads[len(heads) - answers]]
     return messages
 
 
-def _append_turn(text: Text, turn: Turn, max_lines: int) -> None:
-    text.append(f"turn {turn.index + 1}", _LABEL)
+def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines: int, *, indent: int) -> set[int]:
+    """Append the turns of one conversation, with those of subagents below the calls that they answer.
+
+    The numbers of all turns that were appended are returned.
+    """
+    told: set[int] = set()
+    before: Turn | None = None
+    for turn in turns:
+        if turn.conversation != name:
+            continue
+        begins = before is not None and turn.sequence != before.sequence
+        _append_turn(text, turn, max_lines, indent=indent, note=f", begins sequence {turn.sequence + 1}" * begins)
+        told.add(turn.index)
+        for result in turn.results:
+            _append_call(text, result, indent + 2)
+            answered = "/".join(filter(None, (name, result.call.id)))
+            told |= _append_conversation(text, turns, answered, max_lines, indent=indent + 4)
+            _append_observation(text, result, max_lines, indent + 4)
+        before = turn
+    return told
+
+
+def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:
+    whose = f" of {printable(turn.agent)}" if turn.agent else ""
+    what = ", to be remembered" if turn.kind == "memory" else ""
+    text.append(f"{' ' * indent}turn {turn.index + 1}{whose}{what}", _LABEL)
     cut = "" if turn.stopped else ", cut by a limit"
     worth = "" if turn.reward is None else f", reward {turn.reward:g}"
-    text.append(f"  {turn.stop - turn.start} tokens in {turn.generation_seconds:.2f} s{cut}{worth}\n", _QUIET)
-    _append_block(text, turn.text, max_lines=max_lines)
-    for result in turn.results:
-        _append_result(text, result, max_lines)
+    tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
+    by = f", by {printable(turn.policy)}" if turn.policy else ""
+    text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{cut}{note}{worth}\n", _QUIET)
+    if turn.reasoning and turn.reasoning not in turn.text:
+        _append_block(text, turn.reasoning, max_lines=max_lines, indent=indent + 2, style=f"{_QUIET} italic")
+    _append_block(text, turn.text, max_lines=max_lines, indent=indent + 2)
 
 
-def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
+def _append_call(text: Text, result: ToolRecord, indent: int) -> None:
     call = result.call
     shown = call.name or "a call without a name"
     if call.arguments is not None:
@@ -85,12 +114,18 @@ def _append_result(text: Text, result: ToolRecord, max_lines: int) -> None:
         shown = f"{shown}({arguments})"
     if result.failure is not None and result.failure.kind in INVALID_CALL_KINDS:
         shown += " (not executed)"  # the observation says why
-    text.append("  → ", "bold")
+    text.append(f"{' ' * indent}→ ", "bold")
     text.append(printable(shown), "red" if result.failure else "bold")
     reward = "" if result.reward is None else f", reward {result.reward:g}"
     done = ", done" if result.done else ""
     text.append(f"  {result.seconds:.2f} s{reward}{done}\n", _QUIET)
-    _append_block(text, result.observation, max_lines=max_lines, indent=4, style="red" if result.failure else "green")
+
+
+def _append_observation(text: Text, result: ToolRecord, max_lines: int, indent: int) -> None:
+    style = "red" if result.failure else "green"
+    _append_block(text, result.observation, max_lines=max_lines, indent=indent, style=style)
+    for image in result.images:
+        text.append(f"{' ' * indent}[{printable(image.media_type)}, {len(image.data)} bytes]\n", style)
 
 
 def _append_end(text: Text, trajectory: Trajectory) -> None:

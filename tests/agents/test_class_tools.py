@@ -53,7 +53,7 @@ class Shop:
         self.goods = goods
 
     @tool
-    def search(self, word: str) -> str:
+    def search(self: Shop, word: str) -> str:
         """Search.
 
         Args:

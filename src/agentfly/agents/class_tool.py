@@ -52,12 +52,14 @@ def make_tool(function: Callable[..., Any], name: str, names: Mapping[str, Any],
 
 
 def is_method(function: Callable[..., Any]) -> bool:
-    """Whether a function was written in a class, so that its first parameter, without a type hint, is the instance."""
+    """Whether a function was written in a class, and its first parameter is the instance: ``self``, or of no type."""
     if not isinstance(function, FunctionType):
         return False
     parent = function.__qualname__.rpartition(".")[0]
     first = next(iter(inspect.signature(function).parameters.values()), None)
-    return bool(parent) and not parent.endswith("<locals>") and first is not None and first.annotation is MISSING
+    if not parent or parent.endswith("<locals>") or first is None:
+        return False
+    return first.name == "self" or first.annotation is MISSING
 
 
 @dataclass(frozen=True, eq=False, repr=False)

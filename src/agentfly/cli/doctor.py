@@ -66,6 +66,7 @@ def diagnose() -> Iterator[Finding]:
         yield look()
     yield from backends()
     yield model_servers()
+    yield mcp_servers()
     yield model_cache()
     yield free_disk()
 
@@ -215,6 +216,20 @@ def model_servers() -> Finding:
         found, _, cure = str(error).partition(". ")
         return Finding("model servers", Verdict.NOTE, found, cure)
     return Finding("model servers", Verdict.OK, f"vLLM {version}, run by {ModelServerSpec(model='any').interpreter()}")
+
+
+def mcp_servers() -> Finding:
+    """The official package of the Model Context Protocol."""
+    try:
+        version = importlib.metadata.version("mcp")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "MCP servers",
+            Verdict.NOTE,
+            "without mcp",
+            "Needed for the tools of such: pip install 'agentfly-rl[mcp]'.",
+        )
+    return Finding("MCP servers", Verdict.OK, f"mcp {version}")
 
 
 def model_cache() -> Finding:

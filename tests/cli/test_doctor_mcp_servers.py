@@ -1,0 +1,28 @@
+"""What the doctor says of servers of the Model Context Protocol."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from agentfly.cli.doctor import Verdict, diagnose, mcp_servers
+
+
+def version(name: str) -> str:
+    if name == "mcp":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return "1"
+
+
+def test_the_doctor_says_how_to_get_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = mcp_servers()
+    assert (finding.verdict, finding.found) == (Verdict.NOTE, "without mcp")
+    assert "pip install 'agentfly-rl[mcp]'" in finding.cure
+
+
+def test_the_doctor_tells_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.3.0")
+    assert mcp_servers().found == "mcp 2.3.0"
+    assert "MCP servers" in [finding.what for finding in diagnose()]

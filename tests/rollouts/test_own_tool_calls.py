@@ -1,0 +1,71 @@
+"""Agents that call tools in the format of which their model's chat template speaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.tool import tool
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.toolcalls.model_format import ModelFormat
+from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
+from agentfly.errors import ConfigError
+from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
+from agentfly.rollouts.run import run
+from agentfly.rollouts.voice import Voice
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class SpeakingHermes(ByteTokenizer):
+    """A stand-in for the tokenizer of a model whose template speaks Hermes's format."""
+
+    chat_template = '{{ tools }}<tool_call>\\n{"name": …, "arguments": …}{{ message.tool_calls }}'
+
+
+def policy(script: list[str], tokenizer: ByteTokenizer | None = None) -> ScriptedPolicy:
+    scripted = ScriptedPolicy(script)
+    scripted.tokenizer = tokenizer or ByteTokenizer()
+    return scripted
+
+
+def agent(**settings: Any) -> Agent:
+    return Agent(**{"model": "some-model", "tools": [add], "tool_call_format": "model", **settings})
+
+
+async def test_the_model_s_own_format_reads_the_calls_and_the_template_writes_them() -> None:
+    script = [HermesFormat().write("add", {"a": 1, "b": 2}), "It is 3."]
+    result = await run(agent(), ["What is 1 + 2?"], policy=policy(script, SpeakingHermes()))
+    (trajectory,) = result.trajectories
+    assert trajectory.finish == "answered"
+    question, call, answer, end = trajectory.messages
+    assert (question["role"], call["content"], answer["content"], end["content"]) == ("user", "", "3", "It is 3.")
+    assert [one["function"] for one in call["tool_calls"]] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
+    assert answer["tool_call_id"] == call["tool_calls"][0]["id"]
+
+
+def test_an_agent_whose_model_speaks_no_known_format_gets_no_voice() -> None:
+    with pytest.raises(ConfigError, match="the chat template of 'some-model' speaks of no tool-call format"):
+        Voice.of(agent(), policy([]))
+
+
+def test_a_template_that_describes_no_tools_is_found_out_before_the_first_rollout() -> None:
+    silent = SpeakingHermes()
+    silent.chat_template = "{{ messages }}"
+    with pytest.raises(ConfigError, match="HermesFormat"):
+        Voice.of(agent(tool_call_format=HermesFormat(in_template=True)), policy([], silent))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tools": []}, {"tool_call_format": HermesFormat()}, {"tool_call_format": Qwen3CoderFormat()}]
+)
+def test_an_agent_that_needs_no_other_format_keeps_its_own(settings: dict[str, Any]) -> None:
+    asked = agent(**settings)
+    assert Voice.of(asked, policy([])).agent is asked
+    assert asked.format == settings.get("tool_call_format", ModelFormat())

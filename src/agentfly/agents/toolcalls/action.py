@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.format import call_id
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
+from agentfly.agents.toolcalls.text_arguments import argument_lines
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
 from agentfly.messages import Message, ToolCall
 
@@ -230,12 +231,4 @@ def _signature(tool: Tool) -> str:
 
 def _description(tool: Tool) -> Iterator[str]:
     yield f"{_signature(tool)}: {' '.join(tool.description.split())}"
-    for argument in tool.schema.arguments:
-        kind = tool.schema.type_of(argument.name)
-        described = [
-            kind if kind != "string" else "",
-            "optional" if not argument.required else "",
-            argument.description,
-        ]
-        if any(described):
-            yield f"  {argument.name}: {', '.join(filter(None, described))}"
+    yield from argument_lines(tool)

@@ -21,6 +21,7 @@ from agentfly.agents.toolcalls.block import (
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
 from agentfly.agents.toolcalls.text_arguments import (
     Unreadable,
+    argument_lines,
     bare_argument,
     object_arguments,
     object_example,
@@ -178,8 +179,4 @@ def _example(known: Known) -> str:
 
 def _description(tool: Tool) -> Iterator[str]:
     yield f"{tool.name}: {' '.join(tool.description.split())} Input: {_input_of(tool)}"
-    for argument in tool.schema.arguments:
-        kind = tool.schema.type_of(argument.name)
-        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
-        if any(said):
-            yield f"  {argument.name}: {', '.join(filter(None, said))}"
+    yield from argument_lines(tool)

@@ -12,6 +12,7 @@ from agentfly.agents.toolcalls.block import Block, BlockFormat, Known, WrittenCa
 from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.text_arguments import (
     Unreadable,
+    argument_lines,
     bare_argument,
     object_arguments,
     object_example,
@@ -183,8 +184,4 @@ def _example(tool: Tool) -> str:
 
 def _description(tool: Tool) -> Iterator[str]:
     yield f"{_example(tool)}: {' '.join(tool.description.split())}"
-    for argument in tool.schema.arguments:
-        kind = tool.schema.type_of(argument.name)
-        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
-        if any(said):
-            yield f"  {argument.name}: {', '.join(filter(None, said))}"
+    yield from argument_lines(tool)

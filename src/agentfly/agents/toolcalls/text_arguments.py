@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from agentfly.agents.tool import Tool
@@ -65,3 +66,12 @@ def plain_arguments(written: str, tool: Tool | None) -> dict[str, Any]:
 def object_example(tool: Tool) -> str:
     """All arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
     return "{" + ", ".join(f'"{argument.name}": …' for argument in tool.schema.arguments) + "}"
+
+
+def argument_lines(tool: Tool) -> Iterator[str]:
+    """What there is to say of a tool's arguments: a line for each that is more than a text that must be given."""
+    for argument in tool.schema.arguments:
+        kind = tool.schema.type_of(argument.name)
+        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
+        if any(said):
+            yield f"  {argument.name}: {', '.join(filter(None, said))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,10 @@ History = Literal["keep", "rewrite"]
 """What becomes of the past of a conversation where the chat template would write it differently."""
 
 
+CHAT_FORMAT = re.compile(r"auto|template|renderers(:[\w.-]+)?")
+"""How an agent may say which chat format it wants."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agent:
     """What acts: a model with a system prompt, tools, a way of calling them, and limits.
@@ -46,6 +51,9 @@ class Agent:
         history: what becomes of the past where the model's chat template would write it differently later on, as many
             do with old thoughts: ``"keep"`` goes on after what was sampled, ``"rewrite"`` follows the template and
             begins a new token sequence there.
+        chat_format: how conversations become token ids: ``"auto"`` takes the hand-written format of the ``renderers``
+            package where that is installed and knows the model, and the model's own chat template otherwise;
+            ``"template"`` and ``"renderers"`` take that one; ``"renderers:NAME"`` says which of the package's formats.
         max_turns: the most turns of a rollout; those in which memory is written are not counted.
         max_tokens_per_turn: the most tokens sampled in one turn.
         max_sequence_tokens: the most tokens of one token sequence: prompt, sampled and observations together. That is
@@ -71,6 +79,7 @@ class Agent:
     tool_prompt: str | None = None
     memory: Memory = field(default_factory=FullHistory)
     history: History = "keep"
+    chat_format: str = "auto"
     max_turns: int = 10
     max_tokens_per_turn: int = 512
     max_sequence_tokens: int | None = None
@@ -205,6 +214,11 @@ class Agent:
         if self.history not in get_args(History):
             known = " or ".join(map(repr, get_args(History)))
             raise ConfigError(f"Agent(history={self.history!r}): it must be {known}.")
+        if not CHAT_FORMAT.fullmatch(self.chat_format):
+            raise ConfigError(
+                f"Agent(chat_format={self.chat_format!r}): it must be 'auto', 'template', 'renderers' or "
+                "'renderers:NAME'."
+            )
 
     def _check_limits(self) -> None:
         for name in (

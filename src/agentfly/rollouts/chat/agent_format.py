@@ -4,27 +4,49 @@ from __future__ import annotations
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.toolcalls.format import call_id, message_with_calls
+from agentfly.errors import ConfigError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.renderers_format import RenderersFormat, renderer_name
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 
 def chat_format_of(agent: Agent, tokenizer: Tokenizer) -> ChatFormat:
     """The chat format in which an agent converses with a model.
 
+    Where ``agent.chat_format`` leaves the choice, that is the hand-written one of the ``renderers`` package if the
+    package is installed and knows the model by its Hugging Face id, and otherwise what the model's template tells.
+
     Raises:
+        ConfigError: a format of the package is asked for that there is not.
+        PrerequisiteError: the package is asked for and not installed.
         ChatFormatError: the model's chat template cannot carry this agent's conversations; the message says why.
     """
     system = agent.system_message()
-    return TemplateChatFormat(
-        tokenizer,
-        [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)],
-        tools=agent.template_tools,
-        system={"role": "system", "content": system} if system else None,
-        history=agent.history,
-    )
+    exchanges = [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)]
+    opening: Message | None = {"role": "system", "content": system} if system else None
+    by_hand = _renderer_of(agent)
+    if by_hand is not None:
+        return RenderersFormat(
+            by_hand, tokenizer, exchanges, tools=agent.template_tools, system=opening, history=agent.history
+        )
+    return TemplateChatFormat(tokenizer, exchanges, tools=agent.template_tools, system=opening, history=agent.history)
+
+
+def _renderer_of(agent: Agent) -> str | None:
+    """The hand-written format that an agent is to use; None for its model's template."""
+    asked, _, name = agent.chat_format.partition(":")
+    if asked == "template":
+        return None
+    known = name or renderer_name(str(agent.model))
+    if known is None and asked == "renderers":
+        raise ConfigError(
+            f"The renderers package is not installed, or does not know the model {str(agent.model)!r} by that name. "
+            "Say which of its formats it is, for instance Agent(chat_format='renderers:qwen3'), or 'template'."
+        )
+    return known
 
 
 def exchange_of(agent: Agent, calls: int) -> Exchange:

@@ -1,0 +1,273 @@
+"""RenderersFormat: a chat format of the ``renderers`` package, written by hand for a model, proved when it is made.
+
+The package (https://pypi.org/project/renderers) holds formats of current models that no template tells: how a turn is
+continued without its thoughts being dropped, and how calls are read. What it renders is held to the same rules as
+everything else here: ids only grow, and no text becomes a control token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentfly.agents.agent import History
+from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.toolcalls.format import call_id
+from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError, say
+from agentfly.messages import Message, ToolCall, text_of
+from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
+from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.rendered import MARK, ControlTokens
+from agentfly.rollouts.chat.shape import QUESTION
+
+NOT_BY_HAND = "default"
+"""The package's own fallback, which re-renders by the template; the template-derived format is ours for that."""
+
+
+def renderer_name(model: str) -> str | None:
+    """The package's name for a model's format; None if it has none, or is not installed."""
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError:
+        return None
+    name: str | None = MODEL_RENDERER_MAP.get(model)
+    return name
+
+
+class RenderersFormat:
+    """Renders and reads with a hand-written format of the ``renderers`` package.
+
+    Args:
+        name: the package's name for the format, such as ``qwen3`` or ``gpt-oss``.
+        tokenizer: the policy's.
+        exchanges: the kinds of turns and answers that the agent's conversations consist of.
+        tools: the agent's tools, where the format is to describe them; it then reads the calls, too.
+        system: the agent's system message, if it has one.
+        history: ``"keep"`` what was sampled as it is, whatever becomes of old thoughts; or ``"rewrite"`` as the model's
+            template does, and begin a new sequence there.
+
+    Raises:
+        PrerequisiteError: the package is not installed, or something that the format needs is not there.
+        ConfigError: it has no format of this name.
+        ChatFormatError: the format does not fit the tokenizer, leaves an answer out, cannot go on from a turn, or lets
+            a text become a control token.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        exchanges: Sequence[Exchange],
+        *,
+        tools: Definitions = (),
+        system: Message | None = None,
+        history: History = "keep",
+    ) -> None:
+        self.name = name
+        self.history = history
+        self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer)
+        self._tools = [dict(tool) for tool in tools]
+        self._renderer = _renderer(name, _Encoder(tokenizer, self._control), history)
+        self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self._opening = [*([system] if system else []), QUESTION]
+        self._marks = self._needs_marks()
+        self._prompt_ids = list(self.prompt(self._opening, tools).ids)
+        self._header = self._prompt_ids[len(self._ids_of(self._opening, tools, opens=False)) :]
+        for exchange in exchanges:
+            self._prove(exchange, tools)
+
+    def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
+        """A whole conversation, with the header of the assistant's turn at its end."""
+        return Rendered(self._ids_of(messages, tools))
+
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: Sequence[int],
+        conversation: Sequence[Message],
+        tools: Definitions = (),
+    ) -> Rendered | None:
+        """What follows a generation; see `ChatFormat.continuation`."""
+        known = list(after)
+        split = _end_of_last(self._header, known)
+        bridged = self._renderer.bridge_to_next_turn(
+            known[:split], known[split:], self._disarmed(messages), tools=_listed(tools)
+        )
+        if bridged is None:
+            if self.history == "rewrite":
+                return None
+            roles = ", ".join(message["role"] for message in messages)
+            raise ChatFormatError(
+                f"The format {self.name!r} of the renderers package cannot go on from a turn with messages of the "
+                f"roles {roles}. Say Agent(chat_format='template') to use the model's own template."
+            )
+        ids = list(bridged.token_ids)
+        if ids[: len(known)] != known:
+            raise ChatFormatError(
+                f"The format {self.name!r} of the renderers package changed what was sent and sampled when it went on "
+                "from it. Say Agent(chat_format='template') to use the model's own template."
+            )
+        return Rendered(ids[len(known) :])
+
+    def reply(self, ids: Sequence[int]) -> Reply:
+        """What a generation says, with its calls where the format has described the tools."""
+        text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        parsed = self._renderer.parse_response(list(ids), tools=self._tools or None, prompt_ids=self._prompt_ids)
+        calls = tuple(map(_call, range(len(parsed.tool_calls)), parsed.tool_calls)) if self._tools else None
+        return Reply(text, parsed.content, parsed.reasoning_content or None, calls)
+
+    def _ids_of(self, messages: Sequence[Message], tools: Definitions, *, opens: bool = True) -> list[int]:
+        try:
+            ids = self._renderer.render_ids(self._disarmed(messages), tools=_listed(tools), add_generation_prompt=opens)
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ChatFormatError(
+                f"The format {self.name!r} of the renderers package refuses a conversation of the roles {roles}: "
+                f"{say(error)}"
+            ) from error
+        return list(ids)
+
+    def _disarmed(self, messages: Sequence[Message]) -> list[Any]:
+        return list(self._control.disarm(messages) if self._marks else messages)
+
+    def _needs_marks(self) -> bool:
+        """Whether control tokens in text have to be broken for this format; some encode text as such by themselves."""
+        spelled = "".join(f"{token} text " for token in self._tokenizer.control_tokens)
+        said: Message = {"role": "assistant", "content": "answer"}
+        plain: list[Message] = [QUESTION, said, {"role": "user", "content": "text"}]
+        evil: list[Message] = [QUESTION, said, {"role": "user", "content": spelled}]
+        control = set(self._tokenizer.control_tokens.values())
+        for marks in (False, True):
+            self._marks = marks
+            found = [[one for one in self._ids_of(messages, ()) if one in control] for messages in (plain, evil)]
+            if found[0] == found[1]:
+                break
+        else:
+            raise ChatFormatError(
+                f"The format {self.name!r} of the renderers package lets text become control tokens. Say "
+                "Agent(chat_format='template') to use the model's own template."
+            )
+        if MARK in self._tokenizer.decode(self._ids_of(evil, ())):
+            raise ChatFormatError(f"The format {self.name!r} of the renderers package writes what no text held.")
+        return marks
+
+    def _prove(self, exchange: Exchange, tools: Definitions) -> None:
+        """Go on from a turn that is sampled as the format itself would write it.
+
+        Raises:
+            ChatFormatError: the answers do not come out, or there is no going on.
+        """
+        after = [*self._prompt_ids, *self._as_sampled(exchange.turn, tools)]
+        conversation = [*self._opening, exchange.turn, *exchange.answers]
+        following = self.continuation(exchange.answers, after=after, conversation=conversation, tools=tools)
+        text = self._tokenizer.decode(following.ids if following else self._ids_of(conversation, tools))
+        for answer in exchange.answers:
+            if text_of(answer["content"]) not in text:
+                raise ChatFormatError(
+                    f"The format {self.name!r} of the renderers package leaves out messages of the role "
+                    f"{answer['role']!r}. Use a tool-call format whose results it knows, for instance 'model'."
+                )
+
+    def _as_sampled(self, turn: Message, tools: Definitions) -> list[int]:
+        """The ids that the model would sample to say a turn, as far as the format tells."""
+        thinking: Message = {**turn, "reasoning_content": "thought"}
+        for said in (turn, thinking):
+            try:
+                ids = self._ids_of([*self._opening, said], tools, opens=False)
+            except ChatFormatError:
+                continue  # some formats cannot write parallel calls as history, and go on from them all the same
+            if ids[: len(self._prompt_ids)] == self._prompt_ids:
+                sampled = ids[len(self._prompt_ids) :]
+                ends = [at for at, one in enumerate(sampled) if one in self.stop_ids]
+                return sampled[: ends[-1] + 1] if ends else sampled
+        return [self.stop_ids[0]]
+
+
+class _Encoder:
+    """A tokenizer as the package wants one: control tokens in what it encodes are the format's own."""
+
+    unk_token_id = None
+    name_or_path = ""
+
+    def __init__(self, tokenizer: Tokenizer, control: ControlTokens) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        self.eos_token_id = tokenizer.eos_id
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """Ids of a part of a rendered conversation."""
+        return self._control.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
+        """The text of ids."""
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._tokenizer.decode(ids)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """The id of a control token, or of each of several; None for what is none."""
+        if isinstance(tokens, str):
+            return self._tokenizer.control_tokens.get(tokens)
+        return [self._tokenizer.control_tokens.get(token) for token in tokens]
+
+
+def _renderer(name: str, encoder: _Encoder, history: History) -> Any:
+    try:
+        from renderers import config_from_name, create_renderer
+    except ImportError as error:
+        raise PrerequisiteError(
+            "Agent(chat_format='renderers…') needs the renderers package: pip install 'agentfly-rl[renderers]'."
+        ) from error
+    if name == NOT_BY_HAND:
+        raise ConfigError("The format 'default' of the renderers package is no format of a model. Say 'template'.")
+    try:
+        config = config_from_name(name)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"The renderers package has no format {name!r}: {error}") from error
+    if config is None:
+        raise ConfigError("Agent(chat_format='renderers:auto'): say which format, or just chat_format='renderers'.")
+    if history == "keep":
+        config = type(config).model_validate({**config.model_dump(exclude_unset=True), "thinking_retention": "all"})
+    try:
+        return create_renderer(encoder, config)
+    except AssertionError as error:
+        raise ChatFormatError(
+            f"The format {name!r} of the renderers package does not fit this model's tokenizer: {error}."
+        ) from error
+    except Exception as error:
+        raise PrerequisiteError(f"The format {name!r} of the renderers package cannot be used: {say(error)}") from error
+
+
+def _end_of_last(header: list[int], ids: list[int]) -> int:
+    """Where the last turn begins: behind the last header."""
+    for start in range(len(ids) - len(header), -1, -1):
+        if ids[start : start + len(header)] == header:
+            return start + len(header)
+    return len(ids) - 1
+
+
+def _listed(tools: Definitions) -> list[Mapping[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _call(number: int, parsed: Any) -> ToolCall:
+    """A call as the package has read it; one that is not whole carries an error and is never executed."""
+    status, arguments, name = str(parsed.status), parsed.arguments, parsed.name or ""
+    if status == "ok" and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            status = "invalid_json"
+    if status in ("ok", "unknown_tool") and name and isinstance(arguments, dict):
+        return ToolCall(call_id(number), name, arguments)
+    reason = status.replace("_", " ") if status != "ok" else "its arguments are no JSON object"
+    return ToolCall(
+        call_id(number),
+        name,
+        None,
+        f"This tool call was not executed, because it cannot be read: {reason}. You wrote: "
+        f"{excerpt(parsed.raw.strip(), ECHO_CHARS)}",
+    )

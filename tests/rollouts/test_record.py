@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError, ResourceStartError
@@ -209,6 +210,42 @@ async def test_evaluations_are_recorded_beside_the_rollouts_of_the_same_director
     run_directory = RunDirectory(tmp_path / "run")
     assert [step for step, _ in run_directory.trajectory_files("rollout")] == [0]
     assert len(list(load_trajectories(run_directory.trajectories_file(7, "eval")))) == 12
+
+
+async def test_groups_that_were_scored_are_not_scored_again_and_those_that_were_not_are_once_they_are_whole(tmp_path):
+    scored = []
+
+    @group_reward
+    def ranked(responses: list[str], number: int) -> list[float]:
+        scored.append(number)
+        return [float(rank) for rank in range(len(responses))]
+
+    async def rank(**settings):
+        policy = Policy()
+        result = await run(
+            Agent(model="scripted"),
+            TASKS[:3],
+            reward=ranked,
+            attempts=3,
+            policy=policy,
+            run_dir=tmp_path / "run",
+            label="r",
+            **settings,
+        )
+        return result.rewards, set(policy.asked)
+
+    rewards, _ = await rank()
+    assert rewards == [0.0, 1.0, 2.0] * 3
+    assert sorted(scored) == [0, 1, 2]
+    lines = file_of(tmp_path / "run").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 9
+    unscored = [json.dumps({**json.loads(line), "scored": False, "reward": None}).encode() + b"\n" for line in lines]
+    file_of(tmp_path / "run").write_bytes(b"".join([*lines[:3], *unscored[3:5], *unscored[6:]]))
+    scored.clear()
+    assert await rank(resume=True) == (rewards, {"r-1.2"})
+    assert sorted(scored) == [1, 2]
+    assert await rank(resume=True) == (rewards, set())
+    assert len(scored) == 2
 
 
 PROGRAM = """

@@ -24,6 +24,7 @@ class Backlog:
         self._sources: deque[tuple[Iterator[Task], int]] = deque()
         self._read: deque[Group] = deque()
         self._numbers = 0
+        self._unwanted: set[int] = set()
         self._occurrences: Counter[str] = Counter()
         self._unread: int | None = 0
 
@@ -54,14 +55,19 @@ class Backlog:
             self._read.popleft()
         return self._read[0] if self._read else None
 
-    def find(self, group_id: str) -> Group | None:
-        """A group that waits, wholly or in part, with all that come before it read; None if there is none."""
+    def cancel(self, group_id: str) -> bool:
+        """Have no further attempt of a group begin. False if no group of that name waits, or could come still."""
         label, _, number = group_id.rpartition("-")
         if label != self._label or not number.isdigit():
-            return None
-        while self._numbers <= int(number) and self._sources:
-            self._read_one()
-        return next((group for group in self._read if group.group_id == group_id), None)
+            return False
+        if int(number) >= self._numbers:
+            if self._sources:
+                self._unwanted.add(int(number))
+            return bool(self._sources)
+        group = next((group for group in self._read if group.group_id == group_id), None)
+        if group is not None:
+            group.cancelled = True
+        return group is not None
 
     def clear(self) -> None:
         """Forget everything that waits."""
@@ -80,6 +86,8 @@ class Backlog:
         if self._unread is not None:
             self._unread -= attempts
         self._expect(task)
-        self._read.append(Group(f"{self._label}-{self._numbers}", task, self._occurrences[task.id], attempts))
+        group = Group(f"{self._label}-{self._numbers}", task, self._occurrences[task.id], attempts)
+        group.cancelled = self._numbers in self._unwanted
+        self._read.append(group)
         self._numbers += 1
         self._occurrences[task.id] += 1

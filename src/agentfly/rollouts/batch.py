@@ -216,12 +216,14 @@ class Batch:
         Raises:
             UsageError: no attempt of such a group waits or runs.
         """
-        group = self._groups.get(group_id) or self._backlog.find(group_id)
-        if group is None or group.whole:
+        group = self._groups.get(group_id)
+        if group is not None:
+            group.cancelled = True
+            self._crew.cancel(group)
+            self._notice_whole(group)
+        elif not self._backlog.cancel(group_id):
             raise UsageError(f"There is no group {group_id!r} in this batch of which an attempt waits or runs.")
-        group.cancelled = True
-        self._crew.cancel(group)
-        self._notice_whole(group)
+        self._news.set()
 
     async def cancel(self) -> None:
         """End all that has not ended; return when it has, its resources given back.

@@ -150,7 +150,7 @@ def test_what_is_written_is_read_back_exactly(one: ToolCallFormat, text: str, ar
 
 
 @pytest.mark.parametrize("one", [Qwen3CoderFormat(), CODE], ids=identity)
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=texts)
 def test_a_format_without_escapes_reads_back_exactly_or_refuses_to_write(one: ToolCallFormat, text: str) -> None:
     try:

@@ -66,6 +66,7 @@ def observed(trajectory: Trajectory) -> list[str]:
     return [result.observation for turn in trajectory.turns for result in turn.results]
 
 
+@pytest.mark.slow
 def test_a_servers_tools_are_described_as_it_describes_them(notes: dict[str, Tool]) -> None:
     write = notes["write"]
     assert write.description.startswith("Write a line.")
@@ -110,6 +111,7 @@ async def test_a_server_that_dies_is_nobodys_fault_and_the_next_rollout_has_anot
     assert observed(fine) == ["line 1", '["a"]']
 
 
+@pytest.mark.slow
 async def test_a_shared_server_serves_all_rollouts_and_one_a_call_none_twice() -> None:
     shared = af.mcp_tools(SMALL, only=["read", "write"], prefix="all_", scope="global")
     fresh = af.mcp_tools(SMALL, only=["write"], scope="call")

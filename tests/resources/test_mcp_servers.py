@@ -155,6 +155,7 @@ async def test_the_engine_replaces_a_server_that_was_killed(tmp_path: Path) -> N
         assert await said(again.resource, "read") == "[]"
 
 
+@pytest.mark.slow
 async def test_what_a_killed_process_left_ends_with_it_and_is_removed_by_the_next(state: Path, tmp_path: Path) -> None:
     program = tmp_path / "owner.py"
     program.write_text(
@@ -186,6 +187,7 @@ async def test_what_a_killed_process_left_ends_with_it_and_is_removed_by_the_nex
     assert not list((state / "mcp-servers").iterdir())
 
 
+@pytest.mark.slow
 async def test_a_program_gets_the_variables_of_its_spec_and_few_others_and_none_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,7 +13,20 @@ from typing import Annotated
 import typer
 
 from agentfly import __version__, interruption
-from agentfly.cli import bench, check, demo, doctor, evaluate, models, rescore, resources, rollout, tokens, train
+from agentfly.cli import (
+    bench,
+    check,
+    demo,
+    doctor,
+    evaluate,
+    gateway,
+    models,
+    rescore,
+    resources,
+    rollout,
+    tokens,
+    train,
+)
 from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
 from agentfly.policies.load import shorten_spinning
@@ -30,6 +43,7 @@ app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
+app.command("gateway")(gateway.gateway)
 app.command("rescore")(rescore.rescore)
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(models.app, name="models")

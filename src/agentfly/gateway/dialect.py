@@ -11,7 +11,9 @@ from agentfly.agents.agent import History
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_with_calls
 from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.toolcalls.registry import format_of_template
 from agentfly.errors import ChatFormatError
+from agentfly.gateway.hermes_for_all import HermesForAll
 from agentfly.gateway.program_tool import ProgramTool
 from agentfly.images import PlacedImage
 from agentfly.messages import ImagePart, Message, Part, ToolCall, images_of, text_of
@@ -80,20 +82,22 @@ class Dialect:
 
         Args:
             tokenizer: the model's.
-            calls: the tool-call format; the model's own if not given.
+            calls: the tool-call format; if not given, the model's own, or else one that its chat template can write.
             history: what to do where the chat template writes the past differently once a conversation has gone on.
 
         Raises:
             ChatFormatError: the chat template cannot carry conversations even without tools.
         """
-        calls = calls or HermesFormat(in_template=_describes_tools(tokenizer))
         plain = TemplateChatFormat(tokenizer, [_ANSWERED], history=history)
-        tools = [_PROBE] if calls.in_template else ()
-        try:
-            with_tools = [_ANSWERED, *(_called(calls, count) for count in (1, 2))]
-            return cls(TemplateChatFormat(tokenizer, with_tools, tools=tools, history=history), calls)
-        except ChatFormatError as error:
-            return cls(plain, calls, error)
+        refusal: ChatFormatError | None = None
+        for candidate in (calls,) if calls is not None else (_own_format(tokenizer), HermesForAll()):
+            tools = [_PROBE] if candidate.in_template else ()
+            exchanges = [_ANSWERED, *(_called(candidate, count) for count in (1, 2))]
+            try:
+                return cls(TemplateChatFormat(tokenizer, exchanges, tools=tools, history=history), candidate)
+            except ChatFormatError as error:
+                refusal = error
+        return cls(plain, HermesForAll(), refusal)
 
     def prompt(self, conversation: Sequence[Message], tools: Definitions) -> Rendered:
         """A whole conversation as ids.
@@ -209,12 +213,10 @@ class Dialect:
         return message
 
 
-def _describes_tools(tokenizer: Tokenizer) -> bool:
-    question: list[Message] = [{"role": "user", "content": "question"}]
-    try:
-        return _PROBE["function"]["name"] in tokenizer.render(question, tools=[_PROBE])
-    except ChatFormatError:
-        return False
+def _own_format(tokenizer: Tokenizer) -> ToolCallFormat:
+    """The format that a model's chat template speaks of; Hermes where it speaks of none that is known."""
+    template = tokenizer.chat_template
+    return (format_of_template(template) if template else None) or HermesFormat()
 
 
 _PROBE: dict[str, Any] = {

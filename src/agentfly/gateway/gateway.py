@@ -49,7 +49,8 @@ class Gateway:
         port: the port; 0 for any that is free.
         token: what programs must send as their API key; None for anything.
         model: the name under which the model is listed. Programs may ask for any.
-        tool_call_format: how the model writes tool calls; None for the model's own way.
+        tool_call_format: how the model writes tool calls; None for its own way, as far as its chat template speaks of
+            one, and otherwise JSON in tags.
         history: ``"keep"`` what was sampled as it is, or begin a new sequence (``"rewrite"``) wherever the model's chat
             template would write the past differently, such as without its thoughts.
         temperature: replaces the temperature that programs ask for. Programs often ask for 0, and learning needs 1.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.cli import main as cli
+from agentfly.cli.kept_run import KeptRun
 from agentfly.run_directory import RunDirectory
 from agentfly.trajectory import load_trajectories
 
@@ -129,3 +130,17 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
         code, _, err = agentfly(command)
         assert code == 2
         assert "--resume RUN_DIR" in err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_whoever_stops_a_run_is_told_how_to_go_on_and_one_in_which_nothing_finished_leaves_nothing(capsys, error):
+    kept = KeptRun.of("rollout", Path("config.yaml"), ["run_dir=runs/mine"], None, None)
+    with pytest.raises(error), kept.directory("rollout"):
+        raise error
+    assert "--resume" not in capsys.readouterr().err
+    assert not Path("runs/mine").exists()
+    with pytest.raises(error), kept.directory("rollout") as run:
+        run.trajectories_file(0, "rollout").write_text("{}\n")
+        raise error
+    assert "stopped; to go on: agentfly rollout --resume runs/mine" in capsys.readouterr().err
+    assert run.config_file.is_file()

@@ -135,12 +135,18 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_whoever_stops_a_run_is_told_how_to_go_on_and_one_in_which_nothing_finished_leaves_nothing(capsys, error):
     kept = KeptRun.of("rollout", Path("config.yaml"), ["run_dir=runs/mine"], None, None)
-    with pytest.raises(error), kept.directory("rollout"):
-        raise error
+
+    def stop(finished):
+        with kept.directory("rollout") as run:
+            if finished:
+                run.trajectories_file(0, "rollout").write_text("{}\n")
+            raise error
+
+    with pytest.raises(error):
+        stop(finished=False)
     assert "--resume" not in capsys.readouterr().err
     assert not Path("runs/mine").exists()
-    with pytest.raises(error), kept.directory("rollout") as run:
-        run.trajectories_file(0, "rollout").write_text("{}\n")
-        raise error
+    with pytest.raises(error):
+        stop(finished=True)
     assert "stopped; to go on: agentfly rollout --resume runs/mine" in capsys.readouterr().err
-    assert run.config_file.is_file()
+    assert RunDirectory("runs/mine").config_file.is_file()

@@ -289,6 +289,26 @@ async def test_a_generation_that_unproved_weights_had_a_part_in_is_refused(tmp_p
             await asking
 
 
+async def test_weights_of_an_update_that_failed_are_never_taken_for_those_of_the_next(tmp_path: Path) -> None:
+    async with served(server := StandInVLLM("loads nothing")) as policy:
+        with pytest.raises(WeightMismatch):
+            await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
+        failed = server.label
+        server.how.clear()
+        await policy.update_weights(save_bias(tmp_path / "2", 1.25), reference=bias_reference(1.25))
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).version == policy.version == 1
+        server.label = failed
+        with pytest.raises(WeightUpdateError, match="not proved"):
+            await policy.generate([1], PLAIN, rollout_id="r")
+
+
+async def test_a_run_that_is_resumed_calls_its_weights_as_it_did(tmp_path: Path) -> None:
+    async with served(StandInVLLM()) as policy:
+        await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5), version=40)
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).version == policy.version == 40
+        assert (await policy.update_weights(tmp_path / "1", reference=bias_reference(1.5))).version == 41
+
+
 async def test_generations_wait_while_an_update_runs(tmp_path: Path) -> None:
     begun = asyncio.Event()
 

@@ -7,7 +7,8 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -46,13 +47,15 @@ class Weights:
     Attributes:
         directory: safetensors files in the place of the model's own; None for its own.
         adapter: directory of the LoRA adapter on top, if there is one.
-        version: how many updates it took.
+        version: what they are called in trajectories.
+        serial: the number of the attempt to put them into the servers, of which one may fail; the first ones have 0.
         expected: log-probs of the probe by the reference; None where nothing has been proved yet.
     """
 
     directory: Path | None = None
     adapter: Path | None = None
     version: int = 0
+    serial: int = 0
     expected: tuple[float, ...] | None = None
 
 
@@ -99,6 +102,8 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self._id = f"agentfly-{uuid.uuid4().hex[:8]}"
+        self._serials = count(1)
+        self._proved = {self.weights.serial: self.weights.version}
         self._unusable: str | None = None
         self._updating = False
         self._lock = asyncio.Lock()
@@ -143,13 +148,13 @@ class Fleet:
         if not sample.weights or not all(span.label.startswith(prefix) for span in sample.weights):
             return None
         spans = [(int(span.label.removeprefix(prefix)), span.stop - span.start) for span in sample.weights]
-        if max(version for version, _ in spans) > self.weights.version:
+        if any(serial not in self._proved for serial, _ in spans):
             await self._settled()
-        if max(version for version, _ in spans) > self.weights.version:
+        if any(serial not in self._proved for serial, _ in spans):
             raise WeightUpdateError("A sample was made with weights that were not proved, and is refused.")
         if len(spans) == 1:
-            return spans[0][0]
-        return tuple(version for version, length in spans for _ in range(length))
+            return self._proved[spans[0][0]]
+        return tuple(self._proved[serial] for serial, length in spans for _ in range(length))
 
     def lost(self, member: Member, why: str) -> None:
         """A server does not answer, or does not hold the policy's weights: it is not used until both is mended."""
@@ -192,12 +197,13 @@ class Fleet:
                 raise PolicyUnavailable("No server can be used, so none can be updated.")
             was_served = await self._on_all(members, lambda member: self._score(member, self.weights))
             before = max(mean_distance(served, expected) for served in was_served)
-            weights = Weights(weights.directory, weights.adapter, weights.version, expected)
+            weights = replace(weights, serial=next(self._serials), expected=expected)
             began = time.monotonic()
             self._updating = True
             try:
                 distances = await self._change(members, weights, was_served)
                 self.weights, self._unusable = weights, None
+                self._proved[weights.serial] = weights.version
             finally:
                 self._updating = False
                 await asyncio.shield(self._tell())
@@ -264,7 +270,7 @@ class Fleet:
         return await _all([named(member) for member in members])
 
     def _label(self, weights: Weights) -> str:
-        return f"{self._id}:{weights.version}"
+        return f"{self._id}:{weights.serial}"
 
     # --- servers that went away ---------------------------------------------------------------------------------------
 

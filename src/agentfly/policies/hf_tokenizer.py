@@ -17,8 +17,8 @@ from agentfly.errors import ChatFormatError, PrerequisiteError
 from agentfly.messages import Message
 from agentfly.policies.chat_template import ChatTemplate
 
-_MARKUP = re.compile(r"<[|｜].*[|｜]>")
-"""How most vocabularies spell what no text is to hold, whether or not they call it special."""
+_MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
+"""How vocabularies spell what no text is to hold, whether or not they call it special."""
 
 
 class HFTokenizer:
@@ -26,7 +26,7 @@ class HFTokenizer:
 
     Control tokens are the special tokens of the tokenizer and, besides, those added tokens that the model's chat
     template writes (such as ``<tool_call>``, which many tokenizers do not mark as special) or that are spelled as
-    markup (``<|…|>``). Text that spells one of them is encoded as ordinary text. Added tokens of white space only, such
+    markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text. Added tokens of white space only, such
     as runs of blanks, are text, however a template is indented.
     """
 

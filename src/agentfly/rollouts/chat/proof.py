@@ -87,14 +87,16 @@ def _own_beginning(turns: Turns, conversation: Sequence[Message], start: str, to
     except ChatFormatError:
         return ""
     beginning = rendered[: first_place(rendered, len(conversation) - 1)]
-    return beginning[len(start) :] if beginning.startswith(start) else ""
+    header = turns.shape.thoughts.unopened(start)
+    return beginning[len(header) :] if beginning.startswith(header) else ""
 
 
 def _agree(turns: Turns, in_whole: str, by_turn: str, own: str) -> bool:
     thoughts = turns.shape.thoughts
-    if in_whole.startswith(by_turn):
-        return thoughts.unmarked(in_whole[len(by_turn) :]) == thoughts.unmarked(own)
-    return by_turn.startswith(in_whole) and not thoughts.unmarked(by_turn[len(in_whole) :])
+    header = thoughts.unopened(by_turn)
+    if in_whole.startswith(header):
+        return thoughts.unmarked(in_whole[len(header) :]) == thoughts.unmarked(own)
+    return header.startswith(in_whole) and not thoughts.unmarked(header[len(in_whole) :])
 
 
 def _difference(in_whole: str, by_turn: str) -> ChatFormatError:

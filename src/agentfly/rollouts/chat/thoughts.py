@@ -47,3 +47,8 @@ class Thoughts:
     def unmarked(self, text: str) -> str:
         """A text without the marks of thoughts and white space around it."""
         return text.replace(self.opener, "").replace(self.closer, "").strip()
+
+    def unopened(self, header: str) -> str:
+        """The header of a turn without the mark that opens thoughts at its end, if there is one."""
+        bare = header.rstrip()
+        return bare.removesuffix(self.opener) if bare.endswith(self.opener) else header

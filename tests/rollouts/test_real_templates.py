@@ -1,0 +1,279 @@
+"""Real tokenizers and templates: what is sent turn by turn is what the template writes, and text stays text."""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from agentfly.errors import ChatFormatError
+from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.chat.turns import Turns
+
+HOME = Path(__file__).parents[2] / ".test-tokenizers"
+
+FAMILIES = {
+    "smollm2": ("smollm2", None),
+    "qwen2.5": ("qwen2.5", None),
+    "qwen3": ("qwen3", None),
+    "qwen3-instruct": ("qwen3", "trl/qwen3_instruct_2507"),
+    "qwen3.5": ("qwen3", "trl/qwen3_5_think"),
+    "qwq": ("qwen3", "llama.cpp/Qwen-QwQ-32B"),
+    "llama3.2": ("llama3.2", None),
+    "gemma3": ("gemma3", None),
+    "deepseek-v3": ("deepseek-v3", None),
+    "deepseek-v3.1": ("deepseek-v3", "llama.cpp/deepseek-ai-DeepSeek-V3.1"),
+    "deepseek-r1": ("deepseek-v3", "trl/deepseek_r1_distill"),
+    "gpt-oss": ("gpt-oss", "trl/gptoss"),
+    "phi3.5": ("phi3.5", "trl/phi3_5"),
+    "mistral": ("mistral", "axolotl/mistral_v2v3"),
+    "glm4.5": ("glm", "trl/glm4moe"),
+}
+"""The vocabulary and the template of each; GLM's control tokens stand on Qwen's vocabulary."""
+
+GLM_TOKENS = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+
+LIGHT = ["smollm2", "qwen2.5", "phi3.5", "mistral"]
+"""Those that load fast; the others are slow tests."""
+
+
+@cache
+def tokenizer_of(family: str) -> HFTokenizer:
+    vocabulary, template = FAMILIES[family]
+    folder = HOME / ("qwen3" if vocabulary == "glm" else vocabulary)
+    if not (HOME / "manifest.json").is_file():
+        pytest.skip("needs tokenizers of well-known models: python scripts/fetch_tokenizers.py")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if vocabulary == "glm":
+        tokenizer.add_special_tokens({"additional_special_tokens": GLM_TOKENS})
+        tokenizer.eos_token = "<|endoftext|>"
+    if template:
+        tokenizer.chat_template = (HOME / "templates" / f"{template}.jinja").read_text()
+    return HFTokenizer(tokenizer)
+
+
+def families(*names: str):
+    """The families as parameters, the heavy ones as slow tests."""
+    marks = {name: () if name in LIGHT else (pytest.mark.slow,) for name in FAMILIES}
+    return pytest.mark.parametrize("family", [pytest.param(name, marks=marks[name]) for name in names or FAMILIES])
+
+
+SYSTEM = {"role": "system", "content": "You are an agent."}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, *calls):
+    return {"role": "assistant", "content": text, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def call(number, name="shell", arguments=None):
+    return {
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": {"command": "ls"} if arguments is None else arguments},
+    }
+
+
+def result(number, text, name="shell"):
+    return {"role": "tool", "name": name, "tool_call_id": f"call_{number}", "content": text}
+
+
+def tool(name="shell", description="Run a command.", argument="command"):
+    schema = {"type": "object", "properties": {argument: {"type": "string", "description": "It."}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": {**schema, "required": [argument]}},
+    }
+
+
+TOOLS = [tool(), tool("search", "Search the web.", "query")]
+
+WAYS = {
+    "words": (Exchange(assistant("answer"), [user("the next question")]), []),
+    "results as words": (Exchange(assistant("call"), [user("result 0"), user("result 1")]), []),
+    "results": (Exchange(assistant("call"), [result(0, "result 0")]), []),
+    "calls": (Exchange(assistant("", call(0)), [result(0, "result 0")]), TOOLS),
+    "two calls": (
+        Exchange(assistant("", call(0), call(1, "search")), [result(0, "result 0"), result(1, "result 1", "search")]),
+        TOOLS,
+    ),
+}
+
+
+def verdict(family: str, way: str) -> str:
+    exchange, tools = WAYS[way]
+    tokenizer = tokenizer_of(family)
+    try:
+        chat = TemplateChatFormat(tokenizer, [exchange], tools=tools)
+        return "stable" if chat.keeps_thoughts else "drops thoughts"
+    except ChatFormatError as error:
+        for sign, name in (
+            ("refuses", "refused"),
+            ("leaves out", "left out"),
+            ("not prefix-stable", "rewritten"),
+        ):
+            if sign in str(error):
+                return name
+        raise
+
+
+STABLE, DROPS, REWRITTEN = "stable", "drops thoughts", "rewritten"
+REFUSED, LEFT_OUT = "refused", "left out"
+
+TABLE = {
+    "smollm2": (STABLE, STABLE, STABLE, LEFT_OUT, LEFT_OUT),
+    "qwen2.5": (STABLE, STABLE, STABLE, STABLE, STABLE),
+    "qwen3": (DROPS, DROPS, STABLE, STABLE, STABLE),
+    "qwen3-instruct": (STABLE, STABLE, STABLE, STABLE, STABLE),
+    "qwen3.5": (DROPS, DROPS, STABLE, STABLE, STABLE),
+    "qwq": (DROPS, DROPS, DROPS, DROPS, DROPS),
+    "llama3.2": (STABLE, STABLE, STABLE, DROPS, STABLE),
+    "gemma3": (STABLE, STABLE, REFUSED, REFUSED, REFUSED),
+    "deepseek-v3": (STABLE, STABLE, REWRITTEN, LEFT_OUT, LEFT_OUT),
+    "deepseek-v3.1": (DROPS, DROPS, DROPS, STABLE, STABLE),
+    "deepseek-r1": (DROPS, DROPS, REWRITTEN, LEFT_OUT, LEFT_OUT),
+    "gpt-oss": (DROPS, DROPS, REFUSED, STABLE, STABLE),
+    "phi3.5": (STABLE, STABLE, LEFT_OUT, LEFT_OUT, LEFT_OUT),
+    "mistral": (STABLE, STABLE, REFUSED, DROPS, DROPS),
+    "glm4.5": (DROPS, DROPS, STABLE, STABLE, STABLE),
+}
+"""What becomes of each way of conversing under ``history="keep"``, in the order of `WAYS`."""
+
+
+@families()
+def test_which_conversations_a_template_can_carry_is_known(family):
+    assert tuple(verdict(family, way) for way in WAYS) == TABLE[family]
+
+
+CONTROL = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "[/INST]", "<|end|>", "<｜end▁of▁sentence｜>"]
+SPELLED = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|im_start|>system\n", "<|user|>"]
+CODE = ["def f(x):\n    return {'a': [x]}\n", '{"k": "v\\n"}', "<b>&amp;</b>", "\\u00e9", "é\u0301 Å ﬁ", "👩\u200d👧"]
+
+# Some vocabularies lack bytes that only characters nobody has assigned yet, or private ones, begin with.
+assigned = st.characters(codec="utf-8", exclude_categories=["Cn", "Co"])
+plain = st.lists(st.sampled_from(CODE) | st.text(assigned, max_size=12), max_size=4).map("".join)
+texts = st.lists(st.sampled_from(CONTROL + SPELLED) | plain, max_size=5).map(lambda pieces: f"x{''.join(pieces)}x")
+words = plain.map(lambda text: f"So {text}.".replace("</think>", "").replace("<think>", ""))
+
+steady = settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def said_by_template(turns, conversation, tools):
+    """The ids that a model samples which writes its turn as the template would, its end included."""
+    start = turns.whole(conversation[:-1], tools)
+    following = [] if tools else [user("more")]
+    rendered = turns.whole([*conversation, *following], tools, opens=False)
+    header = turns.shape.thoughts.unopened(start)
+    assert rendered.startswith(header)
+    position, stop = turns.control.first_in(rendered[len(header) :], turns.endings.ends)
+    return [*turns.control.encode(rendered[len(header) : len(header) + position]), stop]
+
+
+def chat_for(family, way):
+    exchange, tools = WAYS[way]
+    return TemplateChatFormat(tokenizer_of(family), [exchange], tools=tools), tools
+
+
+def continued(chat, turns, opening, exchanges, tools):
+    """The ids sent and sampled turn by turn, and the conversation."""
+    conversation = list(opening)
+    ids = list(chat.prompt(conversation, tools).ids)
+    for turn, answers in exchanges:
+        conversation.append(turn)
+        ids += said_by_template(turns, conversation, tools)
+        conversation += answers
+        ids += chat.continuation(answers, after=ids, conversation=conversation, tools=tools).ids
+    return ids, conversation
+
+
+@families("smollm2", "qwen2.5", "qwen3-instruct", "llama3.2", "gemma3", "deepseek-v3", "phi3.5", "mistral")
+@steady
+@given(asked=texts, rounds=st.lists(st.tuples(words, texts), min_size=1, max_size=3))
+def test_a_conversation_in_words_is_sent_as_the_template_writes_it_as_a_whole(family, asked, rounds):
+    chat, _ = chat_for(family, "words")
+    turns = Turns(tokenizer_of(family))
+    exchanges = [(assistant(said), [user(answer)]) for said, answer in rounds]
+    ids, conversation = continued(chat, turns, [user(asked)], exchanges, [])
+    assert ids == chat.prompt(conversation).ids
+
+
+arguments = st.dictionaries(st.sampled_from(["command", "k\u00e9y"]), texts | st.integers() | st.none(), min_size=1)
+
+
+@families("qwen2.5", "qwen3", "qwen3-instruct", "llama3.2", "deepseek-v3.1", "gpt-oss", "mistral", "glm4.5")
+@steady
+@given(asked=texts, rounds=st.lists(st.tuples(arguments, texts), min_size=1, max_size=3))
+def test_a_conversation_with_calls_is_sent_as_the_template_writes_it_as_a_whole(family, asked, rounds):
+    chat, tools = chat_for(family, "calls")
+    turns = Turns(tokenizer_of(family))
+    exchanges = [
+        (assistant("", call(number, arguments=given)), [result(number, answer)])
+        for number, (given, answer) in enumerate(rounds)
+    ]
+    ids, conversation = continued(chat, turns, [user(asked)], exchanges, tools)
+    assert ids == chat.prompt(conversation, tools).ids
+
+
+def control_ids(tokenizer, ids):
+    known = set(tokenizer.control_tokens.values())
+    return [token_id for token_id in ids if token_id in known]
+
+
+@families()
+@steady
+@given(text=texts)
+def test_text_of_tasks_tools_and_users_brings_no_control_token_wherever_it_stands(family, text):
+    tokenizer = tokenizer_of(family)
+    way = "calls" if TABLE[family][3] in (STABLE, DROPS) else "words"
+    chat, tools = chat_for(family, way)
+
+    def sent(word):
+        described = [tool(description=word, argument=word)] if tools else []
+        start = [user(word)] if family == "mistral" else [{"role": "system", "content": word}, user(word)]
+        turn = assistant("", call(0, arguments={word: [word]})) if tools else assistant("answer")
+        answers = [result(0, word)] if tools else [user(word)]
+        conversation = [*start, turn, *answers]
+        after = [*chat.prompt(start, described).ids, chat.stop_ids[0]]
+        following = chat.continuation(answers, after=after, conversation=conversation, tools=described)
+        return [*after, *following.ids], chat.prompt(conversation, described).ids
+
+    for evil, harmless in zip(sent(text), sent("harmless"), strict=True):
+        assert control_ids(tokenizer, evil) == control_ids(tokenizer, harmless)
+
+
+@families()
+@steady
+@given(text=texts)
+def test_text_is_encoded_without_loss(family, text):
+    tokenizer = tokenizer_of(family)
+    if "▁" in str(tokenizer.hf.backend_tokenizer.decoder):
+        text = text.replace("▁", " ")  # SentencePiece's own blank
+    composed = "NFC" in str(tokenizer.hf.backend_tokenizer.normalizer)
+    expected = unicodedata.normalize("NFC", text) if composed else text
+    assert tokenizer.decode(tokenizer.encode_text(text)) == expected
+
+
+@families()
+@steady
+@given(asked=plain.map(lambda text: f"x{text}x"), answer=plain.map(lambda text: f"x{text}x"))
+def test_ordinary_text_is_encoded_as_transformers_encodes_it(family, asked, answer):
+    tokenizer = tokenizer_of(family)
+    tools = TOOLS if TABLE[family][3] in (STABLE, DROPS) else []
+    conversation = [user(asked), assistant("Well."), user(answer)]
+    ids = chat_for(family, "words")[0].prompt(conversation, tools).ids
+    text = tokenizer.hf.apply_chat_template(
+        conversation, tools=tools or None, add_generation_prompt=True, tokenize=False
+    )
+    assert ids == tokenizer.hf.encode(text, add_special_tokens=False)

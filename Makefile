@@ -18,6 +18,7 @@ demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
 test: $(VENV)/dev.stamp  ## every test, slow ones included
+	@$(BIN)/python scripts/fetch_tokenizers.py
 	@$(BIN)/python -m pytest
 
 check: $(VENV)/dev.stamp  ## format, lint, types, import contracts and the fast tests

@@ -157,25 +157,26 @@ def test_which_conversations_a_template_can_carry_is_known(family):
 
 CONTROL = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "[/INST]", "<|end|>", "<｜end▁of▁sentence｜>"]
 SPELLED = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|im_start|>system\n", "<|user|>"]
-CODE = ["def f(x):\n    return {'a': [x]}\n", '{"k": "v\\n"}', "<b>&amp;</b>", "\\u00e9", "é\u0301 Å ﬁ", "👩\u200d👧"]
+CODE = ["def f(x):\n\treturn {'a': [x]}\n", '{"k": "v\\n"}', "<b>&amp;</b>", "\\u00e9", "é\u0301 Å ﬁ", "👩\u200d👧"]
 
-# Some vocabularies lack bytes that only characters nobody has assigned yet, or private ones, begin with.
-assigned = st.characters(codec="utf-8", exclude_categories=["Cn", "Co"])
+# Some vocabularies lack bytes that only control characters, private ones, or such as nobody has assigned, consist of.
+assigned = st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Co"])
 plain = st.lists(st.sampled_from(CODE) | st.text(assigned, max_size=12), max_size=4).map("".join)
 texts = st.lists(st.sampled_from(CONTROL + SPELLED) | plain, max_size=5).map(lambda pieces: f"x{''.join(pieces)}x")
 words = plain.map(lambda text: f"So {text}.".replace("</think>", "").replace("<think>", ""))
 
 steady = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
 def said_by_template(turns, conversation, tools):
     """The ids that a model samples which writes its turn as the template would, its end included."""
     start = turns.whole(conversation[:-1], tools)
-    following = [] if tools else [user("more")]
+    made = conversation[-1].get("tool_calls", [])
+    following = [{**result(0, "more"), "tool_call_id": call["id"]} for call in made] or [user("more")]
     rendered = turns.whole([*conversation, *following], tools, opens=False)
-    header = turns.shape.thoughts.unopened(start)
+    header = start if rendered.startswith(start) else turns.shape.thoughts.unopened(start)
     assert rendered.startswith(header)
     position, stop = turns.control.first_in(rendered[len(header) :], turns.endings.ends)
     return [*turns.control.encode(rendered[len(header) : len(header) + position]), stop]
@@ -277,3 +278,16 @@ def test_ordinary_text_is_encoded_as_transformers_encodes_it(family, asked, answ
         conversation, tools=tools or None, add_generation_prompt=True, tokenize=False
     )
     assert ids == tokenizer.hf.encode(text, add_special_tokens=False)
+
+
+def test_a_template_that_moves_the_system_prompt_is_refused_unless_history_is_to_be_rewritten():
+    tokenizer, exchange = tokenizer_of("mistral"), WAYS["words"][0]
+    with pytest.raises(ChatFormatError, match=r"You are an agent.*history='rewrite'"):
+        TemplateChatFormat(tokenizer, [exchange], system=SYSTEM)
+    chat = TemplateChatFormat(tokenizer, [exchange], system=SYSTEM, history="rewrite")
+    talk = [SYSTEM, user("one"), assistant("two"), user("three")]
+    after = [*chat.prompt(talk[:2]).ids, chat.stop_ids[0]]
+    assert chat.continuation(talk[3:], after=after, conversation=talk) is None
+    after = [*chat.prompt(talk).ids, chat.stop_ids[0]]
+    longer = [*talk, assistant("four"), user("five")]
+    assert chat.continuation(longer[5:], after=after, conversation=longer) is None

@@ -26,8 +26,8 @@ class HFTokenizer:
 
     Control tokens are the special tokens of the tokenizer and, besides, those added tokens that the model's chat
     template writes (such as ``<tool_call>``, which many tokenizers do not mark as special) or that are spelled as
-    markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text. Added tokens of white space only, such
-    as runs of blanks, are text, however a template is indented.
+    markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text. Added tokens of
+    white space only, such as runs of blanks, are text, however a template is indented.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -49,6 +49,8 @@ class Thoughts:
         return text.replace(self.opener, "").replace(self.closer, "").strip()
 
     def unopened(self, header: str) -> str:
-        """The header of a turn without the mark that opens thoughts at its end, if there is one."""
-        bare = header.rstrip()
-        return bare.removesuffix(self.opener) if bare.endswith(self.opener) else header
+        """The header of a turn without the marks of thoughts at its end: those that open them, or leave them out."""
+        bare = header
+        while (text := bare.rstrip()).endswith((self.opener, self.closer)):
+            bare = text.removesuffix(self.opener).removesuffix(self.closer)
+        return bare

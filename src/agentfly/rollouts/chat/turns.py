@@ -51,7 +51,8 @@ class Turns:
         answers = self.control.disarm(messages)
         calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
         turn = reply(0, calls=calls[:1] if self.shape.one_call else calls)
-        described = tools if self._tools_follow else [STAND_IN] if tools else ()
+        asked = any(answer["role"] != "tool" for answer in answers)
+        described = tools if self._tools_follow and asked else [STAND_IN] if tools else ()
         rendered = self._render([QUESTION, turn, *answers], described, opens=True)
         return rendered[self.end_of(rendered, 0) :]
 

@@ -14,6 +14,8 @@ from agentfly.errors import Boundary, ConfigError, ResourceDied
 from agentfly.policies.policy import ChatGeneration
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
+from agentfly.rollouts.traits import agent_traits
+from agentfly.rollouts.voice import Voice
 from agentfly.training.rows import rows_from_trajectories
 from agentfly.trajectory import FinishReason, Trajectory
 
@@ -308,6 +310,21 @@ def test_a_changed_model_is_that_of_the_subagents_which_had_the_same():
     other = Agent(model="other", tools=[research_twin()]).as_tool("Finds.", name="research")
     changed = boss(other, research_twin()).with_model("new")
     assert [str(agent.model) for agent in changed.subagents] == ["other", "new", "new"]
+
+
+def test_a_subagent_that_has_changed_is_noticed_when_a_run_is_gone_on_with():
+    def traits(**settings):
+        return agent_traits(boss(research(**settings)))
+
+    assert traits() == traits()
+    assert traits(memory=Window(2)) != traits(memory=Window(3)) != traits()
+    assert traits(max_turns=3) != traits()
+
+
+def test_a_voice_without_a_policy_for_a_subagents_model_is_refused():
+    other = Agent(model="other").as_tool("Finds.", name="research")
+    with pytest.raises(ConfigError, match="'other'"):
+        Voice.of(boss(other), ScriptedPolicy([]))
 
 
 def test_an_agent_that_is_given_as_it_stands_is_refused_with_the_cure():

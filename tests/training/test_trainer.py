@@ -186,6 +186,11 @@ def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
 def test_a_cut_distribution_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p=0\.9"):
         Trainer(agent(top_p=0.9), TASKS, later, run_dir=tmp_path)
+    cutting = agent(top_k=5).as_tool("Helps.", name="helper")
+    with pytest.raises(ConfigError, match=r"A subagent .* top_k=5"):
+        Trainer(agent(tools=[cutting]), TASKS, later, run_dir=tmp_path)
+    other = agent(model="other", top_k=5).as_tool("Helps.", name="helper")
+    Trainer(agent(tools=[other]), TASKS, later, run_dir=tmp_path)  # which is not trained
 
 
 def test_a_temperature_of_zero_cannot_be_trained(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from agentfly.rollouts.health import Health
 from agentfly.rollouts.record import RolloutRecord
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.traits import agent_traits
-from agentfly.rollouts.voice import NOTHING, Voice, require_strategy, unchanged
+from agentfly.rollouts.voice import NO_OTHERS, Voice, require_strategy, unchanged
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
 
@@ -105,7 +105,7 @@ class Runner:
         reward: AnyReward | None = None,
         events: EventStream | None = None,
         strategy: str = "chain",
-        subagent_policies: Mapping[str, Policy | ChatPolicy] = NOTHING,
+        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
         max_concurrent_rollouts: int = 256,
         max_failure_share: float = 0.5,
     ) -> None:

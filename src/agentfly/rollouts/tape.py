@@ -128,9 +128,11 @@ class Tape:
 
     def finish(self) -> None:
         """Check that the mask covers exactly what was sampled, and freeze the sequences."""
-        for index in sorted({place.sequence for place in self._places} | self._unanswered()):
+        within: dict[int, list[Place]] = {index: [] for index in self._unanswered()}
+        for place in self._places:
+            within.setdefault(place.sequence, []).append(place)
+        for index, places in within.items():
             sequence = self._sequences[index]
-            places = [place for place in self._places if place.sequence == index]
             counted = sum(place.stop - place.start for place in places)
             masked = sum(sequence.origins[place.start : place.stop].count(Origin.SAMPLED) for place in places)
             if not masked == counted == sequence.sampled_count:
@@ -139,7 +141,7 @@ class Tape:
 
     def _unanswered(self) -> set[int]:
         """The current sequence, if nothing was sampled in it."""
-        if self._current is None or any(place.sequence == self._current for place in self._places):
+        if self._current is None or (self._places and self._places[-1].sequence == self._current):
             return set()
         return {self._current}
 

@@ -40,6 +40,7 @@ class Executor:
         self._events = events
         self._cut = cut
         self._delegate = delegate
+        self._subagents = {tool.name for tool in agent.tools if isinstance(tool, Subagent)}
 
     async def execute(self, calls: Sequence[ToolCall], *, turn: int) -> list[ToolRecord]:
         """Execute the calls of a turn concurrently; the results come in the order of the calls.
@@ -61,8 +62,7 @@ class Executor:
 
     def seconds_of_tools(self, results: Sequence[ToolRecord]) -> float:
         """How long the tools of a turn took, which ran at the same time; what subagents took is not counted."""
-        subagents = {tool.name for tool in self._agent.tools if isinstance(tool, Subagent)}
-        return max((result.seconds for result in results if result.call.name not in subagents), default=0.0)
+        return max((result.seconds for result in results if result.call.name not in self._subagents), default=0.0)
 
     async def _execute(self, call: ToolCall, turn: int) -> ToolRecord:
         started = time.perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
@@ -29,7 +29,7 @@ from agentfly.tokens import TokenSequence
 STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
 """The strategies by name."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_OTHERS: Mapping[str, Policy | ChatPolicy] = MappingProxyType({})
 
 ChangeOfSampling = Callable[[SamplingParams], SamplingParams]
 
@@ -73,7 +73,7 @@ class Voice:
         policy: Policy | ChatPolicy,
         *,
         strategy: str = "chain",
-        others: Mapping[str, Policy | ChatPolicy] = NOTHING,
+        others: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
     ) -> Voice:
         """The voice of an agent, and those of its subagents.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
-from agentfly.policies.policy import Policy
+from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config import TrainConfig
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
@@ -34,6 +35,7 @@ def train(
     events: EventStream | None = None,
     policy: Policy | None = None,
     engine: ResourceEngine | None = None,
+    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
     **settings: Any,
 ) -> TrainResult:
     """Train an agent's policy on tasks, and keep metrics, trajectories and checkpoints in a run directory.
@@ -68,6 +70,7 @@ def train(
             events=events,
             policy=policy,
             engine=engine,
+            subagent_policies=subagent_policies,
             resume=resume,
         )
         stack.enter_context(recorded(run, events))

@@ -28,11 +28,12 @@ from agentfly.events import (
     TrainingStarted,
 )
 from agentfly.policies.load import load_policy
-from agentfly.policies.policy import Policy
+from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.traits import agent_traits
+from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.training.advantages import ALGORITHMS
@@ -98,6 +99,7 @@ class Trainer:
         events: where events go.
         policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given.
         engine: schedules the resources; made if not given.
+        subagent_policies: what subagents with another model speak by, by the model; loaded if not given.
         resume: go on from the last checkpoint in ``run_dir``; begin there if it has none.
 
     Raises:
@@ -117,6 +119,7 @@ class Trainer:
         events: EventStream | None = None,
         policy: Policy | None = None,
         engine: ResourceEngine | None = None,
+        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
         resume: bool = False,
     ) -> None:
         require_agent(agent)
@@ -130,6 +133,7 @@ class Trainer:
         self._events = events or EventStream()
         self._given_policy = policy
         self._engine = engine
+        self._subagent_policies = subagent_policies
         self._resume = resume
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
         self._temperature = _training_temperature(agent, self._config)
@@ -227,6 +231,7 @@ class Trainer:
             reward=self._reward,
             events=self._events,
             strategy=self._config.strategy,
+            subagent_policies=self._subagent_policies,
             max_concurrent_rollouts=self._config.max_concurrent_rollouts,
             max_failure_share=self._config.max_failure_share,
         )

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.memory.memory import FullHistory
+from agentfly.agents.memory.window import Window
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.rollouts.run import run
@@ -146,3 +148,14 @@ async def test_the_oracle_earns_the_full_reward_on_every_task(agent, tasks):
     result = await run(with_room_for_bytes(agent), tasks, reward=stockroom_reward, policy=policy)
     assert [reward for reward in result.rewards if reward != 1.0] == []
     assert len(result.rewards) == 120
+
+
+@needs_sandbox
+@pytest.mark.parametrize("memory", [FullHistory(), Window(turns=1)], ids=repr)
+@pytest.mark.parametrize("strategy", ["chain", "step"])
+async def test_the_oracle_earns_as_much_under_either_strategy_and_from_the_last_turn_alone(strategy, memory):
+    agent = dataclasses.replace(with_room_for_bytes(hermes_agent()), memory=memory)
+    policy = ScriptedPolicy(oracle(agent.format))
+    result = await run(agent, train_tasks()[:3], reward=stockroom_reward, policy=policy, strategy=strategy)
+    assert result.rewards == [1.0] * 3
+    assert [len(one.sequences) for one in result.trajectories] == [1 if strategy == "chain" else 2] * 3

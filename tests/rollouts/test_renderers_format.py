@@ -25,7 +25,8 @@ HOME = Path(__file__).parents[2] / ".test-tokenizers"
 FORMATS = {"qwen3": "qwen3", "llama3.2": "llama-3", "deepseek-v3": "deepseek-v3", "gpt-oss": "gpt-oss"}
 """A tokenizer, and the name of the format for it."""
 
-families = pytest.mark.parametrize("family", FORMATS)
+families = pytest.mark.parametrize("family", [family for family in FORMATS if family != "deepseek-v3"])
+"""Those whose formats describe tools."""
 
 
 @af.tool
@@ -96,10 +97,6 @@ ASKED["llama3.2"] = '{"name": "lookup", "parameters": {"word": "owl"}}<|eot_id|>
 ASKED["gpt-oss"] = (
     "I look it up.<|end|><|start|>assistant<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>"
     '{"word": "owl"}<|call|>'
-)
-ASKED["deepseek-v3"] = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>lookup\n```json\n"
-    '{"word": "owl"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
 )
 
 
@@ -189,6 +186,15 @@ def test_a_turn_that_a_limit_cut_is_ended_before_the_conversation_goes_on():
     after = [*chat.prompt([user("q")]).ids, *sampled("qwen3", "An ow")]
     following = chat.continuation([user("go on")], after=after, conversation=[])
     assert following.ids[0] in chat.stop_ids
+
+
+@pytest.mark.slow
+def test_a_format_that_would_keep_the_tools_from_the_model_is_refused_or_passed_over():
+    tokenizer = tokenizer_of("deepseek-v3")
+    with pytest.raises(ChatFormatError, match="'lookup'"):
+        chat_format_of(agent("deepseek-v3"), tokenizer)
+    own = af.Agent(model="deepseek-ai/DeepSeek-V3", tools=[lookup], tool_call_format="model", history="rewrite")
+    assert isinstance(chat_format_of(own, tokenizer), TemplateChatFormat)
 
 
 def test_the_choice_is_by_the_models_name_and_what_cannot_be_had_is_said():

@@ -12,11 +12,10 @@ from typing import cast
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.agents.subagent import Subagent
-from agentfly.agents.toolcalls.registry import format_for
 from agentfly.errors import ConfigError
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, Tokenizer
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.rollouts.chain import Chain
-from agentfly.rollouts.chat.agent_format import chat_format_of
+from agentfly.rollouts.chat.agent_format import settle
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.chat_speaker import ChatSpeaker
 from agentfly.rollouts.speaker import Speaker
@@ -99,8 +98,7 @@ class Voice:
         policy = policies[model]
         chat = None
         if isinstance(policy, Policy):
-            agent = _with_format(agent, policy.tokenizer)
-            chat = chat_format_of(agent, policy.tokenizer)
+            agent, chat = settle(agent, policy.tokenizer)
         subagents = {
             tool.name: cls._of(tool.agent, strategy, policies, own)
             for tool in agent.tools
@@ -150,11 +148,3 @@ class Voice:
         """The conversation of this name has ended: what the policy keeps for it may go."""
         if self.token_policy is not None:
             self.token_policy.forget(rollout_id)
-
-
-def _with_format(agent: Agent, tokenizer: Tokenizer) -> Agent:
-    """The agent with the tool-call format that it and its model have in common."""
-    if not agent.tools:
-        return agent
-    own = format_for(agent.format, tokenizer.chat_template, str(agent.model))
-    return agent if own is agent.format else replace(agent, tool_call_format=own)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 from agentfly.agents.agent import Agent
 from agentfly.agents.toolcalls.format import call_id, message_with_calls
-from agentfly.errors import ConfigError
+from agentfly.agents.toolcalls.registry import format_for
+from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat
@@ -12,27 +16,61 @@ from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.renderers_format import RenderersFormat, renderer_name
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
+logger = logging.getLogger(__name__)
+
 
 def chat_format_of(agent: Agent, tokenizer: Tokenizer) -> ChatFormat:
-    """The chat format in which an agent converses with a model.
+    """The chat format in which an agent converses with a model; raises as `settle`."""
+    return settle(agent, tokenizer)[1]
+
+
+def settle(agent: Agent, tokenizer: Tokenizer) -> tuple[Agent, ChatFormat]:
+    """An agent with the tool-call format that it uses with a model, and the chat format of their conversations.
 
     Where ``agent.chat_format`` leaves the choice, that is the hand-written one of the ``renderers`` package if the
-    package is installed and knows the model by its Hugging Face id, and otherwise what the model's template tells.
+    package is installed, knows the model by its Hugging Face id, and can carry the conversations; and otherwise
+    what the model's template tells.
 
     Raises:
-        ConfigError: a format of the package is asked for that there is not.
+        ConfigError: a format is asked for that there is not, or that the model's template does not speak of.
         PrerequisiteError: the package is asked for and not installed.
         ChatFormatError: the model's chat template cannot carry this agent's conversations; the message says why.
     """
-    system = agent.system_message()
-    exchanges = [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)]
-    opening: Message | None = {"role": "system", "content": system} if system else None
     by_hand = _renderer_of(agent)
     if by_hand is not None:
-        return RenderersFormat(
-            by_hand, tokenizer, exchanges, tools=agent.template_tools, system=opening, history=agent.history
-        )
-    return TemplateChatFormat(tokenizer, exchanges, tools=agent.template_tools, system=opening, history=agent.history)
+        try:
+            return agent, _by_hand(by_hand, agent, tokenizer)
+        except (ChatFormatError, PrerequisiteError) as error:
+            if agent.chat_format != "auto":
+                raise
+            logger.info("The template of %s is used, not the format of the renderers package: %s", agent.model, error)
+    agent = _with_format(agent, tokenizer)
+    return agent, TemplateChatFormat(
+        tokenizer, _exchanges(agent), tools=agent.template_tools, system=_system(agent), history=agent.history
+    )
+
+
+def _by_hand(name: str, agent: Agent, tokenizer: Tokenizer) -> ChatFormat:
+    return RenderersFormat(
+        name, tokenizer, _exchanges(agent), tools=agent.template_tools, system=_system(agent), history=agent.history
+    )
+
+
+def _with_format(agent: Agent, tokenizer: Tokenizer) -> Agent:
+    """The agent with the tool-call format that it and its model's template have in common."""
+    if not agent.tools:
+        return agent
+    own = format_for(agent.format, tokenizer.chat_template, str(agent.model))
+    return agent if own is agent.format else replace(agent, tool_call_format=own)
+
+
+def _system(agent: Agent) -> Message | None:
+    system = agent.system_message()
+    return {"role": "system", "content": system} if system else None
+
+
+def _exchanges(agent: Agent) -> list[Exchange]:
+    return [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)]
 
 
 def _renderer_of(agent: Agent) -> str | None:

@@ -74,6 +74,7 @@ class RenderersFormat:
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._opening = [*([system] if system else []), QUESTION]
         self._marks = self._needs_marks()
+        self._require_described(tools)
         self._prompt_ids = list(self.prompt(self._opening, tools).ids)
         self._header = self._prompt_ids[len(self._ids_of(self._opening, tools, opens=False)) :]
         for exchange in exchanges:
@@ -154,6 +155,20 @@ class RenderersFormat:
         if MARK in self._tokenizer.decode(self._ids_of(evil, ())):
             raise ChatFormatError(f"The format {self.name!r} of the renderers package writes what no text held.")
         return marks
+
+    def _require_described(self, tools: Definitions) -> None:
+        """Raise unless the tools are in the prompt.
+
+        Raises:
+            ChatFormatError: they are not.
+        """
+        text = self._tokenizer.decode(self._ids_of(self._opening, tools))
+        missing = [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
+        if missing:
+            raise ChatFormatError(
+                f"The format {self.name!r} of the renderers package does not describe tools, so the model would not "
+                f"know of {missing[0]!r}. Name a tool-call format that describes them, for instance 'hermes'."
+            )
 
     def _prove(self, exchange: Exchange, tools: Definitions) -> None:
         """Go on from a turn that is sampled as the format itself would write it.

@@ -24,6 +24,10 @@ def gateway(
         str | None,
         typer.Option(metavar="FILE.py:NAME", help="Answers in place of a model: texts, or a function of the prompt."),
     ] = None,
+    vllm: Annotated[
+        list[str] | None,
+        typer.Option("--vllm", metavar="URL", help="A server of vLLM that serves the model; may be said several times."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.jsonl", help="Where finished trajectories are added.")
     ] = Path("trajectories.jsonl"),
@@ -47,7 +51,9 @@ def gateway(
     """
     if (model is None) == (script is None):
         raise ConfigError("Name a model, or answers by --script: one of the two.")
-    policy = _scripted(script) if script is not None else _embedded(str(model))
+    if vllm and model is None:
+        raise ConfigError("--vllm says where the model is served: name the model, too.")
+    policy = _scripted(script) if script is not None else _loaded(str(model), vllm or [])
     settings = {
         "host": host,
         "port": port,
@@ -75,7 +81,11 @@ async def _served(policy: Policy, output: Path, settings: dict[str, Any]) -> Non
         await asyncio.Event().wait()
 
 
-def _embedded(model: str) -> Policy:
+def _loaded(model: str, urls: list[str]) -> Policy:
+    if urls:
+        from agentfly.policies.vllm.policy import VLLMPolicy
+
+        return VLLMPolicy(urls=urls, model=model)
     from agentfly.policies.load import load_policy
 
     return load_policy(model)

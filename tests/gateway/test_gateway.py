@@ -12,14 +12,15 @@ import pytest
 from openai import APIStatusError, BadRequestError
 
 import agentfly as af
-from agentfly.errors import ConfigError, PolicyError, UsageError
+from agentfly.errors import ChatFormatError, ConfigError, PolicyError, UsageError
 from agentfly.policies.openai import OpenAIPolicy
-from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
 from agentfly.tokens import Origin
 from agentfly.training.rows import rows_from_trajectories, untrainable_cause
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 ANSWER = "It is 3."
+PNG = af.Image(b"picture", "image/png").url
 
 
 @pytest.fixture(autouse=True)
@@ -385,6 +386,7 @@ async def test_what_cannot_be_done_is_refused_clearly(serving: Any, parameters: 
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}], "data URLs"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
         ([{"role": "user", "content": 3}], "int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}], "1 images"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}], "'f'"),
     ],
 )
@@ -472,6 +474,30 @@ async def test_where_the_template_knows_no_tools_a_system_message_tells_of_them(
     assert "You can use these tools" in begun
     assert '"name": "add"' in begun
     assert f"Else.\n{call}<|im_end|>" in text_of(trajectory, 1), "the call is written as the model would"
+
+
+class NoTools(ByteTokenizer):
+    """Of a model whose chat template knows of the user and the assistant, and of nobody else."""
+
+    def render(self, messages: Any, **more: Any) -> str:
+        if {"tool", "system"} & {message["role"] for message in messages}:
+            raise ChatFormatError("only user and assistant")
+        return super().render(messages, add_generation_prompt=more.get("add_generation_prompt", False))
+
+
+async def test_a_model_whose_template_knows_no_tools_is_offered_them_all_the_same(
+    serving_any: Any, tools: Any, call: str
+) -> None:
+    policy = ScriptedPolicy([f"{call}{call}", ANSWER])
+    policy.tokenizer = NoTools()
+    async with policy, serving_any(policy) as (gateway, client):
+        messages = await with_a_tool(client(), tools)
+        trajectory = gateway.finish("r.0")
+    assert messages[-1].content == ANSWER
+    (sequence,) = trajectory.sequences
+    written = policy.tokenizer.decode(sequence.ids)
+    assert written.startswith("<|im_start|>user\nYou can use these tools")
+    assert written.count("<tool_response>\n3\n</tool_response>") == 2
 
 
 async def test_the_token_is_asked_for_by_all_but_the_health(serving: Any) -> None:

@@ -122,6 +122,7 @@ TOO_LONG = [
     (400, "the request exceeds the available context size, try increasing it"),
     (422, "Input validation error: `inputs` must have less than 1024 tokens. Given: 2000"),
     (400, "prompt is too long: 210000 tokens > 200000 maximum"),
+    (400, "max_tokens=100000 cannot be greater than max_model_len=1024. Please request fewer output tokens."),
     (413, "no"),
 ]
 

@@ -26,7 +26,7 @@ def gateway(
     ] = None,
     vllm: Annotated[
         list[str] | None,
-        typer.Option("--vllm", metavar="URL", help="A server of vLLM that serves the model; may be said several times."),
+        typer.Option("--vllm", metavar="URL", help="A server of vLLM that serves the model, or several."),
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.jsonl", help="Where finished trajectories are added.")

@@ -16,7 +16,7 @@ from agentfly.errors import ChatFormatError
 from agentfly.gateway.hermes_for_all import HermesForAll
 from agentfly.gateway.program_tool import ProgramTool
 from agentfly.images import PlacedImage
-from agentfly.messages import ImagePart, Message, Part, ToolCall, images_of, text_of
+from agentfly.messages import ImagePart, Message, Part, Role, TextPart, ToolCall, images_of, text_of
 from agentfly.policies.policy import Generation, SamplingParams, Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
 from agentfly.rollouts.chat.proof import Exchange
@@ -109,7 +109,8 @@ class Dialect:
             raise ChatFormatError(f"This model cannot be offered tools in this way: {self._no_tools}")
         shown = self._shown(conversation, conversation, tools)
         if tools and not self._calls.in_template:
-            shown = _told(shown, self._calls.instructions(_tools(tools)))
+            by: Role = "user" if isinstance(self._calls, HermesForAll) else "system"
+            shown = _told(shown, self._calls.instructions(_tools(tools)), by=by)
         return self.chat.prompt(shown, self._described(tools))
 
     def continuation(
@@ -247,12 +248,17 @@ def _tools(tools: Definitions) -> list[Tool]:
     return cast(list[Tool], [ProgramTool.of(tool) for tool in tools])
 
 
-def _told(conversation: list[Message], instructions: str) -> list[Message]:
-    """The conversation with instructions at the end of its system message."""
-    first = conversation[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": instructions}, *conversation]
-    return [{**first, "content": f"{text_of(first['content'])}\n\n{instructions}".strip()}, *conversation[1:]]
+def _told(conversation: list[Message], instructions: str, *, by: Role) -> list[Message]:
+    """The conversation with instructions in its system message; ``by`` says who gives them where there is none."""
+    first, *rest = conversation
+    said = first["content"]
+    if first["role"] == "system":
+        return [{**first, "content": f"{text_of(said)}\n\n{instructions}".strip()}, *rest]
+    if first["role"] != by:
+        return [{"role": by, "content": instructions}, *conversation]
+    if isinstance(said, str):
+        return [{**first, "content": f"{instructions}\n\n{said}"}, *rest]
+    return [{**first, "content": [TextPart(type="text", text=f"{instructions}\n\n"), *said]}, *rest]
 
 
 def _first(generation: Generation, count: int) -> Generation:

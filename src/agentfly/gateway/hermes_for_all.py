@@ -10,7 +10,10 @@ from agentfly.messages import Message, ToolCall
 
 @dataclass(frozen=True)
 class HermesForAll(HermesFormat):
-    """The Hermes format with results in messages of the user, between tags, which every chat template can write."""
+    """The Hermes format with results in messages of the user, between tags, which every chat template can write.
+
+    The tools are described in the system message if there is one, and otherwise before the user's first words.
+    """
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from agentfly.resources.credentials import Credentials
 
 _TOO_LONG = re.compile(
     r"context[ _](length|window|size)|maximum (model|input|context) length|prompt is too long|exceed_context|"
-    r"input token count|must have less than \d+ tokens|max_new_tokens` must be",
+    r"input token count|max_model_len|must have less than \d+ tokens|max_new_tokens` must be",
     re.IGNORECASE,
 )
 """How endpoints say that a conversation is too long: OpenAI, vLLM, SGLang, llama.cpp, TGI, Gemini, Mistral."""

@@ -10,6 +10,7 @@ from agentfly.policies.chat_template import ChatTemplate
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.drift import drift_from_whole
 from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.shape import shape_wanted_by
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
@@ -213,3 +214,12 @@ def test_the_tools_that_a_template_describes_count_in_the_prompt():
     chat = Talk(THINKING.replace("{% set last", "{{ tools | tojson if tools else '' }}{% set last", 1), "keep").chat
     bare, full = chat.prompt([user("q")]), chat.prompt([user("q")], [described])
     assert len(full.ids) > len(bare.ids) + 40
+
+
+def test_drift_from_the_whole_is_shown_where_it_begins():
+    talk = Talk(THINKING, "keep").turn(user("a?"), "<think>a</think>1").turn(user("b?"), "2")
+    whole = talk.chat.prompt([*talk.view, user("c?")]).ids
+    assert drift_from_whole(talk.chat, talk.tokenizer, whole, [*talk.view, user("c?")]) is None
+    following = talk.chat.continuation([user("c?")], after=talk.tape.ids, conversation=[*talk.view, user("c?")])
+    drift = drift_from_whole(talk.chat, talk.tokenizer, [*talk.tape.ids, *following.ids], [*talk.view, user("c?")])
+    assert "Sent: 'sistant\\n<think>" in drift

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -46,15 +47,20 @@ LIGHT = ["smollm2", "qwen2.5", "phi3.5", "mistral"]
 
 
 @cache
-def tokenizer_of(family: str) -> HFTokenizer:
-    vocabulary, template = FAMILIES[family]
-    folder = HOME / ("qwen3" if vocabulary == "glm" else vocabulary)
+def vocabulary_of(name: str):
     if not (HOME / "manifest.json").is_file():
         pytest.skip("needs tokenizers of well-known models: python scripts/fetch_tokenizers.py")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if vocabulary == "glm":
+    tokenizer = AutoTokenizer.from_pretrained(HOME / ("qwen3" if name == "glm" else name), local_files_only=True)
+    if name == "glm":
         tokenizer.add_special_tokens({"additional_special_tokens": GLM_TOKENS})
         tokenizer.eos_token = "<|endoftext|>"
+    return tokenizer
+
+
+@cache
+def tokenizer_of(family: str) -> HFTokenizer:
+    vocabulary, template = FAMILIES[family]
+    tokenizer = copy.copy(vocabulary_of(vocabulary))
     if template:
         tokenizer.chat_template = (HOME / "templates" / f"{template}.jinja").read_text()
     return HFTokenizer(tokenizer)

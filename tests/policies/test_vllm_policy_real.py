@@ -129,12 +129,18 @@ async def test_log_probs_are_those_of_the_sampling_distribution_with_the_raw_one
             assert generation.raw_logprobs == pytest.approx(expected(own, generation), abs=CLOSE)
 
 
-async def test_policies_at_one_server_never_sample_from_each_others_weights(
+async def test_an_update_waits_for_running_generations_and_another_policy_at_the_server_finds_it_out(
     policy: VLLMPolicy, address: dict[str, Any], own: PreTrainedModel, other: PreTrainedModel, tmp_path: Path
 ) -> None:
     other.save_pretrained(tmp_path)
     async with VLLMPolicy(**address) as another:
+        draining = asyncio.create_task(another.generate(PROMPT, SamplingParams(max_tokens=300), rollout_id="r"))
+        await asyncio.sleep(0.05)
         await another.update_weights(tmp_path, reference=model_reference(other))
+        drained = await draining
+        assert drained.version == 0
+        assert len(drained.ids) == 300
+        assert drained.logprobs == pytest.approx(expected(own, drained), abs=CLOSE)
         theirs = await another.generate(PROMPT, SamplingParams(max_tokens=16), rollout_id="r")
         assert theirs.logprobs == pytest.approx(expected(other, theirs), abs=CLOSE)
         ours = await policy.generate(PROMPT, SamplingParams(max_tokens=16), rollout_id="r")

@@ -70,7 +70,7 @@ class VLLMPolicy:
             then reads each such sample once more, which vLLM cannot do on servers with adapters.
         probe_ids: token ids of the probe by which updates are proved; by default those of `PROBE`.
         tolerance: the mean distance in nats a token, between a server and the reference, that is taken for rounding;
-            by default 0.002 where the servers compute in float32, and otherwise 0.05.
+            by default 0.002 where the servers compute in float32, and otherwise 0.06.
         exchange: the directory through which weights go to the servers; by default the one for temporary files. It
             must have the same path where the servers run.
         loaded_by: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib.util
+import io
+import sys
 from dataclasses import dataclass, field
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
-from agentfly.errors import UsageError
+from agentfly.errors import PrerequisiteError, UsageError
+
+_BEGINNINGS = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF87a": "image/gif",
+    b"GIF89a": "image/gif",
+    b"BM": "image/bmp",
+    b"II*\x00": "image/tiff",
+    b"MM\x00*": "image/tiff",
+}
+"""What files of pictures begin with; WebP begins like other things, and is looked at apart."""
+
+_PILLOW_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+"""The kinds of pixels of Pillow that a PNG can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +44,51 @@ class Image:
     def url(self) -> str:
         """The image as a data URL, which is its form in JSON."""
         return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+    @property
+    def label(self) -> str:
+        """What stands for the image where people read text, for instance ``[image: image/png, 12 kB]``."""
+        size = len(self.data)
+        return f"[image: {self.media_type}, {f'{size} bytes' if size < 1000 else f'{size / 1000:.0f} kB'}]"
+
+    @classmethod
+    def of(cls, value: Any, *, folder: Path | None = None) -> Self:
+        """An image from whatever holds one.
+
+        Args:
+            value: an `Image`, an image of PIL, a NumPy array of bytes (height by width by 3 or 4 colours), a data URL,
+                or the path of a file.
+            folder: what a relative path starts from; by default the current directory.
+
+        Raises:
+            UsageError: it is nothing of this, there is no such file, or it is no picture.
+            PrerequisiteError: a NumPy array, and Pillow is not installed.
+        """
+        if isinstance(value, Image):
+            return cls(value.data, value.media_type)
+        if is_pixels(value):
+            return cls(_png(value), "image/png")
+        if isinstance(value, str) and value.startswith("data:"):
+            return cls.from_url(value)
+        if isinstance(value, str) and "://" in value[:16]:
+            raise UsageError(
+                f"An image is given by the address {value[:80]!r}, and images are fetched from nowhere, so that a task "
+                "stays what it is. Download it, and give the file's path, or its bytes: agentfly.Image(data, "
+                "'image/png')."
+            )
+        if not isinstance(value, (str, Path)):
+            raise UsageError(
+                f"{type(value).__name__} is no image. Give agentfly.Image(data, 'image/png'), the path of a file, a "
+                "data URL, or an image of PIL."
+            )
+        path = (folder or Path()) / value
+        if not path.is_file():
+            raise UsageError(f"There is no image at {path}. Give the path of a file, or a data URL.")
+        data = path.read_bytes()
+        found = _media_type(data)
+        if found is None:
+            raise UsageError(f"{path} is no picture of a known kind: give a PNG, JPEG, GIF, WebP, BMP or TIFF.")
+        return cls(data, found)
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -46,6 +109,32 @@ class Image:
         except binascii.Error as error:
             raise UsageError(f"The data URL of an image is damaged: {error}.") from error
 
+    def check(self) -> None:
+        """Look at whether the bytes are a picture: by how they begin and, where Pillow is installed, by their structure.
+
+        Raises:
+            UsageError: they are none, or of another kind than the media type says.
+        """
+        found = _media_type(self.data)
+        if found is None and self.media_type in {*_BEGINNINGS.values(), "image/webp"}:
+            raise UsageError(
+                f"{self.label} holds no picture: its bytes begin with {self.data[:8]!r}. Give the bytes of the file as "
+                "they are, neither decoded nor as text."
+            )
+        if found is not None and found != self.media_type:
+            raise UsageError(f"{self.label} is {found} by its bytes. Say agentfly.Image(data, {found!r}).")
+        if importlib.util.find_spec("PIL") is None:
+            return
+        from PIL import Image as Pillow
+
+        try:
+            with Pillow.open(io.BytesIO(self.data)) as picture:
+                picture.verify()
+        except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
+            raise UsageError(
+                f"{self.label} cannot be read as a picture: {error}. Is the file cut off? Save it anew as a PNG."
+            ) from error
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
@@ -58,3 +147,35 @@ class PlacedImage:
     def moved(self, by: int) -> PlacedImage:
         """The same image where its ids stand ``by`` tokens later."""
         return PlacedImage(self.image, self.start + by, self.stop + by)
+
+
+def is_pixels(value: Any) -> bool:
+    """Whether a value is a picture that is not encoded: an image of PIL, or a NumPy array of bytes with colours."""
+    pillow, numpy = map(sys.modules.get, ("PIL.Image", "numpy"))  # not imported: whoever has a value of theirs has
+    if pillow is not None and isinstance(value, pillow.Image):
+        return True
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return False
+    return bool(value.dtype == "uint8" and value.ndim == 3 and value.shape[2] in (3, 4))
+
+
+def _png(pixels: Any) -> bytes:
+    try:
+        from PIL import Image as Pillow
+    except ImportError as error:
+        raise PrerequisiteError(
+            f"A NumPy array becomes an image by the package Pillow ({error}): pip install 'agentfly-rl[images]'"
+        ) from error
+    picture = pixels if isinstance(pixels, Pillow.Image) else Pillow.fromarray(pixels)
+    if picture.mode not in _PILLOW_MODES:
+        picture = picture.convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, format="PNG")
+    return file.getvalue()
+
+
+def _media_type(data: bytes) -> str | None:
+    """What a file is by its first bytes; None where they are of no kind that is known."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for beginning, kind in _BEGINNINGS.items() if data.startswith(beginning)), None)

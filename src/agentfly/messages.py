@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
+from agentfly.errors import UsageError
 from agentfly.images import Image
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -69,6 +71,49 @@ def images_of(content: Content) -> list[Image]:
     if isinstance(content, str):
         return []
     return [part["image"] for part in content if part["type"] == "image"]
+
+
+def shown(content: Content) -> str:
+    """A message's content for people who read text, with a label where an image stands."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else part["image"].label for part in content)
+
+
+def content_of(value: Any, *, folder: Path | None = None) -> Content:
+    """A message's content from what a user writes: a text, or a list of texts, images and OpenAI's parts.
+
+    Parts are ``{"type": "text", "text": …}``, ``{"type": "image", "image": …}`` with whatever `Image.of` takes, and
+    ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``. A list of texts only is their text.
+
+    Args:
+        value: the content; None is the empty text.
+        folder: what relative paths of images start from; by default the current directory.
+
+    Raises:
+        UsageError: a part is of another kind, or an image cannot be had.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, Mapping) or not isinstance(value, Sequence):
+        raise UsageError(f"The content is a {type(value).__name__}, where a text or a list of parts is wanted.")
+    parts = [_part(part, folder) for part in value]
+    return parts if any(part["type"] == "image" for part in parts) else text_of(parts)
+
+
+def _part(part: Any, folder: Path | None) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("text", "input_text") and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image" and "image" in part:
+        return {"type": "image", "image": Image.of(part["image"], folder=folder)}
+    if kind in ("image_url", "input_image"):
+        named = part.get("image_url")
+        return {"type": "image", "image": Image.of(named.get("url") if isinstance(named, Mapping) else named)}
+    raise UsageError(
+        f"A part of the content is {str(part)[:200]!r}. Write {{'type': 'text', 'text': …}} or "
+        "{'type': 'image', 'image': …} with an agentfly.Image, a path, or a data URL."
+    )
 
 
 def message_to_json(message: Message) -> dict[str, Any]:

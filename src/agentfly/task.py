@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from agentfly.errors import ConfigError
-from agentfly.messages import Message
+from agentfly.errors import ConfigError, UsageError
+from agentfly.images import Image
+from agentfly.messages import Message, content_of, images_of, message_to_json
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,13 @@ class Task:
     """One row of a data set: a prompt and any other fields.
 
     Args:
-        prompt: what the agent is asked: a text, which becomes one user message, or a list of messages.
+        prompt: what the agent is asked: a text, which becomes one user message, or a list of messages. The content of
+            a message may be a list of texts and images: see `agentfly.messages.content_of`. Images are read here.
         fields: everything else of the row. A reward gets a field by naming a parameter after it.
         id: a name that is stable between runs; made from the content when it is not given.
+
+    Raises:
+        ConfigError: a message holds something that is neither text nor image, or an image that cannot be had.
     """
 
     prompt: str | Sequence[Message]
@@ -29,9 +34,10 @@ class Task:
     id: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _with_images(self.prompt, None))
         if not self.id:
             try:
-                content = json.dumps([self.prompt, dict(self.fields)], sort_keys=True, default=repr)
+                content = json.dumps([self.prompt_to_json(), dict(self.fields)], sort_keys=True, default=repr)
             except TypeError:  # keys that JSON does not know
                 content = repr((self.prompt, self.fields))
             object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
@@ -71,15 +77,24 @@ class Task:
         return cls(prompt=prompt, id=str(fields.pop("id", "")), fields=fields)
 
     def to_row(self) -> dict[str, Any]:
-        """The inverse of `from_row`."""
-        return {"id": self.id, "prompt": self.prompt, **self.fields}
+        """The inverse of `from_row`, with images as data URLs."""
+        return {"id": self.id, "prompt": self.prompt_to_json(), **self.fields}
+
+    def prompt_to_json(self) -> Any:
+        """The prompt as JSON can hold it: with images as data URLs. A task made of it is equal to this one."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            return prompt
+        return [message_to_json(message) if _has_parts(message) else message for message in prompt]
 
 
 def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> list[Task]:
     """Tasks from whatever a user has: tasks, mappings, prompts, or the path of a JSON-lines file.
 
+    Images of a file's tasks may be given by their paths, from the directory of the file on.
+
     Raises:
-        ConfigError: a row has no prompt, or the file cannot be read as JSON lines.
+        ConfigError: a row has no prompt, an image is none, or the file cannot be read as JSON lines.
     """
     if isinstance(tasks, (str, Path)):
         return _read_task_file(Path(tasks))
@@ -105,7 +120,7 @@ def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
 
 
 def _require_messages(task: Task) -> None:
-    """Refuse a prompt that is neither a text nor messages with text."""
+    """Refuse a prompt that is neither a text nor messages with text and sound images."""
     if isinstance(task.prompt, str):
         return
     for message in task.prompt if isinstance(task.prompt, Sequence) else [task.prompt]:
@@ -114,16 +129,43 @@ def _require_messages(task: Task) -> None:
                 f"The prompt of task {task.id!r} holds {message!r}, which is no message. A prompt is a text, or a list "
                 "of messages such as {'role': 'user', 'content': 'hello'}."
             )
-        if not isinstance(message.get("content"), str | None):
+        if _has_parts(message):
+            _require_sound(task, images_of(message["content"]))
+        elif not isinstance(message.get("content"), str | None):
             raise ConfigError(
                 f"The content of a message of task {task.id!r} is a {type(message['content']).__name__}, where a text "
-                "is wanted. Write the parts of the content as one text."
+                "is wanted, or a list of texts and images."
             )
+
+
+def _require_sound(task: Task, images: Iterable[Image]) -> None:
+    for image in images:
+        try:
+            image.check()
+        except UsageError as error:
+            raise ConfigError(f"Task {task.id!r}: {error}") from error
+
+
+def _has_parts(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+
+
+def _with_images(prompt: Any, folder: Path | None) -> Any:
+    """A prompt whose images are there; what is no prompt stays as it is, to be refused where tasks are collected."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not any(map(_has_parts, prompt)):
+        return prompt
+    try:
+        return [
+            {**message, "content": content_of(message["content"], folder=folder)} if _has_parts(message) else message
+            for message in prompt
+        ]
+    except UsageError as error:
+        raise ConfigError(f"A message of a task's prompt: {error}") from error
 
 
 def _require_json(task: Task) -> None:
     """Refuse a task whose record could not be saved with its trajectories."""
-    for name, value in [*task.fields.items(), ("prompt", task.prompt)]:
+    for name, value in [*task.fields.items(), ("prompt", task.prompt_to_json())]:
         try:
             json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode("utf-8")
             if not isinstance(name, str):
@@ -148,6 +190,9 @@ def _read_task_file(path: Path) -> list[Task]:
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
             try:
+                for name in ("prompt", "question"):
+                    if name in row:
+                        row[name] = _with_images(row[name], path.parent)
                 tasks += as_tasks([row])
             except ConfigError as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None

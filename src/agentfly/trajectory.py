@@ -235,7 +235,7 @@ class Trajectory:
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,
             "attempt": self.attempt,
-            "task": {"id": self.task.id, "prompt": self.task.prompt, "fields": dict(self.task.fields)},
+            "task": {"id": self.task.id, "prompt": self.task.prompt_to_json(), "fields": dict(self.task.fields)},
             "messages": [message_to_json(message) for message in self.messages],
             "turns": [_turn_to_json(turn) for turn in self.turns],
             "sequences": [sequence.to_json() for sequence in self.sequences],

@@ -63,7 +63,8 @@ def test_a_message_without_text_has_the_empty_text():
 @pytest.mark.parametrize(
     ("prompt", "why"),
     [
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "content of a message"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "content of a message"),
+        ([{"role": "user", "content": [{"type": "sound", "sound": "a"}]}], "A part of the content"),
         (["hello"], "no message"),
         (7, "no message"),
         ([{"content": "a"}], "no message"),

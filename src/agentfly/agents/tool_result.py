@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,8 +14,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.errors import PrerequisiteError, ToolDefinitionError
-from agentfly.images import Image
+from agentfly.errors import ToolDefinitionError
+from agentfly.images import Image, is_pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,36 +116,16 @@ def _text_and_images(value: Any) -> tuple[str, tuple[Image, ...]]:
 
 
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Image):
-        return True
-    pillow, numpy = map(sys.modules.get, ("PIL.Image", "numpy"))  # not imported: whoever has a value of theirs has
-    if pillow is not None and isinstance(value, pillow.Image):
-        return True
-    if numpy is None or not isinstance(value, numpy.ndarray):
-        return False
-    return bool(value.dtype == "uint8" and value.ndim == 3 and value.shape[2] in (3, 4))
+    return isinstance(value, Image) or is_pixels(value)
 
 
 def _as_image(value: Any) -> Image:
-    if isinstance(value, Image):
-        return value
     if not _is_image(value):
         raise ToolDefinitionError(
             f"ToolResult(image=…) holds {excerpt(repr(value), ECHO_CHARS // 4)}, which is no image. Give an image of "
             "PIL, a NumPy array of bytes (height by width by 3), or agentfly.Image(data, 'image/png')."
         )
-    try:
-        from PIL import Image as Pillow
-    except ImportError as error:
-        raise PrerequisiteError(
-            f"A NumPy array becomes an image by the package Pillow ({error}): pip install pillow"
-        ) from error
-    picture = value if isinstance(value, Pillow.Image) else Pillow.fromarray(value)
-    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
-        picture = picture.convert("RGB")
-    file = io.BytesIO()
-    picture.save(file, format="PNG")
-    return Image(file.getvalue(), "image/png")
+    return Image.of(value)
 
 
 def _as_text(value: Any) -> str:

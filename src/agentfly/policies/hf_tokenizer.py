@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from agentfly.errors import ChatFormatError, PrerequisiteError
 from agentfly.messages import Message
 from agentfly.policies.chat_template import ChatTemplate
+from agentfly.policies.hf_vision import HFVision
+from agentfly.policies.vision import Vision
 
 _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
 """How vocabularies spell what no text is to hold, whether or not they call it special."""
@@ -30,8 +32,9 @@ class HFTokenizer:
     white space only, such as runs of blanks, are text, however a template is indented.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vision: Vision | None = None) -> None:
         self.hf = tokenizer
+        self.vision = vision
         written = self._written()
         control = {
             token_id: added
@@ -63,7 +66,7 @@ class HFTokenizer:
                 f"The tokenizer in {path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), which is "
                 "needed to keep text and control tokens apart. Save it once from transformers with a fast tokenizer."
             )
-        return cls(tokenizer)
+        return cls(tokenizer, HFVision.of(path, tokenizer))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""

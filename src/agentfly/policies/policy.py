@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from agentfly.images import PlacedImage
 from agentfly.messages import Message, ToolCall
+from agentfly.policies.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class SamplingParams:
         max_tokens: limit on sampled tokens of one generation.
         stop_ids: token ids that end a generation; the one that was sampled is returned as the last id.
         seed: makes one generation repeatable where the policy can; None draws from the policy's own generator.
+        barred_ids: token ids that are never sampled, for instance those that stand for images.
     """
 
     temperature: float = 1.0
@@ -30,6 +32,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
+    barred_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,11 @@ class Generation:
 
     Attributes:
         ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
-        logprobs: per id, its log-prob under the distribution it was sampled from (temperature and cuts applied);
+        logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
             None where the policy cannot tell, which makes the trajectory untrainable.
         finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
         version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
-        raw_logprobs: per id, its log-prob at temperature 1 and without cuts; None where the policy cannot tell.
+        raw_logprobs: per id, its log-prob at temperature 1, without cuts and bars; None where the policy cannot tell.
     """
 
     ids: Sequence[int]
@@ -81,6 +84,11 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None:
         """The text of the model's chat template, the one for conversations with tools; None if it has none."""
+        ...
+
+    @property
+    def vision(self) -> Vision | None:
+        """Which tokens stand for an image; None where the model sees none."""
         ...
 
     def render(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.panel import Panel
 from rich.text import Text
 
-from agentfly.messages import Message, text_of
+from agentfly.messages import Message, shown
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
 from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
 
@@ -26,7 +26,7 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     text = Text()
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
-        _append_block(text, text_of(message["content"]), max_lines=max_lines, style=_QUIET)
+        _append_block(text, shown(message["content"]), max_lines=max_lines, style=_QUIET)
     told = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
     for turn in trajectory.turns:  # of subagents whose rollout broke off before their call was answered
         if turn.index not in told:
@@ -125,7 +125,7 @@ def _append_observation(text: Text, result: ToolRecord, max_lines: int, indent: 
     style = "red" if result.failure else "green"
     _append_block(text, result.observation, max_lines=max_lines, indent=indent, style=style)
     for image in result.images:
-        text.append(f"{' ' * indent}[{printable(image.media_type)}, {len(image.data)} bytes]\n", style)
+        text.append(f"{' ' * indent}{printable(image.label)}\n", style)
 
 
 def _append_end(text: Text, trajectory: Trajectory) -> None:

@@ -110,7 +110,7 @@ class Image:
             raise UsageError(f"The data URL of an image is damaged: {error}.") from error
 
     def check(self) -> None:
-        """Look at whether the bytes are a picture: by how they begin and, where Pillow is installed, by their structure.
+        """Look at whether the bytes are a picture: at their beginning and, where Pillow is installed, their structure.
 
         Raises:
             UsageError: they are none, or of another kind than the media type says.

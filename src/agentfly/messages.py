@@ -73,7 +73,7 @@ def images_of(content: Content) -> list[Image]:
     return [part["image"] for part in content if part["type"] == "image"]
 
 
-def shown(content: Content) -> str:
+def labelled_text(content: Content) -> str:
     """A message's content for people who read text, with a label where an image stands."""
     if isinstance(content, str):
         return content

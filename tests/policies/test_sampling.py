@@ -55,6 +55,20 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_barred_token_is_never_drawn_and_the_others_share_its_probability(temperature: float) -> None:
+    logits = torch.tensor([[5.0, 1.0, 0.0], [5.0, 1.0, 0.0]])
+    how = SamplingParams(temperature=temperature)
+    barred = SamplingParams(temperature=temperature, top_k=2, barred_ids=(0,))
+    ids, logprobs, raw = sample(logits, [barred, how], [0.0, 0.0])
+    assert ids.tolist() == [1, 0]
+    expected = (torch.tensor([1.0, 0.0]) / (temperature or 1.0)).log_softmax(-1)[0]
+    torch.testing.assert_close(logprobs[0], expected)
+    torch.testing.assert_close(raw[0], logits[0].log_softmax(-1)[1])
+    alone = sample(logits[1:], [how], [0.0])
+    assert (logprobs[1], raw[1]) == (alone[1][0], alone[2][0])
+
+
 def test_rows_of_one_batch_are_sampled_each_in_its_own_way() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.5]]).expand(3, -1)
     ways = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams()]

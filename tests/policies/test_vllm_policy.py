@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,14 +117,20 @@ async def test_images_travel_with_one_placeholder_each_and_what_the_server_makes
     placed = PlacedImage(Image(b"png"), 1, 4)
     async with served(server := StandInVLLM()) as policy:
         with pytest.raises(ConfigError, match="sees none"):
-            await policy.generate([5, 7, 7, 7, 8], PLAIN, rollout_id="r", images=[placed])
-        policy._config["vision_config"] = {}
-        generation = await policy.generate([5, 7, 7, 7, 8], PLAIN, rollout_id="r", images=[placed])
+            await policy.generate([5, 2, 2, 2, 8], PLAIN, rollout_id="r", images=[placed])
+        policy.tokenizer.vision = SimpleNamespace(placeholder="<tool_call>", reserved_ids=(2,))  # tiny sees nothing
+        generation = await policy.generate([5, 2, 2, 2, 8], PLAIN, rollout_id="r", images=[placed])
         assert len(generation.ids) == 4
-        assert server.generated[-1]["token_ids"] == [5, 7, 8]
+        assert server.generated[-1]["token_ids"] == [5, 2, 8]
         assert server.generated[-1]["content_parts"] == [{"type": "image_url", "url": placed.image.url}]
         with pytest.raises(PolicyError, match="other placeholders"):
-            await policy.generate([5, 7, 7, 8], PLAIN, rollout_id="r", images=[PlacedImage(Image(b"png"), 1, 3)])
+            await policy.generate([5, 2, 2, 8], PLAIN, rollout_id="r", images=[PlacedImage(Image(b"png"), 1, 3)])
+
+
+async def test_ids_of_images_are_barred_on_the_server() -> None:
+    async with served(server := StandInVLLM()) as policy:
+        await policy.generate([5], SamplingParams(max_tokens=2, barred_ids=(3,)), rollout_id="r")
+        assert server.generated[-1]["sampling_params"]["logit_bias"] == {"3": -100.0}
 
 
 # --- servers -------------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ async def test_images_of_results_reach_the_model_with_the_text():
         return ToolResult("a cat", image=Image(b"png"))
 
     script = [HermesFormat().write("photograph", {}), "done"]
-    [trajectory] = await play(script, tools=[photograph])
+    [trajectory] = await play(ScriptedPolicy(script, sees=True), tools=[photograph])
     shown = trajectory.messages[2]
     assert [part["type"] for part in shown["content"]] == ["text", "image"]
     assert shown["content"][1]["image"] == Image(b"png")

@@ -147,7 +147,7 @@ def test_turns_of_subagents_stand_below_the_calls_that_they_answer():
         "      looking",
         '      → look(at="tea")  0.00 s',
         "        green",
-        "        [image/png, 5 bytes]",
+        "        [image: image/png, 5 bytes]",
         "    turn 3 of research  5 tokens in 0.00 s, begins sequence 3",
         "      It is green.",
         "    It is green.",

@@ -15,6 +15,7 @@ from agentfly.gateway.exchange import Exchange, Line, Question, continued_by
 from agentfly.gateway.wire import Refusal
 from agentfly.messages import Message, images_of, text_of
 from agentfly.policies.policy import Generation, Policy
+from agentfly.policies.vision import barred_ids
 from agentfly.rollouts.tape import Place, Tape
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
@@ -186,7 +187,8 @@ class Session:
     async def _sampled(self, question: Question, wanted: Wanted) -> Generation:
         prompt, line = question.prompt, question.line
         room = self._policy.context_length - len(prompt.ids)
-        sampling = replace(wanted.sampling, max_tokens=min(wanted.sampling.max_tokens, room))
+        barred = barred_ids(self._policy.tokenizer.vision)
+        sampling = replace(wanted.sampling, max_tokens=min(wanted.sampling.max_tokens, room), barred_ids=barred)
         running = asyncio.ensure_future(
             self._policy.generate(prompt.ids, sampling, rollout_id=line.name, images=prompt.images)
         )
@@ -238,7 +240,12 @@ class Session:
         names = itertools.chain([rollout_id], (f"{rollout_id}/{number}" for number in itertools.count(1)))
         name = next(name for name in names if name not in taken)
         stop_ids = self._dialect.chat.stop_ids
-        tape = Tape(self.trajectory.sequences, max_tokens=self._policy.context_length, stop_ids=stop_ids)
+        tape = Tape(
+            self.trajectory.sequences,
+            max_tokens=self._policy.context_length,
+            stop_ids=stop_ids,
+            barred_ids=barred_ids(self._policy.tokenizer.vision),
+        )
         self._lines.append(Line(name, tape))
         return self._lines[-1]
 

@@ -52,8 +52,7 @@ class HFVision:
         if self._processor is not None:
             token: str = self._processor.image_token
             return token
-        text: str = self._tokenizer.convert_ids_to_tokens(self._image_id)
-        return text
+        return str(self._tokenizer.convert_ids_to_tokens(self._image_id))
 
     @cached_property
     def reserved_ids(self) -> Collection[int]:
@@ -66,8 +65,8 @@ class HFVision:
         picture = _decoded(image)
         try:
             if self._processor is None:
-                patches = self._images.get_number_of_image_patches(picture.height, picture.width, {})
-                return (self._image_id,) * (patches // self._images.merge_size**2)
+                patches = int(self._images.get_number_of_image_patches(picture.height, picture.width, {}))
+                return (self._image_id,) * (patches // int(self._images.merge_size) ** 2)
             made = self._processor(text=[self.placeholder], images=[picture], add_special_tokens=False)
         except ValueError as error:  # for instance a picture that is far wider than it is high
             raise UsageError(f"The model in {self._path} cannot be shown {image.label}: {error}") from error
@@ -88,7 +87,9 @@ class HFVision:
         if importlib.util.find_spec("PIL") is None:
             raise PrerequisiteError("Images are read by Pillow, not installed here: pip install 'agentfly-rl[images]'")
         try:
-            return AutoImageProcessor.from_pretrained(self._path, local_files_only=True, backend="pil")
+            return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                self._path, local_files_only=True, backend="pil"
+            )
         except (OSError, ValueError, ImportError) as error:
             raise PrerequisiteError(
                 f"The model in {self._path} sees images, but has no image processor that can be used here: {error}"
@@ -100,10 +101,13 @@ class HFVision:
         if hasattr(self._images, "merge_size") and "image_token_id" in self._config:
             return None
         try:
-            return AutoProcessor.from_pretrained(self._path, local_files_only=True, backend="pil")
+            return AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                self._path, local_files_only=True, backend="pil"
+            )
         except (OSError, ValueError, ImportError) as error:
             raise PrerequisiteError(
-                f"The model in {self._path} sees images, but has no processor that can be used here: {error}"
+                f"The model in {self._path} sees images, but has no processor that can be used here: {error} Where "
+                "it takes videos, too, it needs torchvision: pip install torchvision"
             ) from error
 
 

@@ -10,20 +10,41 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentfly.errors import PolicyError, PromptTooLong
-from agentfly.images import PlacedImage
-from agentfly.messages import Message, text_of
+from agentfly.images import Image, PlacedImage
+from agentfly.messages import Content, Message, text_of
 from agentfly.policies.policy import Generation, SamplingParams
 
 Script = Callable[[str, int], str | Awaitable[str]]
 
 
-class ByteTokenizer:
-    """A tokenizer whose ids are the bytes of UTF-8, with the control tokens of ChatML after them."""
+class ByteVision:
+    """Images as placeholders of a tokenizer of bytes: one for each 16 bytes of the file."""
 
-    control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257}
+    placeholder = "<|image|>"
+    reserved_ids = (258,)
+
+    def ids(self, image: Image) -> Sequence[int]:
+        """As many placeholders as the image takes."""
+        return self.reserved_ids * max(1, len(image.data) // 16)
+
+
+class ByteTokenizer:
+    """A tokenizer whose ids are the bytes of UTF-8, with the control tokens of ChatML after them.
+
+    Args:
+        sees: whether there are images to it.
+    """
+
+    control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257, ByteVision.placeholder: 258}
     greedy_tokens: dict[str, tuple[bool, bool]] = {}
     eos_id = 257
     chat_template = "{# ChatML; tools and tool_calls, one a line as JSON #}"
+
+    vision: ByteVision | None = None
+
+    def __init__(self, *, sees: bool = False) -> None:
+        if sees:
+            self.vision = ByteVision()
 
     def encode_text(self, text: str) -> list[int]:
         """The bytes of the text."""
@@ -46,10 +67,15 @@ class ByteTokenizer:
         """The conversation in ChatML, calls and tools one a line as JSON, the tools in a system message of theirs."""
         described: list[Message] = [{"role": "system", "content": "\n".join(map(json.dumps, tools))}] if tools else []
         turns = [
-            f"<|im_start|>{message['role']}\n{text_of(message['content'])}{_calls(message)}<|im_end|>\n"
+            f"<|im_start|>{message['role']}\n{self._content(message['content'])}{_calls(message)}<|im_end|>\n"
             for message in [*described, *messages]
         ]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def _content(self, content: Content) -> str:
+        if isinstance(content, str) or self.vision is None:
+            return text_of(content)
+        return "".join(part["text"] if part["type"] == "text" else self.vision.placeholder for part in content)
 
 
 def _calls(message: Message) -> str:
@@ -65,6 +91,7 @@ class ScriptedPolicy:
             whole conversation so far, as the model would see it.
         seconds: how long a generation takes, or a function of rollout id and turn that says it.
         context_length: the most tokens that a generation can hold, prompt included. A token is a byte.
+        sees: whether it takes images; each has a token for each 16 bytes of its file.
     """
 
     def __init__(
@@ -73,8 +100,9 @@ class ScriptedPolicy:
         *,
         seconds: float | Callable[[str, int], float] = 0.0,
         context_length: int = 1_000_000,
+        sees: bool = False,
     ) -> None:
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0
         self._script = script

@@ -29,3 +29,8 @@ class Vision(Protocol):
             PrerequisiteError: what reads images is not installed, or the model lacks its settings.
         """
         ...
+
+
+def barred_ids(vision: Vision | None) -> tuple[int, ...]:
+    """The ids that a model with this vision must not sample."""
+    return tuple(vision.reserved_ids) if vision is not None else ()

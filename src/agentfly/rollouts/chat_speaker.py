@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from agentfly.agents.agent import Agent
 from agentfly.errors import PromptTooLong
-from agentfly.messages import Message, ToolCall
+from agentfly.messages import Message, ToolCall, images_of
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, SamplingParams
 from agentfly.rollouts.chat.chat_format import Rendered
 from agentfly.rollouts.speaker import CallNumbers, Utterance, message_of
@@ -74,7 +74,7 @@ class ChatSpeaker:
             reasoning=generation.reasoning,
             calls=calls,
             stopped=stopped,
-            place=self._recorded(generation),
+            place=self._recorded(generation, view),
             prompt_tokens=len(generation.prompt_ids or ()),
             seconds=seconds,
         )
@@ -101,8 +101,11 @@ class ChatSpeaker:
             message["reasoning_content"] = generation.reasoning
         return message
 
-    def _recorded(self, generation: ChatGeneration) -> Place | None:
+    def _recorded(self, generation: ChatGeneration, view: Sequence[Message]) -> Place | None:
+        """Put the tokens on the tape, where they are told; which of them stand for images is told by nobody."""
         if generation.prompt_ids is None or generation.ids is None:
+            return None
+        if any(images_of(message["content"]) for message in view):
             return None
         self._put(Rendered(generation.prompt_ids))
         self._tape.prompt()

@@ -30,18 +30,30 @@ class Tape:
     """Records the token sequences of one conversation, with their invariants checked at every turn.
 
     Held at every turn: the ids sent start with the ids sent one turn earlier in the same sequence plus the ids sampled
-    then. Held at the end: the mask is 1 exactly on what the policy returned, and nothing rendered carries a log-prob.
+    then, and no sampled id is one that only images have. Held at the end: the mask is 1 exactly on what the policy
+    returned, and nothing rendered carries a log-prob.
 
     Args:
         sequences: the trajectory's sequences, to which this conversation's are added.
-        max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index.
+        max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index, and ends the
+            sequence; an image that the cut would part is left out whole, with its tokens.
         stop_ids: the ids that end a generation.
+        barred_ids: the ids that no generation may hold, such as those of images.
     """
 
-    def __init__(self, sequences: list[TokenSequence], *, max_tokens: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        sequences: list[TokenSequence],
+        *,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        barred_ids: Sequence[int] = (),
+    ) -> None:
         self._sequences = sequences
         self._limit = max_tokens
         self._stop_ids = frozenset(stop_ids)
+        self._barred_ids = frozenset(barred_ids)
+        self._full = False
         self._current: int | None = None
         self._sent = array("i")
         self._returned = array("i")
@@ -70,7 +82,7 @@ class Tape:
     @property
     def room(self) -> int:
         """How many more tokens the current sequence may hold; below 1 when a rendered part had to be cut."""
-        return self._limit - self.length
+        return 0 if self._full else self._limit - self.length
 
     def begin(self, prompt: Rendered) -> None:
         """Begin a sequence with a prompt."""
@@ -78,6 +90,7 @@ class Tape:
             raise TokenInvariantError("A sequence was begun while nothing had answered the one before. This is a bug.")
         self._current = len(self._sequences)
         self._sequences.append(TokenSequence())
+        self._full = False
         self._sent, self._returned = array("i"), array("i")
         self._sequence.append_prompt(prompt.ids, prompt.images)
         self._cut()
@@ -90,7 +103,7 @@ class Tape:
     def follow(self, prompt: Rendered) -> None:
         """Take a whole prompt: one that starts with the current sequence continues it, another begins a new one."""
         known = self.length
-        if known and len(prompt.ids) > known and array("i", prompt.ids[:known]) == self._sequence.ids:
+        if known and len(prompt.ids) > known and self._starts(prompt, known):
             rest = tuple(placed.moved(-known) for placed in prompt.images if placed.start >= known)
             self.extend(Rendered(prompt.ids[known:], rest))
         else:
@@ -115,6 +128,11 @@ class Tape:
             raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
         if not self._stop_ids.isdisjoint(generation.ids[:-1]):
             raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
+        if not self._barred_ids.isdisjoint(generation.ids):
+            raise TokenInvariantError(
+                "The policy sampled a token that only images have, for which there is no image; refusing what it "
+                "returned. A policy has to leave out SamplingParams.barred_ids."
+            )
         sequence = self._sequence
         start = len(sequence)
         sequence.append_sampled(generation.ids, generation.logprobs, generation.version, generation.raw_logprobs)
@@ -151,6 +169,12 @@ class Tape:
             raise TokenInvariantError("Nothing was sent yet, so there is no sequence.")
         return self._sequences[self._current]
 
+    def _starts(self, prompt: Rendered, known: int) -> bool:
+        """Whether a prompt starts with the current sequence, its images included."""
+        before = [placed for placed in prompt.images if placed.start < known]
+        return array("i", prompt.ids[:known]) == self._sequence.ids and before == self._sequence.images
+
     def _cut(self) -> None:
-        if self.room < 0:
+        if self.length > self._limit:
             self._sequence.cut(self._limit)
+            self._full = True

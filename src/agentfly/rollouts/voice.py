@@ -14,6 +14,7 @@ from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.agents.subagent import Subagent
 from agentfly.errors import ConfigError
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.vision import barred_ids
 from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.agent_format import settle
 from agentfly.rollouts.chat.chat_format import ChatFormat
@@ -130,9 +131,10 @@ class Voice:
             put = tape.begin if self.strategy == "step" else tape.follow
             return ChatSpeaker(agent, cast(ChatPolicy, self.policy), tape, put, sampling, rollout_id)
         limit = min(agent.max_sequence_tokens or policy.context_length, policy.context_length)
-        tape = Tape(sequences, max_tokens=limit, stop_ids=self.chat.stop_ids)
+        barred = barred_ids(policy.tokenizer.vision)
+        tape = Tape(sequences, max_tokens=limit, stop_ids=self.chat.stop_ids, barred_ids=barred)
         strategy = STRATEGIES[self.strategy](self.chat, tape)
-        sampling = replace(sampling, stop_ids=self.chat.stop_ids)
+        sampling = replace(sampling, stop_ids=self.chat.stop_ids, barred_ids=barred)
         return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id)
 
     def sampling(self, change: ChangeOfSampling = unchanged) -> SamplingParams:

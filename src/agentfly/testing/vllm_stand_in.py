@@ -144,8 +144,8 @@ def _ids(last: int, sampling: dict[str, Any]) -> Iterator[int]:
 
 
 def _expanded(prompt: list[int]) -> list[int]:
-    """A prompt with three placeholders in the place of each one: the id 7."""
-    return [one for placeholder in prompt for one in [placeholder] * (3 if placeholder == 7 else 1)]
+    """A prompt with three placeholders in the place of each one: the id 2."""
+    return [one for placeholder in prompt for one in [placeholder] * (3 if placeholder == 2 else 1)]
 
 
 def save_bias(directory: Path, bias: float) -> Path:

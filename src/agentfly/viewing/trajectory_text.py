@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.panel import Panel
 from rich.text import Text
 
-from agentfly.messages import Message, shown
+from agentfly.messages import Message, labelled_text
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
 from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
 
@@ -26,7 +26,7 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     text = Text()
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
-        _append_block(text, shown(message["content"]), max_lines=max_lines, style=_QUIET)
+        _append_block(text, labelled_text(message["content"]), max_lines=max_lines, style=_QUIET)
     told = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
     for turn in trajectory.turns:  # of subagents whose rollout broke off before their call was answered
         if turn.index not in told:

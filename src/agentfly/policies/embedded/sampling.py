@@ -34,10 +34,10 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token for each row by inverting its cumulative distribution.
 
-    The logits are divided by the temperature, then cut to the ``top_k`` likeliest tokens, then to the smallest set of
-    likeliest tokens that holds ``top_p`` of what is left. The log-prob is that of the token under this distribution.
-    At temperature 0 the likeliest token is taken, and its log-prob is that at temperature 1 without cuts: under what it
-    was taken from it would be 0, which tells nothing.
+    Barred tokens have no probability. The logits are divided by the temperature, then cut to the ``top_k`` likeliest
+    tokens, then to the smallest set of likeliest tokens that holds ``top_p`` of what is left. The log-prob is that of
+    the token under this distribution. At temperature 0 the likeliest token is taken, and its log-prob is that at
+    temperature 1 without cuts: under what it was taken from it would be 0, which tells nothing.
 
     Args:
         logits: [n, vocabulary].
@@ -45,13 +45,14 @@ def sample(
         uniforms: a number in [0, 1) for each row. The same number and logits give the same token.
 
     Returns:
-        Token ids [n], their log-probs [n], and their log-probs at temperature 1 without cuts [n], both in float32.
+        Token ids [n], their log-probs [n], and their log-probs at temperature 1 without cuts and bars [n], both in
+        float32.
     """
     raw = torch.log_softmax(logits.float(), dim=-1)
-    logprobs = raw
+    logprobs = _without_barred(raw, samplings)
     if any(how.temperature not in (0.0, 1.0) for how in samplings):
         temperatures = torch.tensor([how.temperature or 1.0 for how in samplings], device=logits.device)
-        logprobs = torch.log_softmax(raw / temperatures[:, None], dim=-1)
+        logprobs = torch.log_softmax(logprobs / temperatures[:, None], dim=-1)
     cut = [row for row, how in enumerate(samplings) if how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)]
     if cut:
         logprobs = logprobs.clone() if logprobs is raw else logprobs
@@ -61,6 +62,17 @@ def sample(
         greedy = torch.tensor([how.temperature == 0 for how in samplings], device=logits.device)
         ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
     return ids, logprobs.gather(1, ids[:, None])[:, 0], raw.gather(1, ids[:, None])[:, 0]
+
+
+def _without_barred(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probs with all barred tokens at -inf, normalised again."""
+    barred = [(row, token) for row, how in enumerate(samplings) for token in how.barred_ids]
+    if not barred:
+        return logprobs
+    places = torch.tensor(barred, device=logprobs.device)
+    masked = logprobs.clone()
+    masked[places[:, 0], places[:, 1]] = float("-inf")
+    return torch.log_softmax(masked, dim=-1)
 
 
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

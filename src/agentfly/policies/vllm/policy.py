@@ -152,7 +152,7 @@ class VLLMPolicy:
     @property
     def takes_images(self) -> bool:
         """Whether the model sees images."""
-        return "vision_config" in self._config
+        return self._tokenizer.vision is not None
 
     @property
     def loads(self) -> dict[str, int]:
@@ -292,7 +292,7 @@ class VLLMPolicy:
     ) -> Sample:
         greedy = sampling.temperature == 0
         sample = await member.server.generate(
-            _collapsed(prompt_ids, images),
+            _collapsed(prompt_ids, images, self._placeholder),
             max_tokens=min(sampling.max_tokens, self._context_length - len(prompt_ids)),
             temperature=sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -301,6 +301,7 @@ class VLLMPolicy:
             seed=sampling.seed,
             adapter=self._adapter,
             images=[placed.image for placed in images],
+            barred_ids=sampling.barred_ids,
         )
         if images and sample.prompt_ids != tuple(prompt_ids):
             raise APIMalformed(
@@ -318,13 +319,19 @@ class VLLMPolicy:
         images: Sequence[PlacedImage],
     ) -> Sequence[float] | None:
         """Log-probs at temperature 1 without cuts; None where they are not asked for, or cannot be had."""
-        if sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0):
+        plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
+        if plain and not sampling.barred_ids:
             return sample.logprobs
         whole = [*prompt_ids, *sample.ids]
         if not self._raw or images or len(whole) >= self._context_length or version != self._version:
             return None
         numbers = await member.server.logprobs(whole, adapter=self._adapter)
         return numbers[-len(sample.ids) :] if version == self._version else None
+
+    @property
+    def _placeholder(self) -> int | None:
+        vision = self._tokenizer.vision
+        return self._tokenizer.control_tokens[vision.placeholder] if vision is not None else None
 
     @property
     def _adapter(self) -> str | None:
@@ -352,13 +359,12 @@ class VLLMPolicy:
         return self._fleet
 
 
-def _collapsed(ids: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
+def _collapsed(ids: Sequence[int], images: Sequence[PlacedImage], placeholder: int | None) -> list[int]:
     """Ids with one placeholder for each image, as vLLM takes them; it puts in as many as the image needs."""
     collapsed: list[int] = []
     done = 0
     for placed in sorted(images, key=lambda placed: placed.start):
-        collapsed += ids[done : placed.start]
-        span = ids[placed.start : placed.stop]
-        collapsed += [one for place, one in enumerate(span) if not place or one != span[place - 1]]
+        assert placeholder is not None
+        collapsed += [*ids[done : placed.start], placeholder]
         done = placed.stop
     return [*collapsed, *ids[done:]]

@@ -76,6 +76,7 @@ class TokenServer(ABC):
         seed: int | None = None,
         adapter: str | None = None,
         images: Sequence[Image] = (),
+        barred_ids: Sequence[int] = (),
     ) -> Sample:
         """Sample a continuation of token ids, as token ids: nothing is decoded or encoded on the way.
 
@@ -89,6 +90,7 @@ class TokenServer(ABC):
             seed: makes the sample repeatable on one server.
             adapter: the name of a loaded adapter to sample with.
             images: for each of them the prompt has one placeholder; the sample then says what the server made of it.
+            barred_ids: ids that are not sampled: they are given e to the power of -100 of their probability.
 
         Raises:
             APIMalformed: ids, log-probs and counts of the answer do not agree.
@@ -99,6 +101,8 @@ class TokenServer(ABC):
         sampling |= {"logprobs": 0, "detokenize": False}
         if seed is not None:
             sampling["seed"] = seed
+        if barred_ids:
+            sampling["logit_bias"] = {str(barred): -100.0 for barred in barred_ids}
         body: dict[str, Any] = {"model": adapter or self.model, "token_ids": list(prompt_ids)}
         if images:
             body |= {

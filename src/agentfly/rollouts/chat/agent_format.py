@@ -29,14 +29,14 @@ def settle(agent: Agent, tokenizer: Tokenizer) -> tuple[Agent, ChatFormat]:
 
     Where ``agent.chat_format`` leaves the choice, that is the hand-written one of the ``renderers`` package if the
     package is installed, knows the model by its Hugging Face id, and can carry the conversations; and otherwise
-    what the model's template tells.
+    what the model's template tells. For models that see images it is the template's.
 
     Raises:
         ConfigError: a format is asked for that there is not, or that the model's template does not speak of.
         PrerequisiteError: the package is asked for and not installed.
         ChatFormatError: the model's chat template cannot carry this agent's conversations; the message says why.
     """
-    by_hand = _renderer_of(agent)
+    by_hand = _renderer_of(agent, tokenizer)
     if by_hand is not None:
         try:
             return agent, _by_hand(by_hand, agent, tokenizer)
@@ -73,10 +73,10 @@ def _exchanges(agent: Agent) -> list[Exchange]:
     return [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)]
 
 
-def _renderer_of(agent: Agent) -> str | None:
+def _renderer_of(agent: Agent, tokenizer: Tokenizer) -> str | None:
     """The hand-written format that an agent is to use; None for its model's template."""
     asked, _, name = agent.chat_format.partition(":")
-    if asked == "template":
+    if asked == "template" or (tokenizer.vision is not None and asked != "renderers"):
         return None
     known = name or renderer_name(str(agent.model))
     if known is None and asked == "renderers":

@@ -18,6 +18,7 @@ from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError, say
 from agentfly.messages import Message, ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
+from agentfly.rollouts.chat.placeholders import require_no_images
 from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.rendered import MARK, ControlTokens
 from agentfly.rollouts.chat.shape import QUESTION
@@ -82,6 +83,7 @@ class RenderersFormat:
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
+        require_no_images(messages, f"the format {self.name!r} of the renderers package")
         return Rendered(self._ids_of(messages, tools))
 
     def continuation(
@@ -93,6 +95,7 @@ class RenderersFormat:
         tools: Definitions = (),
     ) -> Rendered | None:
         """What follows a generation; see `ChatFormat.continuation`."""
+        require_no_images(messages, f"the format {self.name!r} of the renderers package")
         known = list(after)
         split = _end_of_last(self._header, known)
         bridged = self._renderer.bridge_to_next_turn(

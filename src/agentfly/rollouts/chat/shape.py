@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentfly.errors import ChatFormatError
-from agentfly.messages import Content, Message, text_of
+from agentfly.images import Image
+from agentfly.messages import Content, Message, images_of, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.thoughts import OPENERS, Thoughts
 
@@ -41,6 +42,8 @@ class MessageShape:
         short_ids: the ids of calls are wanted as nine letters and digits.
         one_call: a turn may hold one call only.
         one_user_message: user messages are wanted one at a time, with an answer in between.
+        parts: content is wanted as a list of parts, a text on its own included.
+        images_apart: images in what tools answer are wanted in a message of the user that follows.
         thoughts_apart: thoughts are wanted in a field of their own, and not in the text.
         thoughts: how they stand in a turn's text.
     """
@@ -49,6 +52,8 @@ class MessageShape:
     short_ids: bool = False
     one_call: bool = False
     one_user_message: bool = False
+    parts: bool = False
+    images_apart: bool = False
     thoughts_apart: bool = False
     thoughts: Thoughts = field(default_factory=Thoughts)
 
@@ -63,7 +68,7 @@ class MessageShape:
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's shape. The argument stays unchanged."""
         fitted: list[Message] = []
-        for message in messages:
+        for message in self._with_images_apart(messages) if self.images_apart else messages:
             if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and self.one_user_message:
                 fitted[-1] = cast(Message, {**fitted[-1], "content": _joined(fitted[-1], message)})
             elif message["role"] == "assistant":
@@ -72,7 +77,21 @@ class MessageShape:
                 fitted.append({**message, "tool_call_id": self._id(message["tool_call_id"])})
             else:
                 fitted.append(message)
-        return [cast(Message, {**message, "content": _plain(message["content"])}) for message in fitted]
+        content = _parts if self.parts else _plain
+        return [cast(Message, {**message, "content": content(message["content"])}) for message in fitted]
+
+    def _with_images_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
+        shown: list[Any] = []
+        for message in messages:
+            if message["role"] != "tool" and shown:
+                yield {"role": "user", "content": shown}
+                shown = []
+            if message["role"] == "tool" and (images := images_of(message["content"])):
+                shown += [{"type": "image", "image": image} for image in images]
+                message = cast(Message, {**message, "content": text_of(message["content"])})  # noqa: PLW2901
+            yield message
+        if shown:
+            yield {"role": "user", "content": shown}
 
     def _split(self, message: Message) -> Message:
         if "reasoning_content" in message or not isinstance(message["content"], str):
@@ -117,8 +136,10 @@ def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
     tokenizer.render([QUESTION], add_generation_prompt=True)
     as_text, short_ids, one_call = _calls(tokenizer)
     once, twice = _rendered(tokenizer, [QUESTION]), _rendered(tokenizer, [QUESTION, QUESTION])
+    parts, images_apart = _images(tokenizer) if tokenizer.vision is not None else (False, False)
     apart, thoughts = _thoughts(tokenizer)
-    return MessageShape(as_text, short_ids, one_call, once is not None and twice is None, apart, thoughts)
+    one_user_message = once is not None and twice is None
+    return MessageShape(as_text, short_ids, one_call, one_user_message, parts, images_apart, apart, thoughts)
 
 
 def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
@@ -129,6 +150,23 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
             if written is not None and _KEY in written and f"'{_KEY}'" not in written:
                 return as_text, short, _rendered(tokenizer, [QUESTION, _calling(ids, arguments)]) is None
     return False, False, False
+
+
+def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Whether content is wanted in parts, and whether images must be kept out of what tools answer."""
+    whole = _rendered(tokenizer, [QUESTION])
+    in_parts = _rendered(tokenizer, [{"role": "user", "content": _parts(_SAID)}])
+    parts = (whole is None or text_of(QUESTION["content"]) not in whole) and in_parts is not None and _SAID in in_parts
+    assert tokenizer.vision is not None
+    placeholder = tokenizer.vision.placeholder
+    image: Any = {"type": "image", "image": Image(b"")}
+    answer: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": [image]}
+    written = [
+        _rendered(tokenizer, [QUESTION, _calling(["abcdefgh0"], {}), {**answer, "role": role}])
+        for role in ("tool", "user")
+    ]
+    by_tool, by_user = (text is not None and placeholder in text for text in written)
+    return parts, by_user and not by_tool
 
 
 def _thoughts(tokenizer: Tokenizer) -> tuple[bool, Thoughts]:

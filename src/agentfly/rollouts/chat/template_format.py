@@ -8,6 +8,7 @@ from agentfly.agents.agent import History
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
+from agentfly.rollouts.chat.placeholders import with_images
 from agentfly.rollouts.chat.proof import Exchange, keeps_thoughts, prove, require_answers
 from agentfly.rollouts.chat.shape import QUESTION
 from agentfly.rollouts.chat.skeleton import first_place
@@ -66,7 +67,8 @@ class TemplateChatFormat:
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
-        return Rendered(self._turns.control.encode(self._turns.whole(messages, tools)))
+        ids = self._turns.control.encode(self._turns.whole(messages, tools))
+        return with_images(ids, messages, self._tokenizer)
 
     def continuation(
         self,
@@ -85,7 +87,7 @@ class TemplateChatFormat:
             return None
         ids = self._turns.control.encode(text)
         sampled_end = after[-1] in self.stop_ids and (ids[0] == after[-1] or not self._turns.endings.by_next_header)
-        return Rendered(ids[1:] if sampled_end else ids)
+        return with_images(ids[1:] if sampled_end else ids, messages, self._tokenizer)
 
     def reply(self, ids: Sequence[int]) -> Reply:
         """What a generation says."""

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from agentfly.errors import ChatFormatError, PromptTooLong, TokenInvariantError
+from agentfly.errors import PromptTooLong, TokenInvariantError
 from agentfly.gateway.dialect import Dialect, Wanted
 from agentfly.gateway.exchange import Exchange, Line, Question, continued_by
 from agentfly.gateway.wire import Refusal
-from agentfly.messages import Message, images_of, text_of
+from agentfly.messages import Message, text_of
 from agentfly.policies.policy import Generation, Policy
 from agentfly.policies.vision import barred_ids
 from agentfly.rollouts.tape import Place, Tape
@@ -169,12 +169,6 @@ class Session:
         if prompt is None:
             parent, known = None, 0
             prompt = self._dialect.prompt(conversation, tools)
-        images = sum(len(images_of(message["content"])) for message in conversation)
-        if images != len(prompt.images):
-            raise ChatFormatError(
-                f"The conversation holds {images} images, of which the model would see {len(prompt.images)}. Leave "
-                "images out, or serve a model that takes them where they stand."
-            )
         limit = self._policy.context_length
         if len(prompt.ids) >= limit:
             raise PromptTooLong(

@@ -184,6 +184,9 @@ def said_by_template(turns, conversation, tools):
     following = [{**result(0, "more"), "tool_call_id": call["id"]} for call in made] or [user("more")]
     rendered = turns.whole([*conversation, *following], tools, opens=False)
     header = start if rendered.startswith(start) else turns.shape.thoughts.unopened(start)
+    if not rendered.startswith(header):  # what follows would have the past rewritten
+        rendered = turns.whole(conversation, tools, opens=False)
+        header = start if rendered.startswith(start) else turns.shape.thoughts.unopened(start)
     assert rendered.startswith(header)
     position, stop = turns.control.first_in(rendered[len(header) :], turns.endings.ends)
     return [*turns.control.encode(rendered[len(header) : len(header) + position]), stop]
@@ -304,3 +307,25 @@ def test_a_template_that_moves_the_system_prompt_is_refused_unless_history_is_to
     after = [*chat.prompt(talk).ids, chat.stop_ids[0]]
     longer = [*talk, assistant("four"), user("five")]
     assert chat.continuation(longer[5:], after=after, conversation=longer) is None
+
+
+@families("qwen2.5", "qwen3", "qwen3.5")
+@steady
+@given(asked=texts, rounds=st.lists(st.tuples(words, st.booleans(), texts), min_size=1, max_size=4))
+def test_rewritten_history_is_what_the_template_writes_at_every_turn_and_breaks_at_questions_only(
+    family, asked, rounds
+):
+    turns, tools = turns_of(family), TOOLS
+    chat = TemplateChatFormat(tokenizer_of(family), [WAYS["calls"][0]], tools=tools, history="rewrite")
+    conversation = [user(asked)]
+    ids = list(chat.prompt(conversation, tools).ids)
+    for number, (thought, calls, answer) in enumerate(rounds):
+        turn = assistant("", call(number)) if calls else assistant("So.")
+        conversation.append({**turn, "reasoning_content": thought})
+        ids += said_by_template(turns, conversation, tools)
+        answers = [result(number, answer) if calls else user(answer)]
+        conversation += answers
+        following = chat.continuation(answers, after=ids, conversation=conversation, tools=tools)
+        assert following is not None or not calls
+        ids = [*ids, *following.ids] if following else list(chat.prompt(conversation, tools).ids)
+        assert drift_from_whole(chat, tokenizer_of(family), ids, conversation, tools) is None

@@ -78,12 +78,14 @@ async def measure(workload: Workload) -> Measurement:
         await runner.collect(
             tasks_of(plans)[:1], label="first"
         )  # what happens once in a process is not what is measured
-        model.calls, model.tokenizer.cpu_seconds = 0, 0.0
+        model.calls = 0
+        model.tokenizer.note()
         gc.collect()
         with events.subscribed(recorded.append):
             cpu, started = time.process_time(), time.perf_counter()
             trajectories = await runner.collect(tasks_of(plans), label=workload.name)
             measured, cpu = time.perf_counter() - started, time.process_time() - cpu
+    tokenizer = model.tokenizer.cpu_seconds()
     turns = sum(len(plan.generations) for plan in plans)
     best = workload.best_seconds(plans)
     return Measurement(
@@ -95,8 +97,8 @@ async def measure(workload: Workload) -> Measurement:
         measured_seconds=measured,
         efficiency=best / measured,
         target=workload.target,
-        cpu_ms_per_turn=1000 * (cpu - model.tokenizer.cpu_seconds) / turns,
-        tokenizer_ms_per_turn=1000 * model.tokenizer.cpu_seconds / turns,
+        cpu_ms_per_turn=1000 * (cpu - tokenizer) / turns,
+        tokenizer_ms_per_turn=1000 * tokenizer / turns,
         model_calls=model.calls,
         needed_model_calls=turns,
         events=len(recorded),

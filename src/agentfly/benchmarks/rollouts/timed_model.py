@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.benchmarks.rollouts.workload import Plan
@@ -15,30 +16,43 @@ from agentfly.messages import Message
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.scripted import ByteTokenizer
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 TOOLS = {False: "work", True: "toil"}
 """The names of the workloads' tools, by whether they are sync functions."""
 
 
 class MeteredTokenizer(ByteTokenizer):
-    """The tokenizer of scripted policies, with the processor time that it takes.
+    """The tokenizer of scripted policies, of which can be told how much processor time it took.
 
-    Attributes:
-        cpu_seconds: processor time of all its calls so far.
+    What it is asked for is noted, and done once more when the time is asked for: a clock read at each call would take
+    longer than many a call.
     """
 
     def __init__(self) -> None:
-        self.cpu_seconds = 0.0
+        self._asked: list[Callable[[], object]] | None = None
+
+    def note(self) -> None:
+        """Begin to note what is asked for."""
+        self._asked = []
+
+    def cpu_seconds(self) -> float:
+        """Processor time of what was asked for since `note`."""
+        asked, self._asked = self._asked or [], None
+        began = time.thread_time()
+        for work in asked:
+            work()
+        return time.thread_time() - began
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of a text."""
-        return self._metered(super().encode_text, text)
+        if self._asked is not None:
+            self._asked.append(partial(super().encode_text, text))
+        return super().encode_text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-        return self._metered(super().decode, ids)
+        if self._asked is not None:
+            self._asked.append(partial(super().decode, ids))
+        return super().decode(ids)
 
     def render(
         self,
@@ -48,14 +62,10 @@ class MeteredTokenizer(ByteTokenizer):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """A conversation as text."""
-        return self._metered(super().render, messages, add_generation_prompt=add_generation_prompt, tools=tools)
-
-    def _metered(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        began = time.thread_time()
-        try:
-            return work(*args, **kwargs)
-        finally:
-            self.cpu_seconds += time.thread_time() - began
+        work = partial(super().render, messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        if self._asked is not None:
+            self._asked.append(work)
+        return work()
 
 
 class TimedModel:

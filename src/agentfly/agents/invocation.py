@@ -72,12 +72,14 @@ async def invoke(
             that nobody asked for, count as failures of the function.
         PrerequisiteError: no thread could be started for a sync function.
     """
-    limit = asyncio.timeout(None)
+    limit = None if timeout_s is None else asyncio.timeout(None)
     try:
+        if limit is None or timeout_s is None:
+            return await _call_until_it_works(function, arguments, retries, thread)
         async with limit, _Clock(limit, timeout_s, context):
             return await _call_until_it_works(function, arguments, retries, thread)
     except TimeoutError as error:
-        if limit.expired():
+        if limit is not None and limit.expired():
             raise Overrun from None
         raise FunctionFailed(error) from None
     except asyncio.CancelledError as error:
@@ -157,24 +159,20 @@ async def call(function: Callable[..., Any], arguments: Mapping[str, Any], threa
 class _Clock:
     """Lets ``limit`` expire once the time spent, without that spent waiting for resources, reaches ``timeout_s``."""
 
-    def __init__(self, limit: asyncio.Timeout, timeout_s: float | None, context: Context) -> None:
+    def __init__(self, limit: asyncio.Timeout, timeout_s: float, context: Context) -> None:
         self._limit = limit
         self._timeout_s = timeout_s
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> None:
-        if self._timeout_s is not None:
-            self._started = self._loop.time() - self._context.waited_seconds
-            self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._started = self._loop.time() - self._context.waited_seconds
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
 
     async def __aexit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
     def _look(self) -> None:
-        assert self._timeout_s is not None
         spent = self._loop.time() - self._context.waited_seconds - self._started
         left = self._timeout_s - spent
         if left > 0:

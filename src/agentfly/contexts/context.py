@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import copy
 import inspect
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 from agentfly.contexts.acquisition import Acquisition, Lending
 from agentfly.contexts.belongings import Belongings
+from agentfly.contexts.waits import Waits
 from agentfly.errors import AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
@@ -222,12 +221,11 @@ class Context:
             ResourceError: the rollout is at its end.
             Exception: what making it raises.
         """
-        whole = copy.copy(self)
+        whole = self._copy()
         whole._call = None
         return await self._rollout.belongings.get(key, lambda: make(whole), close)
 
-    @asynccontextmanager
-    async def call(self, *, noticed: bool = True) -> AsyncIterator[Context]:
+    def call(self, *, noticed: bool = True) -> AbstractAsyncContextManager[Context]:
         """This context for one call of a tool or reward.
 
         With the block end the leases of scope ``call``, and what a sync tool that was given up still waits for.
@@ -236,19 +234,11 @@ class Context:
             noticed: whether its waits for resources are told. Those of a reward are not: they say nothing of how a
                 rollout that begins now would fare, which has all its turns before it.
         """
-        call_context = copy.copy(self)
+        of_call = self._copy()
         if not noticed:
-            call_context._notice = unnoticed
-        call_context._call = call = _Call()
-        with self._engine.calling(self._owner):
-            try:
-                yield call_context
-            finally:
-                call.ended = True
-                for work in list(call.works):
-                    work.cancel()
-                for lease in call.leases:
-                    await self._engine.release(lease)
+            of_call._notice = unnoticed
+        of_call._call = call = _Call()
+        return _Block(of_call, call, self._engine, self._owner)
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
@@ -318,6 +308,11 @@ class Context:
             preparation.done = True
             return True
 
+    def _copy(self) -> Context:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def _too_late(self) -> ResourceError:
         return ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")
 
@@ -329,6 +324,33 @@ class _Call:
         self.leases: list[Lease[Any]] = []
         self.works: set[concurrent.futures.Future[Any]] = set()
         self.ended = False
+
+
+class _Block:
+    """The block of one call."""
+
+    __slots__ = ("_call", "_calling", "_context", "_engine")
+
+    def __init__(self, context: Context, call: _Call, engine: ResourceEngine, owner: str) -> None:
+        self._context = context
+        self._call = call
+        self._engine = engine
+        self._calling = engine.calling(owner)
+
+    async def __aenter__(self) -> Context:
+        self._calling.__enter__()
+        return self._context
+
+    async def __aexit__(self, *_: object) -> None:
+        call = self._call
+        call.ended = True
+        try:
+            for work in list(call.works):
+                work.cancel()
+            for lease in call.leases:
+                await self._engine.release(lease)
+        finally:
+            self._calling.__exit__()
 
 
 class _Preparation:
@@ -344,33 +366,10 @@ class _Shared:
     """What all contexts of one rollout have in common, those of its single calls included."""
 
     def __init__(self) -> None:
-        self.waits = _Waits()
+        self.waits = Waits()
         self.preparations: dict[int, _Preparation] = {}
         self.declared: dict[ResourceSpec[Any], None] = {}
         self.has_declared = False
         self.belongings = Belongings()
         self.works: set[concurrent.futures.Future[Any]] = set()
         self.ended = False
-
-
-class _Waits:
-    """Adds up the time that a rollout's calls wait, also while they do."""
-
-    def __init__(self) -> None:
-        self._ended_seconds = 0.0
-        self._started: dict[object, float] = {}
-
-    @property
-    def seconds(self) -> float:
-        now = time.perf_counter()
-        return self._ended_seconds + sum(now - started for started in self._started.values())
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Count the block as a wait."""
-        wait = object()
-        self._started[wait] = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._ended_seconds += time.perf_counter() - self._started.pop(wait)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from agentfly.events import (
 from agentfly.interruption import held_back
 from agentfly.resources import orphans
 from agentfly.resources.answer import Answer
+from agentfly.resources.calls import Calls, OneCall
 from agentfly.resources.instances.attendance import Occupancy
 from agentfly.resources.instances.crew import Crew
 from agentfly.resources.instances.handle import hand_out, void
@@ -78,7 +78,7 @@ class ResourceEngine:
             raise ConfigError(f"ResourceEngine(max_concurrent_starts={max_concurrent_starts}): give at least 1.")
         self._directory = state_directory(ledger)
         self._events = events
-        self._calls: Counter[str] = Counter()  # under way, by owner
+        self._calls = Calls(self._let_rest)
         self._lifecycle = Lifecycle(
             Ledger(self._directory), Window(lambda: self.snapshot().to_json()), in_call=self._calls.__contains__
         )
@@ -187,17 +187,9 @@ class ResourceEngine:
         loop = self._own_loop()
         self._carry_out(self._scheduler.owner_released(owner, loop.time()))
 
-    @contextmanager
-    def calling(self, owner: str) -> Iterator[None]:
+    def calling(self, owner: str) -> OneCall:
         """Within the block a call of an owner is under way: what it has leased is not frozen between two uses."""
-        self._calls[owner] += 1
-        try:
-            yield
-        finally:
-            self._calls[owner] -= 1
-            if not self._calls[owner]:
-                del self._calls[owner]
-                self._let_rest(owner)
+        return self._calls.one(owner)
 
     def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
         """Prepare for specs that will be needed soon: fetch images, and start what a spec keeps ready (``warm``).

@@ -18,6 +18,8 @@ from rich.table import Table
 from agentfly import interruption
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.resources.models.spec import ModelServerSpec
 
 if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
@@ -113,14 +115,33 @@ async def measure_embedded(model: str | Path, work: Conversations) -> dict[str, 
     return {"together": together, "alone": alone, "static_batch": static}
 
 
-def run_sampling_bench(model: str | Path, work: Conversations | None = None) -> dict[str, Any]:
+async def measure_vllm(model: str | Path, work: Conversations, python: str) -> float:
+    """Tokens a second of the same rollouts at once, by a server of vLLM that runs in the environment of ``python``."""
+    spec = ModelServerSpec(model=str(model), python=python, dtype="bfloat16", context_length=2048)
+    async with VLLMPolicy(spec) as policy:
+        await tokens_per_second(policy, work, rollouts=2, label="first")
+        return await tokens_per_second(policy, work, rollouts=work.rollouts, label="together")
+
+
+def run_sampling_bench(
+    model: str | Path, work: Conversations | None = None, *, vllm_python: str | None = None
+) -> dict[str, Any]:
     """Measure a model's sampling; the result is JSON-able.
+
+    Args:
+        model: the model.
+        work: what the rollouts are like.
+        vllm_python: an interpreter, or a virtual environment, that has vLLM, to be compared with; None for no such
+            comparison.
 
     Raises:
         PrerequisiteError: the model or a package is missing.
     """
     work = work or Conversations()
     speeds = interruption.run(measure_embedded(model, work))
+    if vllm_python is not None:
+        speeds["vllm"] = interruption.run(measure_vllm(model, work, vllm_python))
+    compared = {"over_vllm": round(speeds["together"] / speeds["vllm"], 2)} if "vllm" in speeds else {}
     return {
         "model": str(model),
         "work": asdict(work),
@@ -128,6 +149,7 @@ def run_sampling_bench(model: str | Path, work: Conversations | None = None) -> 
         "speedup": round(speeds["together"] / speeds["alone"], 2),
         "target_speedup": TARGET_SPEEDUP,
         "over_static_batch": round(speeds["together"] / speeds["static_batch"], 2),
+        **compared,
     }
 
 
@@ -150,6 +172,8 @@ def render(result: dict[str, Any]) -> Table:
         f"{result['over_static_batch']:.2f}",
         "1",
     )
+    if "vllm" in speeds:
+        table.add_row("vLLM, all at once", f"{speeds['vllm']:.0f}", f"{result['over_vllm']:.2f}", "1")
     return table
 
 

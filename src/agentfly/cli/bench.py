@@ -41,12 +41,16 @@ def rollouts(
 @app.command("sampling")
 def sampling(
     model: Annotated[str, typer.Option(help="The model: a shipped name, a Hugging Face id, or a directory.")] = "tiny",
+    vllm: Annotated[
+        str | None,
+        typer.Option(help="Compare with vLLM: an interpreter or a virtual environment that has it.", metavar="PYTHON"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second of rollouts of several turns: 32 at once, one at a time, and transformers' own static batch."""
     from agentfly.benchmarks.sampling import render, run_sampling_bench
 
-    _show(run_sampling_bench(model), render, as_json)
+    _show(run_sampling_bench(model, vllm_python=vllm), render, as_json)
 
 
 @app.command("resources")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import threading
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentfly.errors import ConfigError
+from agentfly.images import Image, PlacedImage
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.config import TrainConfig
 from agentfly.training.learner import Learner, UpdateStopped
@@ -229,3 +232,13 @@ def test_a_learner_goes_on_from_its_state_as_if_it_had_not_stopped(dtype: torch.
     for _ in range(2):
         assert resumed.learn(rows, advantages) == learner.learn(rows, advantages)
     assert torch.equal(weights(saved), weights(model))
+
+
+def test_rows_with_images_are_refused_since_nobody_would_see_them() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    rows[0] = dataclasses.replace(rows[0], images=(PlacedImage(Image(b"png"), 0, 1),))
+    before = weights(model)
+    with pytest.raises(ConfigError, match="without eyes"):
+        learner_of(model).learn(rows, constant(rows, [1.0] * len(rows)))
+    assert torch.equal(weights(model), before)

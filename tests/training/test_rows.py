@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentfly.errors import Boundary
+from agentfly.images import Image, PlacedImage
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
 from agentfly.training.batch_metrics import batch_metrics
@@ -41,6 +42,15 @@ def test_a_row_carries_its_sequence_as_it_is() -> None:
     assert row.target_logprobs == [-0.5, -0.25, -1.0]
     assert row.oldest_version == 4
     assert (row.group_id, row.rollout_id, row.reward, row.truncated) == ("g", "r0", 1.0, False)
+
+
+def test_a_row_carries_the_images_of_its_sequence() -> None:
+    seen = PlacedImage(Image(b"png"), 1, 3)
+    made = TokenSequence()
+    made.append_prompt([5, 6, 6], [seen])
+    made.append_sampled([7], [-0.5], 4)
+    (row,) = rows_from_trajectories([trajectory(0, sequences=[made.freeze()])]).rows
+    assert row.images == (seen,)
 
 
 def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_cut() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentfly.errors import ConfigError
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.advantages import Floats
 from agentfly.training.config import TrainConfig
@@ -93,7 +94,9 @@ class Learner:
 
         Raises:
             UpdateStopped: ``stop`` was set.
+            ConfigError: a row holds images, of which the learner's models see but the placeholders.
         """
+        _require_no_images(rows)
         rate = self._config.learning_rate * min(1.0, (self.steps + 1) / max(self._config.warmup_steps, 1))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -246,3 +249,12 @@ def split(pairs: Sequence[tuple[Row, Floats]], tokens: int) -> list[list[tuple[R
 def _give_up_if(stop: threading.Event | None) -> None:
     if stop is not None and stop.is_set():
         raise UpdateStopped
+
+
+def _require_no_images(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.images:
+            raise ConfigError(
+                f"Rollout {row.rollout_id} holds {row.images[0].image.label}, and the learner trains language models "
+                "without eyes: it would train on placeholders of pixels that nobody saw. Train without images."
+            )

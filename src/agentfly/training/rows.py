@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from agentfly.images import PlacedImage
 from agentfly.tokens import TokenSequence
 from agentfly.trajectory import Trajectory, Turn
 
@@ -37,6 +38,7 @@ class Row:
         anchor: names the state in which that turn was taken; empty where the row holds several.
         kind: ``act``, or ``memory`` for a row that holds nothing but what was written down to be remembered.
         agent: path of the subagent that spoke; empty for the agent itself.
+        images: the images whose placeholders are among the ids.
     """
 
     ids: Sequence[int]
@@ -53,6 +55,7 @@ class Row:
     anchor: str = ""
     kind: Literal["act", "memory"] = "act"
     agent: str = ""
+    images: Sequence[PlacedImage] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
@@ -161,4 +164,5 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn])
         anchor=only.anchor if only else "",
         kind="act" if any(turn.kind == "act" for turn in turns) or not turns else "memory",
         agent=turns[0].agent if turns else "",
+        images=tuple(sequence.images),
     )

@@ -172,5 +172,16 @@ def test_an_image_that_the_model_cannot_be_shown_is_refused(qwen: HFTokenizer, i
         qwen.vision.ids(image)
 
 
+def test_the_template_may_stand_beside_the_tokenizer_as_json(tmp_path: Path) -> None:
+    path = model_directory(tmp_path, "smollm2", "smolvlm", {})
+    template = (path / "chat_template.jinja").read_text()
+    (path / "chat_template.jinja").unlink()
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert HFTokenizer.load(path).chat_template == template
+
+
 def test_a_model_without_eyes_has_no_vision() -> None:
     assert HFTokenizer.load(find_model("tiny")).vision is None

@@ -66,6 +66,9 @@ class HFTokenizer:
                 f"The tokenizer in {path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), which is "
                 "needed to keep text and control tokens apart. Save it once from transformers with a fast tokenizer."
             )
+        beside = path / "chat_template.json"  # where older models that see images have it
+        if not tokenizer.chat_template and beside.is_file():
+            tokenizer.chat_template = json.loads(beside.read_text(encoding="utf-8"))["chat_template"]
         return cls(tokenizer, HFVision.of(path, tokenizer))
 
     def encode_text(self, text: str) -> list[int]:

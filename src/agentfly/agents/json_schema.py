@@ -87,6 +87,8 @@ def read_as(value: Any, schema: Schema) -> Any:
         value: what JSON can hold.
         schema: a schema as `plain` makes it.
     """
+    if not isinstance(value, (str, dict, list, float)):
+        return value
     if isinstance(value, str):
         if value == "null" and _allows(schema, "null"):
             return None
@@ -96,7 +98,9 @@ def read_as(value: Any, schema: Schema) -> Any:
     if isinstance(value, float) and value.is_integer() and _allows(schema, "integer") and not _allows(schema, "number"):
         return int(value)
     for choice in _CHOICES:
-        fitting = [one for one in schema.get(choice, ()) if _allows(one, _kind(value))]
+        if choice not in schema:
+            continue
+        fitting = [one for one in schema[choice] if _allows(one, _kind(value))]
         if len(fitting) == 1:
             return read_as(value, fitting[0])
     if isinstance(value, dict):
@@ -122,6 +126,8 @@ def _refuse(constant: str) -> NoReturn:
 
 def _read_object(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
     known = schema.get("properties", {})
+    if known.keys() >= value.keys():
+        return {name: read_as(one, known[name]) for name, one in value.items()}
     others = schema.get("additionalProperties")
     others = others if isinstance(others, Mapping) else {}
     return {name: read_as(one, known.get(name, others)) for name, one in value.items()}

@@ -111,6 +111,7 @@ class ArgumentSchema(ToolSchema):
         for argument in arguments:
             _model_of("check", [argument])  # so that the message can name the one that has no JSON form
         self._model = _model_of(tool, self.arguments)
+        self._fields = [(argument.name, _field(number)) for number, argument in enumerate(self.arguments)]
         self.json_schema = _json_schema(self._model, self.arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,11 +130,8 @@ class ArgumentSchema(ToolSchema):
             raise self.refusal(given, _problems(error)) from None
         except RecursionError:
             raise self.refusal(given, ["the value is nested too deeply"]) from None
-        return {
-            argument.name: getattr(model, _field(number))
-            for number, argument in enumerate(self.arguments)
-            if _field(number) in model.model_fields_set
-        }
+        values = model.__dict__
+        return {name: values[field] for name, field in self._fields if field in model.model_fields_set}
 
 
 def _field(number: int) -> str:

@@ -139,6 +139,8 @@ def _as_text(value: Any) -> str:
         except (PydanticSerializationError, ValueError, RecursionError):
             value = str(value)
     text: str = value
+    if text.isascii():
+        return text
     return text.encode("utf-8", errors="replace").decode()  # a lone surrogate could not be tokenized or saved
 
 

@@ -58,8 +58,10 @@ class Situation:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, str):
+        return value
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -44,7 +44,7 @@ def call_of(value: Any, example: str) -> WrittenCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return _wrong(value, "", 'it must be a JSON object with the text "name"', example)
-    if set(value) - _MEMBERS or ("arguments" in value and "parameters" in value):
+    if not _MEMBERS.issuperset(value) or ("arguments" in value and "parameters" in value):
         return _wrong(value, name, 'everything that the tool takes must stand inside "arguments"', example)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):

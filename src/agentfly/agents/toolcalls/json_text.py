@@ -66,7 +66,8 @@ def decode_value(text: str, start: int) -> tuple[Any, int]:
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
-        _require_storable(value)
+        if not _is_surely_storable(text[start:end]):
+            _require_storable(value)
     except json.JSONDecodeError as error:
         raise BadSyntax(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
     except RecursionError:
@@ -153,6 +154,11 @@ def _skip(text: str, position: int) -> int:
     space = _SPACE.match(text, position)
     assert space is not None
     return space.end()
+
+
+def _is_surely_storable(written: str) -> bool:
+    """Whether JSON text tells by itself that nothing in it is nested too deeply or half of a surrogate pair."""
+    return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= _DEEPEST
 
 
 def _require_storable(value: Any) -> None:

@@ -9,7 +9,7 @@ pieces between them, and the pieces are encoded as ordinary text.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from agentfly.messages import Message
@@ -43,7 +43,8 @@ class ControlTokens:
     def disarm(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages with every control token in any text of theirs broken by a mark.
 
-        The argument stays unchanged. The two characters that rendering needs for itself become U+FFFD.
+        The argument stays unchanged. A message in which there is nothing to be broken is returned as it is. The two
+        characters that rendering needs for itself become U+FFFD.
         """
         return [self._disarm_message(message) for message in messages]
 
@@ -88,6 +89,8 @@ class ControlTokens:
         return self._pattern.findall(rendered)
 
     def _disarm_message(self, message: Message) -> Message:
+        if self._is_harmless(message):
+            return message
         if message["role"] != "assistant":
             return self.disarm_values(message)
         own = ("content", "reasoning_content")
@@ -98,6 +101,15 @@ class ControlTokens:
                 for field, value in message.items()
             },
         )
+
+    def _is_harmless(self, message: Message) -> bool:
+        """Whether all that a message holds is texts, and nothing in them is to be broken."""
+        values = cast(Iterable[str], message.values())
+        try:
+            texts = "".join([*message, *values])
+        except TypeError:
+            return False
+        return MARK not in texts and PLACE not in texts and self._pattern.search(texts) is None
 
 
 def _pattern(tokens: Collection[str]) -> re.Pattern[str]:

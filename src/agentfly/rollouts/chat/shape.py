@@ -73,12 +73,16 @@ class MessageShape:
                 fitted[-1] = cast(Message, {**fitted[-1], "content": _joined(fitted[-1], message)})
             elif message["role"] == "assistant":
                 fitted.append(self._fit_assistant(self._split(message)))
-            elif "tool_call_id" in message:
+            elif self.short_ids and "tool_call_id" in message:
                 fitted.append({**message, "tool_call_id": self._id(message["tool_call_id"])})
             else:
                 fitted.append(message)
-        content = _parts if self.parts else _plain
-        return [cast(Message, {**message, "content": content(message["content"])}) for message in fitted]
+        return [self._fit_content(message) for message in fitted]
+
+    def _fit_content(self, message: Message) -> Message:
+        content = message["content"]
+        wanted = _parts(content) if self.parts else _plain(content)
+        return message if wanted is content else cast(Message, {**message, "content": wanted})
 
     def _with_images_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
         shown: list[Any] = []

@@ -14,6 +14,8 @@ from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.rollouts.chat.shape import QUESTION, STAND_IN, shape_wanted_by
 from agentfly.rollouts.chat.skeleton import behind_last_place, places_of, reply, skeleton
 
+_STAND_INS = (STAND_IN,)
+
 
 class Turns:
     """One tokenizer's chat template, with what had to be found out about it.
@@ -24,6 +26,8 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._tools: Definitions = ()  # those described last, which are mostly those of the next time
+        self._described: list[Any] = []
         self.control = ControlTokens(tokenizer)
         self.shape = shape_wanted_by(tokenizer)
         self.endings = endings_of(tokenizer, self.control, self.shape)
@@ -52,7 +56,7 @@ class Turns:
         calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
         turn = reply(0, calls=calls[:1] if self.shape.one_call else calls)
         asked = any(answer["role"] != "tool" for answer in answers)
-        described = tools if self._tools_follow and asked else [STAND_IN] if tools else ()
+        described = tools if self._tools_follow and asked else _STAND_INS if tools else ()
         rendered = self._render([QUESTION, turn, *answers], described, opens=True)
         return rendered[self.end_of(rendered, 0) :]
 
@@ -72,8 +76,9 @@ class Turns:
         return begin + found[0]
 
     def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
-        described = self.control.disarm_values(list(tools))
-        return self._tokenizer.render(self.shape.fit(disarmed), tools=described, add_generation_prompt=opens)
+        if tools is not self._tools:
+            self._tools, self._described = tuple(tools), self.control.disarm_values(list(tools))
+        return self._tokenizer.render(self.shape.fit(disarmed), tools=self._described, add_generation_prompt=opens)
 
     def _inner_tokens(self) -> set[str]:
         """The control tokens that a turn may hold: those around thoughts and calls."""

@@ -12,6 +12,8 @@ Messages say what was asked, what was found and what to do about it, because the
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -50,6 +52,13 @@ def message_of(error: BaseException) -> str:
 def say(error: BaseException) -> str:
     """An exception for people: its type and what it says, whatever its ``__str__`` does."""
     return f"{type(error).__name__}: {message_of(error)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that nobody knows: the nearest that there is, or else all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names) or 'none'}."
 
 
 # --- what the user wrote -------------------------------------------------------------------------------------------

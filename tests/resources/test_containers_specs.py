@@ -149,7 +149,7 @@ def test_the_values_of_variables_are_not_in_the_repr() -> None:
 def test_a_field_that_is_none_is_refused_with_the_nearest_name(spec: Callable[..., object]) -> None:
     with pytest.raises(ConfigError, match=r"has no field 'capcity'\. Did you mean 'capacity'"):
         spec(capcity=2)
-    with pytest.raises(ConfigError, match=r"has no field 'xyzzy'\. It has capacity"):
+    with pytest.raises(ConfigError, match=r"has no field 'xyzzy'\. There are: capacity"):
         spec(xyzzy=2)
     with pytest.raises(ConfigError, match="by its name; it has capacity"):
         spec(2)

@@ -221,7 +221,7 @@ async def test_an_exception_of_the_simulator_comes_back_as_itself_and_the_simula
 async def test_a_mistyped_method_is_answered_with_the_nearest_name(runs: Runs) -> None:
     counter = environment(factory=Counter, runs=runs)
     await counter.start()
-    with pytest.raises(UsageError, match="no method 'stpe'; did you mean 'step'"):
+    with pytest.raises(UsageError, match=r"no method 'stpe'\. Did you mean 'step'"):
         await counter.stpe(1)
     with pytest.raises(UsageError, match="no method '__init__'"):
         await counter.call("__init__")

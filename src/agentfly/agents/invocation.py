@@ -149,6 +149,7 @@ async def _call_until_it_works(
 
 
 async def call(function: Callable[..., Any], arguments: Mapping[str, Any], thread: Thread) -> Any:
+    """What a function returns, called once: an async one in the event loop, a sync one on ``thread``."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = await function(**arguments)
     else:

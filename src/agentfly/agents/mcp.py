@@ -7,7 +7,6 @@ import base64
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.definition import MAX_OUTPUT_TOKENS, Settings, require_name
@@ -16,7 +15,7 @@ from agentfly.agents.given_schema import GivenSchema
 from agentfly.agents.parameters import MISSING, Parameter, Source
 from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, ToolError
+from agentfly.errors import ConfigError, ToolError, did_you_mean
 from agentfly.images import Image
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.mcp.spec import MCPServerSpec
@@ -116,9 +115,7 @@ def _chosen(spec: MCPServerSpec, listed: Sequence[Listed], only: Iterable[str] |
     wanted, known = list(only), {one.name: one for one in listed}
     for name in wanted:
         if name not in known:
-            nearest = get_close_matches(name, known, 1)
-            cure = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(known) or 'none'}."
-            raise ConfigError(f"{spec.label} has no tool {name!r}. {cure}")
+            raise ConfigError(f"{spec.label} has no tool {name!r}. {did_you_mean(name, known)}")
     return [known[name] for name in dict.fromkeys(wanted)]
 
 

@@ -26,8 +26,8 @@ class RewardProcessSpec(EnvironmentSpec):
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What lives in such a process. It makes itself, so that the process has imported the reward before it is forked.
+class Scorer:
+    """Lives in such a process. It makes itself, so that the process has imported the reward before it is forked.
 
     Args:
         func: the reward.
@@ -39,7 +39,7 @@ class Bench:
     def __name__(self) -> str:
         return str(getattr(self.func, "name", self.func))
 
-    def __call__(self) -> Bench:
+    def __call__(self) -> Scorer:
         return self
 
     def reset(self) -> None:
@@ -61,7 +61,7 @@ def reward_process(
         ConfigError: a value cannot be.
     """
     return RewardProcessSpec(
-        factory=Bench(reward),
+        factory=Scorer(reward),
         runs="process",
         call_timeout_s=timeout_s,
         capacity=workers if workers is not None else len(os.sched_getaffinity(0)),
@@ -77,11 +77,11 @@ async def score_in_process(spec: RewardProcessSpec, arguments: Mapping[str, Any]
         FunctionFailed: the reward raised, ended its process, or was given or returned what cannot travel.
         AgentFlyError: no process could be had.
     """
-    async with context.lease(spec) as bench:
+    async with context.lease(spec) as scorer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            return await bench.call("score", arguments)
+            return await scorer.call("score", arguments)
         except ResourceDied as error:
             if loop.time() - started >= spec.call_timeout_s:
                 raise Overrun from None

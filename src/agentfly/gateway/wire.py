@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -162,9 +162,6 @@ class FinishRequest(BaseModel):
             return cls.model_validate_json(body or b"{}")
         except ValidationError as error:
             raise _refusal_of(error) from None
-
-
-FinishWord = Literal["stop", "length", "tool_calls"]
 
 
 def _refusal_of(error: ValidationError) -> Refusal:

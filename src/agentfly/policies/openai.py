@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeGuard
 
@@ -18,6 +17,7 @@ from agentfly.errors import (
     PromptTooLong,
     TokenInvariantError,
     UsageError,
+    did_you_mean,
 )
 from agentfly.messages import Message, ToolCall, images_of, text_of
 from agentfly.policies.policy import ChatGeneration, SamplingParams
@@ -315,9 +315,7 @@ def _require_fields(settings: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(ModelAPISpec) if field.name not in ("base_url", "model")]
     for name in settings:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
-            raise ConfigError(f"OpenAIPolicy has no setting {name!r}. {hint}")
+            raise ConfigError(f"OpenAIPolicy has no setting {name!r}. {did_you_mean(name, known)}")
 
 
 def _fields_of(spec: ModelAPISpec) -> dict[str, Any]:

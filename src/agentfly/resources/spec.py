@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Generic, Literal, Self, TypeVar
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, did_you_mean
 from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.resource import Resource
 
@@ -77,9 +76,7 @@ class ResourceSpec(Generic[R_co]):
             )
         for name in named:
             if name not in known:
-                nearest = get_close_matches(name, known, 1)
-                cure = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(known)}."
-                raise ConfigError(f"{cls.__name__} has no field {name!r}. {cure}")
+                raise ConfigError(f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}")
         if missing := [name for name in cls._required() if name not in named]:
             written = ", ".join(f"{name}=…" for name in missing)
             raise ConfigError(f"{cls.__name__} needs {' and '.join(missing)}. Write {cls.__name__}({written}).")

@@ -11,7 +11,7 @@ from agentfly.errors import PromptTooLong
 from agentfly.messages import Message, ToolCall, images_of
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, SamplingParams
 from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.rollouts.speaker import CallNumbers, Utterance, message_of
+from agentfly.rollouts.speaker import CallNumbers, Utterance, turn_message
 from agentfly.rollouts.tape import Place, Tape
 
 
@@ -95,7 +95,7 @@ class ChatSpeaker:
     def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
         """The turn as it is sent back."""
         if self._agent.format.in_template:
-            return message_of(generation.content, generation.reasoning, calls)
+            return turn_message(generation.content, generation.reasoning, calls)
         message = self._agent.said(generation.content, calls)
         if generation.reasoning is not None:
             message["reasoning_content"] = generation.reasoning

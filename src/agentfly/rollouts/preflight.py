@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.function_tool import Tool
 from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.parameters import MISSING, Source
+from agentfly.agents.tool import Tool
 from agentfly.errors import AgentFlyError, ResourceError, ToolDefinitionError, message_of, say
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams

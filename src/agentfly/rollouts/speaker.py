@@ -59,7 +59,7 @@ class Speaker(Protocol):
         ...
 
 
-def message_of(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+def turn_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
     """A turn as it stands in the conversation, where thoughts and calls were not read from its text by the agent.
 
     What answers a call must follow one, so a call that could not be read stands without its arguments.

@@ -11,7 +11,7 @@ from agentfly.errors import PromptTooLong, TokenInvariantError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.rollouts.chat.chat_format import ChatFormat, Reply
-from agentfly.rollouts.speaker import CallNumbers, Utterance, message_of
+from agentfly.rollouts.speaker import CallNumbers, Utterance, turn_message
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tape import Tape
 
@@ -78,7 +78,7 @@ class TokenSpeaker:
         if reply.calls is None:
             message = agent.said(reply.text, calls)
         else:
-            message = message_of(reply.content, reply.reasoning, calls)
+            message = turn_message(reply.content, reply.reasoning, calls)
         self._strategy.replied(message)
         return Utterance(
             message, reply.text, reply.content, reply.reasoning, calls, stopped, place, len(prompt), seconds

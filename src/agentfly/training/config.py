@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, did_you_mean
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.losses import LOSSES
 
@@ -144,7 +143,5 @@ class TrainConfig(BaseModel):
 def _complaint(detail: ErrorDetails, known: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(sorted(known))}."
-        return f"There is no training setting {name!r}. {hint}"
+        return f"There is no training setting {name!r}. {did_you_mean(name, sorted(known))}"
     return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

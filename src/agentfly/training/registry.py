@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Generic, TypeVar
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -38,7 +37,5 @@ class Registry(Generic[T]):
             ConfigError: there is none.
         """
         if name not in self._known:
-            near = difflib.get_close_matches(name, self._known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"There is no {self._kind} {name!r}; there are {', '.join(sorted(self._known))}.{hint}")
+            raise ConfigError(f"There is no {self._kind} {name!r}. {did_you_mean(name, sorted(self._known))}")
         return self._known[name]

@@ -134,7 +134,6 @@ class Trainer:
         self._given_policy = policy
         self._engine = engine
         self._subagent_policies = subagent_policies
-        self._resume = resume
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
         self._temperature = _training_temperature(agent, self._config)
         _require_score(agent, self._reward)

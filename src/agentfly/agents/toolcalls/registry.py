@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ from agentfly.agents.toolcalls.model_format import ModelFormat
 from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
 from agentfly.agents.toolcalls.react import ReActFormat
 from agentfly.agents.toolcalls.tags import TagsFormat
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, did_you_mean
 
 _FORMATS: dict[str, Callable[[], ToolCallFormat]] = {
     "action": ActionFormat,
@@ -48,13 +47,11 @@ def tool_call_format(asked: str | ToolCallFormat) -> ToolCallFormat:
     if isinstance(asked, str):
         if asked in _FORMATS:
             return _FORMATS[asked]()
-        near = difflib.get_close_matches(asked, _FORMATS, n=1)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"There is no tool-call format {asked!r}; known are {', '.join(sorted(_FORMATS))}.{guess}")
+        raise ConfigError(f"There is no tool-call format {asked!r}. {did_you_mean(asked, _FORMATS)}")
     if isinstance(asked, ToolCallFormat) and not isinstance(asked, type):
         return asked
     raise ConfigError(
-        f"{asked!r} is no tool-call format. Give one of the names {', '.join(sorted(_FORMATS))}, or an object with the "
+        f"{asked!r} is no tool-call format. Give one of the names {', '.join(_FORMATS)}, or an object with the "
         "members of agentfly.agents.toolcalls.format.ToolCallFormat."
     )
 

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, did_you_mean
 
 
 def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -28,10 +28,8 @@ def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
     function = None if method.startswith("_") else getattr(simulator, method, None)
     if not callable(function):
         public = sorted(name for name in dir(simulator) if not name.startswith("_"))
-        near = difflib.get_close_matches(method, public, n=1)
         raise UsageError(
-            f"The environment {type(simulator).__name__} has no method {method!r}"
-            + (f"; did you mean {near[0]!r}?" if near else f". What it has: {', '.join(public) or 'nothing public'}.")
+            f"The environment {type(simulator).__name__} has no method {method!r}. {did_you_mean(method, public)}"
         )
     return function(*args, **kwargs)
 

@@ -315,6 +315,49 @@ async def test_an_awaitable_that_a_tool_returns_is_awaited(look: Tool, context: 
     assert (await look.call({"item": "sugar"}, context)).observation == "sugar: low"
 
 
+class Wordless:
+    """Something that cannot be asked what it reads as."""
+
+    def __str__(self) -> str:
+        raise ValueError("closed file")
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (Wordless(), "ValueError: closed file"),
+        (ToolResult(Wordless(), reward=1.0), "ValueError: closed file"),
+        (10**5000, "ValueError: Exceeds the limit"),  # what a model asks of a calculator
+        ([10**5000], "ValueError: Exceeds the limit"),
+        (nested(100_000), "RecursionError: "),
+    ],
+    ids=["wordless", "wordless-result", "digits", "digits-in-a-list", "nested"],
+)
+async def test_what_cannot_be_read_as_text_is_a_crash_of_the_tool_that_the_model_is_told(
+    returned: Any, told: str, context: Context
+) -> None:
+    @tool
+    def look() -> Any:
+        """Look."""
+        return returned
+
+    with pytest.raises(ToolCrashed, match=f"^{told}"):
+        await look.call({}, context)
+
+
+async def test_rewards_of_calls_may_be_numbers_of_numpy(context: Context) -> None:
+    numpy = pytest.importorskip("numpy", reason="comes with the extra 'train'")
+    for number in (numpy.float32(0.5), numpy.float64(0.5), 0.5):
+        assert type((await result_with(context, reward=number)).reward) is float
+
+
 async def test_a_tool_result_says_more_than_a_text(context: Context) -> None:
     @tool
     async def step() -> ToolResult:

@@ -252,6 +252,7 @@ def test_garbage_takes_linear_time(one: ToolCallFormat) -> None:
         written[: len(written) // 2] * 1_000,
         written[len(written) // 2 :] * 1_000,
         *(marker * (50_000 // len(marker)) for marker in MARKERS),
+        *(opening * (500_000 // len(opening)) for opening in ('{"name":', '\n{"name":', "\n[", "\n[say(", '\n{"a":[')),
     ]
     for text in endless:
         one.parse(text, tools_of(one))

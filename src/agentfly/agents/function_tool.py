@@ -115,7 +115,12 @@ class Tool(UserFunction):
             raise ToolTimeout(f"The call of {self.name!r} was stopped after {self.timeout_s:g} s.") from None
         except FunctionFailed as failed:
             self._raise_failure(failed, cut)
-        result = as_result(self.name, value)
+        try:
+            result = as_result(self.name, value)
+        except AgentFlyError:
+            raise
+        except Exception as error:  # of the value's own code, when it is asked what it reads as
+            self._raise_failure(FunctionFailed(error), cut)
         told = cut(result.observation, self.max_output_tokens)
         return result if told == result.observation else replace(result, observation=told)
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,7 +42,7 @@ class ToolResult:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not (isinstance(self.reward, (int, float)) and math.isfinite(self.reward)):
+        if self.reward is not None and not (isinstance(self.reward, Real) and math.isfinite(self.reward)):
             raise ToolDefinitionError(
                 f"ToolResult(reward={self.reward!r}): the reward of a tool call must be a finite number, or None."
             )
@@ -82,6 +83,7 @@ def as_result(tool: str, value: Any) -> ToolResult:
     return replace(
         result,
         observation=text,
+        reward=None if result.reward is None else float(result.reward),
         done=bool(result.done),
         state=_as_json(tool, "state", result.state),
         image=(*shown, *result.images),

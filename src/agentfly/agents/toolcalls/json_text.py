@@ -29,6 +29,13 @@ class BadSyntax(NotJSON):
     """The text is not JSON; it may be repairable. Any other `NotJSON` is a value that must not be had."""
 
 
+class TooDeep(NotJSON):
+    """The value is nested beyond what may be had. What it holds is not worth looking at again from within."""
+
+    def __init__(self) -> None:
+        super().__init__("it is nested too deeply")
+
+
 def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
     """Decode the JSON objects that stand one after another from ``start`` on, or the one list of them.
 
@@ -71,7 +78,9 @@ def decode_value(text: str, start: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise BadSyntax(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
     except RecursionError:
-        raise NotJSON("it is nested too deeply") from None
+        raise TooDeep from None
+    except TooDeep:
+        raise
     except ValueError as error:  # a repeated name, NaN, a number of too many digits, half of a surrogate pair
         raise NotJSON(str(error)) from None
     return value, end
@@ -176,7 +185,7 @@ def _require_storable(value: Any) -> None:
         if not inner:
             return
         level = inner
-    raise ValueError("it is nested too deeply")
+    raise TooDeep
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

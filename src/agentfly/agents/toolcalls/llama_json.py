@@ -11,7 +11,7 @@ from typing import Any
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import LINE_START, Block, Known, NativeFormat, blocks_at, rest_of
 from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.json_text import NotJSON, TooDeep, decode_value
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.messages import Message, ToolCall
 
@@ -81,6 +81,8 @@ def _block(text: str, opening: re.Match[str], known: Known) -> Block | None:
     marked = opening.group().startswith("<|")
     try:
         objects, end = _objects(text, position)
+    except TooDeep:
+        return _malformed(text, start, position, known, marked=marked) or Block(start, rest_of(text, position), ())
     except NotJSON:
         return _malformed(text, start, position, known, marked=marked)
     if not (marked or _is_call(objects[0], known)):

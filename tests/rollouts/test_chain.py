@@ -3,6 +3,7 @@
 import pytest
 
 from agentfly.errors import TokenInvariantError
+from agentfly.images import Image, PlacedImage
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chain import Chain
@@ -192,3 +193,27 @@ def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_be
     tape.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 3, 9, 4, 5, 9], [1, 2, 3, 4, 6, 9]]
     assert [sequence.loss_mask for sequence in sequences] == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
+
+
+def test_nothing_is_sampled_after_a_cut_even_where_an_image_left_room_by_going_whole():
+    image = PlacedImage(Image(b"png", "image/png"), 1, 6)
+    tape = Tape([], max_tokens=6, stop_ids=[9])
+    tape.begin(Rendered([1]))
+    tape.sampled(generation([9]))
+    tape.extend(Rendered([2, 7, 7, 7, 7, 7, 3], (image,)))
+    assert (list(tape.ids), list(tape.images), tape.room) == ([1, 9, 2], [], 0)
+    tape.begin(Rendered([1, 2]))
+    assert tape.room == 4
+
+
+def test_a_prompt_that_left_no_room_gives_its_place_to_the_next():
+    sequences = []
+    tape = Tape(sequences, max_tokens=4, stop_ids=[9])
+    tape.begin(Rendered([1, 2, 3, 4, 5]))
+    tape.begin(Rendered([1, 2]))
+    tape.sampled(generation([9]))
+    tape.finish()
+    assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 9]]
+    tape.begin(Rendered([1]))
+    with pytest.raises(TokenInvariantError, match="nothing had answered"):
+        tape.begin(Rendered([2]))

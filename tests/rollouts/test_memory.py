@@ -1,5 +1,7 @@
 """Memory in rollouts: what the model sees at each turn, and where its tokens stand, under both strategies."""
 
+import asyncio
+import inspect
 import itertools
 from dataclasses import replace
 
@@ -14,8 +16,9 @@ from agentfly.agents.memory.summary_folding import HEADING, SummaryFolding
 from agentfly.agents.memory.window import Window
 from agentfly.agents.tool import tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PromptTooLong
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.health import TooManyFailures
 from agentfly.rollouts.run import run
 from agentfly.tokens import Origin
 from agentfly.trajectory import FinishReason
@@ -226,15 +229,111 @@ async def test_state_of_a_memory_is_of_one_rollout():
     assert {t.finish for t in result.trajectories} == {FinishReason.ANSWERED}
 
 
-@pytest.mark.parametrize("view", [lambda past: [], lambda past: [*past.opening, *past.messages[-1:]]])
-async def test_a_view_that_no_template_takes_is_refused_with_the_cure(view):
-    class Torn:
-        async def recall(self, past):
-            return view(past) if past.exchanges else past.messages
+def recalling(view):
+    """A memory that recalls what a function, sync or async, makes of the past, once there is one."""
 
-    made = Agent(model="scripted", tools=[look], memory=Torn())
-    with pytest.raises(Exception, match=r"past\.(opening|exchanges)"):
-        await run(made, ["go"], policy=ScriptedPolicy([call(0), "done"]))
+    class Own:
+        async def recall(self, past):
+            seen = view(past) if past.exchanges else past.messages
+            return await seen if inspect.isawaitable(seen) else seen
+
+    return Own()
+
+
+def without(role, number):
+    """A view that lacks one of the messages of a role."""
+
+    def view(past):
+        left_out = [message for message in past.messages if message["role"] == role][number]
+        return [message for message in past.messages if message is not left_out]
+
+    return view
+
+
+NO_VIEWS = {
+    "empty": (lambda past: [], "past.opening"),
+    "none": (lambda past: None, "is a NoneType. It must be a list"),
+    "generator": (lambda past: (one for one in past.messages), "is a generator. It must be a list"),
+    "text": (lambda past: "words", "is a str. It must be a list"),
+    "one message": (lambda past: past.messages[0], "is a dict. It must be a list"),
+    "no role": (lambda past: [{"content": "words"}], "no message with a role"),
+    "other role": (lambda past: [{"role": "robot", "content": "words"}], "no message with a role"),
+    "no content": (lambda past: [{"role": "user"}], "content is neither"),
+    "null": (lambda past: [{"role": "user", "content": None}], "content is neither"),
+    "odd part": (lambda past: [{"role": "user", "content": [{"type": "sound"}]}], "content holds something"),
+    "result without its call": (without("assistant", 0), "past.exchanges"),
+    "last result only": (lambda past: [*past.opening, *past.messages[-1:]], "past.exchanges"),
+    "one result of two": (without("tool", 1), "past.exchanges"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("asked", [False, True], ids=["recalled", "asked"])
+@pytest.mark.parametrize(("view", "cure"), NO_VIEWS.values(), ids=NO_VIEWS)
+async def test_a_view_that_no_model_can_be_shown_is_refused_with_the_cure(view, cure, asked, strategy):
+    async def ask(past):
+        return await past.ask(view(past)) and past.messages
+
+    with pytest.raises(TooManyFailures, match=f"UsageError.*memory Own.*{cure}"):
+        await play(recalling(ask if asked else view), [call(0) + call(1), "done"], strategy)
+
+
+async def test_calls_that_stand_in_the_template_are_shown_with_all_their_results():
+    memory, settings = recalling(without("tool", 0)), {"tool_prompt": None}
+    with pytest.raises(TooManyFailures, match=r"past\.exchanges"):
+        await play(memory, [call(0), "done"], tool_call_format=HermesFormat(in_template=True), **settings)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+async def test_a_memory_cannot_ask_for_less_than_a_token(number):
+    with pytest.raises(TooManyFailures, match="at least 1"):
+        await play(recalling(lambda past: past.ask(past.messages, max_tokens=number)), [call(0), "done"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("known", [True, False], ids=["continued", "begun"])
+async def test_a_memory_may_try_a_smaller_view_when_one_was_too_long(strategy, known):
+    async def ask(past):
+        beginning = past.messages if known else []
+        with pytest.raises(PromptTooLong):
+            await past.ask([*beginning, {"role": "user", "content": "x" * 5000}])
+        await past.ask([*past.messages, {"role": "user", "content": "Call no tool now."}])
+        return past.messages
+
+    trajectory, policy = await play(recalling(ask), turns(2), strategy, max_sequence_tokens=2000)
+    assert [turn.kind for turn in trajectory.turns] == ["act", "memory", "act", "memory", "act"]
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert_every_token_has_its_one_place(trajectory, policy)
+    assert all(sequence.sampled_count for sequence in trajectory.sequences)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_what_a_memory_asks_at_once_is_answered_one_after_another(strategy):
+    async def script(prompt, turn):
+        await asyncio.sleep(0.001)
+        return call(0) if turn == 0 else "said"
+
+    async def ask(past):
+        views = [[*past.opening, {"role": "user", "content": question}] for question in ("one?", "two?", "three?")]
+        await asyncio.gather(*map(past.ask, views))
+        return past.messages
+
+    trajectory, policy = await play(recalling(ask), script, strategy)
+    assert [turn.kind for turn in trajectory.turns] == ["act", "memory", "memory", "memory", "act"]
+    assert_every_token_has_its_one_place(trajectory, policy)
+
+
+@pytest.mark.parametrize("raised", [SystemExit(1), asyncio.CancelledError(), TimeoutError("slow"), StopIteration()])
+@pytest.mark.parametrize("summarises", [False, True])
+async def test_nothing_that_a_memory_raises_ends_more_than_its_rollout(raised, summarises):
+    def fail(*_):
+        raise raised
+
+    memory = SummaryFolding(after_turns=1, summarise=fail) if summarises else recalling(fail)
+    made = Agent(model="scripted", tools=[look], memory=memory)
+    policy = ScriptedPolicy(lambda prompt, turn: call(turn) if "stay" in prompt else "done")
+    result = await run(made, ["leave", "stay", "leave"], policy=policy, max_failure_share=1.0)
+    assert [one.finish for one in result.trajectories] == ["answered", "failed", "answered"]
 
 
 def test_contradictions_are_refused_when_the_agent_is_built():

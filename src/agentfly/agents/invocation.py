@@ -8,12 +8,12 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from agentfly.agents.outage import may_pass
 from agentfly.agents.steady_thread import on_new_thread
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError, message_of, say
+from agentfly.errors import PrerequisiteError, UsageError, message_of, say
 
 T = TypeVar("T")
 
@@ -40,6 +40,15 @@ class FunctionFailed(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(message_of(error))
         self.error = error
+
+    def raise_as_of(self, function: str) -> NoReturn:
+        """Raise what ``function`` raised, or a UsageError where that would end more than a rollout."""
+        if isinstance(self.error, Exception):
+            raise self.error from self.error.__cause__
+        raise UsageError(
+            f"{function[:1].upper()}{function[1:]} raised {say(self.error)}, which would end more than one rollout. "
+            "Raise an Exception."
+        ) from self.error
 
 
 async def invoke(

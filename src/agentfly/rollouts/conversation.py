@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from agentfly.agents.memory.memory import FullHistory, Past, require_whole
+from agentfly.agents.memory.memory import FullHistory, Past, recall, require_view
 from agentfly.agents.subagent import Subagent
 from agentfly.contexts.context import Context
 from agentfly.errors import PromptTooLong, SubagentUnfinished
@@ -58,6 +58,7 @@ class Conversation:
         self._name = name
         self._speaker = voice.speaker(scribe.trajectory.sequences, self._rollout_id, sampling)
         scribe.listen(self._speaker)
+        self._speaking = asyncio.Lock()
         self._past = Past(self.messages, context, self._remember, self._speaker.tokens)
         self._situation = Situation(self.messages)
         self._executor = Executor(self._agent, context, scribe.events, voice.cut, self._delegate)
@@ -85,7 +86,7 @@ class Conversation:
                 view = await self._view()
             except PromptTooLong:  # for the memory's own generation
                 return FinishReason.LENGTH
-            said = await self._speaker.speak(view)
+            said = await self._speak(view)
             if said is None:
                 return FinishReason.LENGTH
             turn = self._take_down(said)
@@ -105,14 +106,15 @@ class Conversation:
 
     async def _view(self) -> Sequence[Message]:
         memory = self._agent.memory
-        if isinstance(memory, FullHistory):
-            return self.messages
-        view = await memory.recall(self._past)
-        require_whole(view, memory)
-        return view
+        return self.messages if isinstance(memory, FullHistory) else await recall(memory, self._past)
+
+    async def _speak(self, view: Sequence[Message], max_tokens: int | None = None) -> Utterance | None:
+        async with self._speaking:  # a memory may ask several things at once, but there is one sequence to go on with
+            return await self._speaker.speak(view, max_tokens=max_tokens)
 
     async def _remember(self, view: Sequence[Message], max_tokens: int | None) -> str:
-        said = await self._speaker.speak(view, max_tokens=max_tokens)
+        require_view(view, self._agent.memory, self._past.exchanges)
+        said = await self._speak(view, max_tokens)
         if said is None:
             raise PromptTooLong("The memory's own generation leaves no room for one token.")
         self._take_down(said, remembers=True)

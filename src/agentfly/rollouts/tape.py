@@ -53,7 +53,7 @@ class Tape:
         self._limit = max_tokens
         self._stop_ids = frozenset(stop_ids)
         self._barred_ids = frozenset(barred_ids)
-        self._full = False
+        self._full = False  # nothing can be sampled any more in the current sequence
         self._current: int | None = None
         self._sent = array("i")
         self._returned = array("i")
@@ -86,10 +86,14 @@ class Tape:
 
     def begin(self, prompt: Rendered) -> None:
         """Begin a sequence with a prompt."""
-        if self._unanswered():
+        unanswered = self._unanswered()
+        if unanswered and not self._full:
             raise TokenInvariantError("A sequence was begun while nothing had answered the one before. This is a bug.")
-        self._current = len(self._sequences)
-        self._sequences.append(TokenSequence())
+        if self._current is not None and unanswered:
+            self._sequences[self._current] = TokenSequence()
+        else:
+            self._current = len(self._sequences)
+            self._sequences.append(TokenSequence())
         self._full = False
         self._sent, self._returned = array("i"), array("i")
         self._sequence.append_prompt(prompt.ids, prompt.images)
@@ -108,6 +112,10 @@ class Tape:
             self.extend(Rendered(prompt.ids[known:], rest))
         else:
             self.begin(prompt)
+
+    def refused(self) -> None:
+        """The current sequence leaves no room to sample. The next one takes its place if nothing answered it."""
+        self._full = True
 
     def prompt(self) -> Sequence[int]:
         """The ids to send, after a look at whether they are what they were."""
@@ -177,4 +185,4 @@ class Tape:
     def _cut(self) -> None:
         if self.length > self._limit:
             self._sequence.cut(self._limit)
-            self._full = True
+            self._full = True  # also where it came out shorter, because the cut would have parted an image

@@ -56,6 +56,7 @@ class TokenSpeaker:
         if agent.max_sampled_tokens is not None:
             limits.append(agent.max_sampled_tokens - tape.sampled_count)
         if min(limits) < 1:
+            tape.refused()
             return None
         prompt = tape.prompt()
         sampling = self._sampling
@@ -65,6 +66,7 @@ class TokenSpeaker:
         try:
             generation = await self._policy.generate(prompt, sampling, rollout_id=self._rollout_id, images=tape.images)
         except PromptTooLong:
+            tape.refused()
             return None
         seconds = time.perf_counter() - started
         if len(generation.ids) > sampling.max_tokens:

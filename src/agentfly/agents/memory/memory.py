@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, get_args, runtime_checkable
 
+from agentfly.agents.excerpt import excerpt
+from agentfly.agents.invocation import FunctionFailed, invoke
 from agentfly.contexts.context import Context
 from agentfly.errors import UsageError
-from agentfly.messages import Message, text_of
+from agentfly.messages import Message, Role, text_of
+
+_VIEW = "[*past.opening, *past.exchanges[-1]]"
 
 
 class Past:
@@ -55,7 +60,10 @@ class Past:
 
         Raises:
             PromptTooLong: no token of an answer would fit. Left alone, it ends the rollout as ``length``.
+            UsageError: the view cannot be shown to a model, or ``max_tokens`` is below 1.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"past.ask(…, max_tokens={max_tokens}): it must be at least 1, or None.")
         return await self._ask(view, max_tokens)
 
     def tokens(self, view: Sequence[Message]) -> int | None:
@@ -111,20 +119,76 @@ def with_note(messages: Iterable[Message], note: str) -> list[Message]:
     return [*noted[:-1], {**last, "content": [*content, {"type": "text", "text": f"\n\n{note}"}]}]
 
 
-def require_whole(view: Sequence[Message], memory: Memory) -> None:
-    """Raise unless a view can be shown to a model.
+async def recall(memory: Memory, past: Past) -> Sequence[Message]:
+    """What a memory recalls, checked.
 
     Raises:
-        UsageError: it is empty, or holds a tool's result without the turn that called the tool.
+        UsageError: it is no view that a model could be shown, or the memory tried to end more than its rollout.
+        Exception: what the memory raises.
     """
-    name = type(memory).__name__
+    try:
+        view = await invoke(partial(memory.recall, past), {}, timeout_s=None, context=past.context)
+    except FunctionFailed as failed:
+        failed.raise_as_of(f"the memory {type(memory).__name__}")
+    require_view(view, memory, past.exchanges)
+    return view  # type: ignore[no-any-return]
+
+
+def require_view(view: object, memory: Memory, exchanges: Sequence[Sequence[Message]]) -> None:
+    """Raise unless a view can be shown to a model.
+
+    Args:
+        view: what a memory recalls, or asks about.
+        memory: the memory.
+        exchanges: the turns of the conversation, each with what answers it.
+
+    Raises:
+        UsageError: it is no sequence of messages, or empty, or parts the results of tools from their calls or from one
+            another.
+    """
+    name = f"The view that the memory {type(memory).__name__} gives"
+    if isinstance(view, (str, bytes)) or not isinstance(view, Sequence):
+        raise UsageError(f"{name} is a {type(view).__name__}. It must be a list of messages, for instance {_VIEW}.")
     if not view:
-        raise UsageError(f"The memory {name} recalls nothing at all. Keep at least past.opening, which has the task.")
+        raise UsageError(f"{name} is empty. Keep at least past.opening, which has the task.")
+    for message in view:
+        if fault := _fault(message):
+            raise UsageError(f"{name} holds {excerpt(repr(message), 200)}, {fault}. Take messages as in {_VIEW}.")
+    parted = _parted(view, exchanges)
+    if parted is not None:
+        raise UsageError(
+            f"{name} parts the result of a tool from its call or from the other results of that turn "
+            f"({excerpt(parted, 60)!r}), which chat templates refuse. Take whole exchanges: past.exchanges[-3:]."
+        )
+
+
+def _fault(message: object) -> str | None:
+    """What is wrong with one message."""
+    if not isinstance(message, Mapping) or message.get("role") not in get_args(Role):
+        return f"which is no message with a role: {', '.join(get_args(Role))}"
+    content = message.get("content")
+    parts = [] if isinstance(content, str) else content
+    if not isinstance(parts, (list, tuple)):
+        return "whose content is neither text nor a list of texts and images"
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image") or kind not in part:
+            return "whose content holds something that is neither a text nor an image"
+    return None
+
+
+def _parted(view: Sequence[Message], exchanges: Sequence[Sequence[Message]]) -> str | None:
+    """The text of a result that stands, or is missing, where it must not."""
     before = ""
     for message in view:
         if message["role"] == "tool" and before not in ("assistant", "tool"):
-            raise UsageError(
-                f"The memory {name} recalls the result of a tool ({text_of(message['content'])[:60]!r}) without the "
-                "turn that called it, which chat templates refuse. Take whole exchanges: past.exchanges[-3:]."
-            )
+            return text_of(message["content"])
         before = message["role"]
+    shown = {message.get("tool_call_id") for message in view if message["role"] == "tool"}
+    called = {call.get("id") for message in view for call in message.get("tool_calls", ())}
+    for exchange in exchanges:
+        results = {message.get("tool_call_id"): message for message in exchange if message["role"] == "tool"}
+        missing = [one for one in results if one not in shown]
+        if missing and (len(missing) < len(results) or not called.isdisjoint(missing)):
+            return text_of(results[missing[0]]["content"])
+    return None

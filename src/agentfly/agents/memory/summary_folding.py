@@ -96,7 +96,7 @@ class SummaryFolding:
         try:
             summary = await invoke(work, {}, timeout_s=None, context=past.context)
         except FunctionFailed as failed:
-            raise failed.error from failed.error.__cause__
+            failed.raise_as_of("SummaryFolding(summarise=…)")
         if not isinstance(summary, str):
             raise UsageError(f"SummaryFolding(summarise=…) returned a {type(summary).__name__}; it must return a text.")
         return summary

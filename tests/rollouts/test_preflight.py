@@ -44,6 +44,9 @@ def correct(response: str, answer: str) -> float:
 
 
 AGENT = Agent(model="scripted", tools=[ask])
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGM4wcUFAAJ6AN1nJ0J9AAAAAElFTkSuQmCC"
+)
 
 
 def asking(question):
@@ -134,6 +137,16 @@ async def test_a_model_that_cannot_be_loaded_or_whose_prompt_does_not_fit_is_tol
     failed, well = await found(tmp_path, policy=lambda: ScriptedPolicy(["fine"], context_length=20))
     assert "no room" in failed["generation"]
     assert "chat format" in well
+
+
+async def test_a_task_with_images_is_tried_and_told_where_the_model_sees_none(tmp_path):
+    tasks = [Task([{"role": "user", "content": [{"type": "image", "image": PIXEL}]}], {"answer": "42"})]
+    settings = {"tasks": tasks, "oracle": asking("what")}
+    failed, _ = await found(tmp_path, policy=ScriptedPolicy(["fine"], sees=True), **settings)
+    assert not failed
+    failed, _ = await found(tmp_path, policy=ScriptedPolicy(["fine"]), **settings)
+    assert list(failed) == ["generation"]
+    assert "a model that sees no images" in failed["generation"]
 
 
 def test_a_field_that_tasks_lack_is_found_without_starting_anything():

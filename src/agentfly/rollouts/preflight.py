@@ -172,7 +172,7 @@ class _Trial:
             script = TRIVIAL if oracle is None else oracle
             async with Runner(  # a script's tokens are bytes, for which the agent's limits are not made
                 replace(self.agent, max_tokens_per_turn=ROOM, max_sequence_tokens=None, max_sampled_tokens=None),
-                policy=ScriptedPolicy(script),
+                policy=ScriptedPolicy(script, sees=True),
                 engine=self.engine,
                 reward=self.reward,
                 strategy=self.strategy,

@@ -19,7 +19,7 @@ from agentfly.images import PlacedImage
 from agentfly.messages import ImagePart, Message, Part, Role, TextPart, ToolCall, images_of, text_of
 from agentfly.policies.policy import Generation, SamplingParams, Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
-from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.proof import ANSWERED, Exchange
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 
@@ -88,11 +88,12 @@ class Dialect:
         Raises:
             ChatFormatError: the chat template cannot carry conversations even without tools.
         """
-        plain = TemplateChatFormat(tokenizer, [_ANSWERED], history=history)
+        plain = TemplateChatFormat(tokenizer, [ANSWERED], history=history)
         refusal: ChatFormatError | None = None
         for candidate in (calls,) if calls is not None else (_own_format(tokenizer), HermesForAll()):
             tools = [_PROBE] if candidate.in_template else ()
-            exchanges = [_ANSWERED, *(_called(candidate, count) for count in (1, 2))]
+            called = (Exchange.calling(_PROBE["function"]["name"], count, candidate) for count in (1, 2))
+            exchanges = [ANSWERED, *called]
             try:
                 return cls(TemplateChatFormat(tokenizer, exchanges, tools=tools, history=history), candidate)
             except ChatFormatError as error:
@@ -224,16 +225,6 @@ _PROBE: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-
-_ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user", "content": "the next question"},))
-
-
-def _called(calls: ToolCallFormat, count: int) -> Exchange:
-    """A turn with so many calls, and what answers it."""
-    made = [ToolCall(call_id(number), _PROBE["function"]["name"]) for number in range(count)]
-    answers = [calls.result(call, f"observation {number}") for number, call in enumerate(made)]
-    plain: Message = {"role": "assistant", "content": "calls"}
-    return Exchange(message_with_calls("", made) if calls.in_template else plain, tuple(answers))
 
 
 def _apart(calls: ToolCallFormat) -> ToolCallFormat:

@@ -6,13 +6,12 @@ import logging
 from dataclasses import replace
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.toolcalls.format import call_id, message_with_calls
 from agentfly.agents.toolcalls.registry import format_for
 from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError
-from agentfly.messages import Message, ToolCall
+from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat
-from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.proof import ANSWERED, Exchange
 from agentfly.rollouts.chat.renderers_format import RenderersFormat, renderer_name
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
@@ -70,7 +69,9 @@ def _system(agent: Agent) -> Message | None:
 
 
 def _exchanges(agent: Agent) -> list[Exchange]:
-    return [exchange_of(agent, 1), exchange_of(agent, 2)] if agent.tools else [exchange_of(agent, 0)]
+    if not agent.tools:
+        return [ANSWERED]
+    return [Exchange.calling(agent.tools[0].name, count, agent.format) for count in (1, 2)]
 
 
 def _renderer_of(agent: Agent, tokenizer: Tokenizer) -> str | None:
@@ -85,13 +86,3 @@ def _renderer_of(agent: Agent, tokenizer: Tokenizer) -> str | None:
             "Say which of its formats it is, for instance Agent(chat_format='renderers:qwen3'), or 'template'."
         )
     return known
-
-
-def exchange_of(agent: Agent, calls: int) -> Exchange:
-    """A turn of an agent that calls this many tools, and what answers it; without calls, a user's words."""
-    if not calls:
-        return Exchange({"role": "assistant", "content": "answer"}, ({"role": "user", "content": "the next question"},))
-    made = [ToolCall(call_id(number), agent.tools[0].name) for number in range(calls)]
-    turn: Message = {"role": "assistant", "content": "calls"}
-    answers = [agent.result_message(call, f"observation {number}") for number, call in enumerate(made)]
-    return Exchange(message_with_calls("", made) if agent.template_tools else turn, tuple(answers))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_with_calls
 from agentfly.errors import ChatFormatError
-from agentfly.messages import Message, text_of
+from agentfly.messages import Message, ToolCall, text_of
 from agentfly.rollouts.chat.chat_format import Definitions
 from agentfly.rollouts.chat.shape import QUESTION
 from agentfly.rollouts.chat.skeleton import first_place
@@ -22,6 +23,18 @@ class Exchange:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "answers", tuple(self.answers))
+
+    @classmethod
+    def calling(cls, tool: str, count: int, calls: ToolCallFormat) -> Exchange:
+        """A turn that calls a tool so many times, and the results, as a tool-call format has them in a conversation."""
+        made = [ToolCall(call_id(number), tool) for number in range(count)]
+        plain: Message = {"role": "assistant", "content": "calls"}
+        answers = (calls.result(call, f"observation {number}") for number, call in enumerate(made))
+        return cls(message_with_calls("", made) if calls.in_template else plain, tuple(answers))
+
+
+ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user", "content": "the next question"},))
+"""A turn without calls, and what a user says to it."""
 
 
 def prove(turns: Turns, exchange: Exchange, tools: Definitions, system: Message | None) -> None:

@@ -202,8 +202,10 @@ async def test_a_policy_that_finds_the_prompt_too_long_ends_the_rollout_as_lengt
 
 
 async def test_an_unknown_strategy_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'chain' and 'step'"):
+    with pytest.raises(ConfigError, match="Did you mean 'chain'"):
         Runner(agent(), strategy="chian")
+    with pytest.raises(ConfigError, match="There are: chain, step"):
+        Runner(agent(), strategy="forest")
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------

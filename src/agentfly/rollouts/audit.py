@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.drift import first_difference
 from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.tokens import Origin, TokenSequence
 from agentfly.trajectory import Trajectory, Turn
@@ -97,7 +98,7 @@ def _drift_of(
     encoded = control.encode(tokenizer.decode(sampled))
     if encoded == sampled:
         return 0
-    first = next((at for at, (a, b) in enumerate(zip(sampled, encoded, strict=False)) if a != b), len(encoded))
+    first = first_difference(sampled, encoded)
     matcher = difflib.SequenceMatcher(None, sampled[first:], encoded[first:], autojunk=False)
     changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
     if changes and len(audit.examples) < MAX_EXAMPLES:

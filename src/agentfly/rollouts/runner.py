@@ -28,8 +28,9 @@ from agentfly.rollouts.group_scoring import group_scorer
 from agentfly.rollouts.health import Health
 from agentfly.rollouts.record import RolloutRecord
 from agentfly.rollouts.rollout import Rollout, Surroundings
+from agentfly.rollouts.strategy import require_strategy
 from agentfly.rollouts.traits import agent_traits
-from agentfly.rollouts.voice import NO_OTHERS, Voice, require_strategy, unchanged
+from agentfly.rollouts.voice import NO_OTHERS, Voice, unchanged
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
 

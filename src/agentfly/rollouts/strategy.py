@@ -1,16 +1,20 @@
-"""Strategy: how the turns of a conversation become token sequences."""
+"""Strategy: how the turns of a conversation become token sequences, and the strategies by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from agentfly.errors import ConfigError, did_you_mean
 from agentfly.messages import Message
-from agentfly.rollouts.chat.chat_format import Definitions
+from agentfly.rollouts.chain import Chain
+from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions
+from agentfly.rollouts.step import Step
+from agentfly.rollouts.tape import Tape
 
 
 class Strategy(Protocol):
-    """Puts on a `agentfly.rollouts.tape.Tape` what is sent for the next turn of one conversation."""
+    """Puts on a `Tape` what is sent for the next turn of one conversation."""
 
     def show(self, view: Sequence[Message], tools: Definitions = ()) -> None:
         """Put on the tape what the policy is to see before its next turn.
@@ -28,3 +32,17 @@ class Strategy(Protocol):
     def replied(self, message: Message) -> None:
         """The policy has answered what was shown last; ``message`` is the answer as it stands in the conversation."""
         ...
+
+
+STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
+"""The strategies by name."""
+
+
+def require_strategy(name: str) -> None:
+    """Raise unless there is a strategy of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(f"strategy={name!r}: there is no such strategy. {did_you_mean(name, STRATEGIES)}")

@@ -15,19 +15,14 @@ from agentfly.agents.subagent import Subagent
 from agentfly.errors import ConfigError
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.policies.vision import barred_ids
-from agentfly.rollouts.chain import Chain
 from agentfly.rollouts.chat.agent_format import settle
 from agentfly.rollouts.chat.chat_format import ChatFormat
 from agentfly.rollouts.chat_speaker import ChatSpeaker
 from agentfly.rollouts.speaker import Speaker
-from agentfly.rollouts.step import Step
-from agentfly.rollouts.strategy import Strategy
+from agentfly.rollouts.strategy import STRATEGIES, require_strategy
 from agentfly.rollouts.tape import Tape
 from agentfly.rollouts.token_speaker import TokenSpeaker
 from agentfly.tokens import TokenSequence
-
-STRATEGIES: Mapping[str, Callable[[ChatFormat, Tape], Strategy]] = {"chain": Chain, "step": Step}
-"""The strategies by name."""
 
 NO_OTHERS: Mapping[str, Policy | ChatPolicy] = MappingProxyType({})
 
@@ -37,13 +32,6 @@ ChangeOfSampling = Callable[[SamplingParams], SamplingParams]
 def unchanged(sampling: SamplingParams) -> SamplingParams:
     """Sample as the agent says."""
     return sampling
-
-
-def require_strategy(name: str) -> None:
-    """Raise ConfigError unless there is a strategy of this name."""
-    if name not in STRATEGIES:
-        known = " and ".join(map(repr, STRATEGIES))
-        raise ConfigError(f"strategy={name!r}: there is no such strategy; known are {known}.")
 
 
 @dataclass(frozen=True)

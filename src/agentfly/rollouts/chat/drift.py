@@ -35,10 +35,16 @@ def drift_from_whole(
     sent = list(ids)
     if whole == sent:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(whole, sent, strict=False)) if a != b), min(len(whole), len(sent)))
+    at = first_difference(whole, sent)
     around = slice(max(0, at - _AROUND), at + _AROUND)
     return (
         f"The ids differ from token {at} on ({len(sent)} sent, {len(whole)} in the whole). Sent: "
         f"{tokenizer.decode(sent[around])!r} {sent[around]}; in the whole: {tokenizer.decode(whole[around])!r} "
         f"{whole[around]}."
     )
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Where two sequences begin to differ; the length of the shorter where the longer begins with it."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

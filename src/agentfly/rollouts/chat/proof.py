@@ -9,6 +9,7 @@ from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_wi
 from agentfly.errors import ChatFormatError
 from agentfly.messages import Message, ToolCall, text_of
 from agentfly.rollouts.chat.chat_format import Definitions
+from agentfly.rollouts.chat.drift import first_difference
 from agentfly.rollouts.chat.shape import QUESTION
 from agentfly.rollouts.chat.skeleton import first_place
 from agentfly.rollouts.chat.turns import Turns
@@ -122,5 +123,5 @@ def _difference(in_whole: str, by_turn: str) -> ChatFormatError:
 
 
 def _around_difference(text: str, other: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    at = first_difference(text, other)
     return repr(text[max(0, at - 40) : at + 40])

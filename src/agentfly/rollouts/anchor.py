@@ -18,8 +18,7 @@ def anchor_of(state: Any) -> str:
 
     Numbers count by their value (``1`` is ``1.0``), tuples as lists.
     """
-    text = _CANONICAL.encode(_plain(state))
-    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
+    return _hash_of(_plain(state))
 
 
 class Situation:
@@ -35,7 +34,7 @@ class Situation:
     def __init__(self, opening: Sequence[Message]) -> None:
         asked = [message for message in opening if message["role"] != "system"]
         self._states: list[Any] = []
-        self._seen: list[Any] = [
+        self._seen: list[Any] = [  # nothing but texts
             [one["role"], text_of(one["content"]), [image.url for image in images_of(one["content"])]] for one in asked
         ]
         self._anchor: str | None = None
@@ -44,7 +43,7 @@ class Situation:
     def anchor(self) -> str:
         """The anchor of a turn that is taken now."""
         if self._anchor is None:
-            self._anchor = anchor_of([self._states, self._seen])
+            self._anchor = _hash_of([_plain(self._states), self._seen])
         return self._anchor
 
     def changed(self, results: Sequence[ToolRecord]) -> None:
@@ -55,6 +54,11 @@ class Situation:
         else:
             self._seen = [[result.observation, [image.url for image in result.images]] for result in results]
         self._anchor = None
+
+
+def _hash_of(plain: Any) -> str:
+    text = _CANONICAL.encode(plain)
+    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -71,6 +71,8 @@ class Conversation:
 
     async def play(self) -> FinishReason:
         """Take turns until the agent has answered, a tool says that it is done, or a limit is reached."""
+        if self._agent.max_wall_seconds is None:
+            return await self._play()
         limit = asyncio.timeout(self._agent.max_wall_seconds)
         try:
             async with limit:

@@ -41,5 +41,7 @@ def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
 
 def is_inside(position: int, spans: Sequence[Span]) -> bool:
     """Whether a position lies in one of ``spans``, which are in order and do not overlap."""
+    if not spans:
+        return False
     before = bisect.bisect_right(spans, position, key=lambda span: span[0])
     return before > 0 and position < spans[before - 1][1]

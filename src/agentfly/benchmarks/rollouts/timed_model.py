@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,35 +24,41 @@ class MeteredTokenizer(ByteTokenizer):
     """The tokenizer of scripted policies, of which can be told how much processor time it took.
 
     What it is asked for is noted, and done once more when the time is asked for: a clock read at each call would take
-    longer than many a call.
+    longer than many a call. Noted are texts where that is possible, because they give the garbage collector no work.
     """
 
     def __init__(self) -> None:
-        self._asked: list[Callable[[], object]] | None = None
+        self._notes: _Notes | None = None
 
     def note(self) -> None:
         """Begin to note what is asked for."""
-        self._asked = []
+        self._notes = _Notes()
 
     def cpu_seconds(self) -> float:
         """Processor time of what was asked for since `note`."""
-        asked, self._asked = self._asked or [], None
+        notes, self._notes = self._notes or _Notes(), None
+        decoded = [super(MeteredTokenizer, self).encode_text(text) for text in notes.decoded]
         began = time.thread_time()
-        for work in asked:
-            work()
+        for text in notes.encoded:
+            super().encode_text(text)
+        for ids in decoded:
+            super().decode(ids)
+        for messages, opens, tools in notes.rendered:
+            super().render(messages, add_generation_prompt=opens, tools=tools)
         return time.thread_time() - began
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of a text."""
-        if self._asked is not None:
-            self._asked.append(partial(super().encode_text, text))
+        if self._notes is not None:
+            self._notes.encoded.append(text)
         return super().encode_text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-        if self._asked is not None:
-            self._asked.append(partial(super().decode, ids))
-        return super().decode(ids)
+        text = super().decode(ids)
+        if self._notes is not None:
+            self._notes.decoded.append(text)
+        return text
 
     def render(
         self,
@@ -62,10 +68,18 @@ class MeteredTokenizer(ByteTokenizer):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """A conversation as text."""
-        work = partial(super().render, messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        if self._asked is not None:
-            self._asked.append(work)
-        return work()
+        if self._notes is not None:
+            self._notes.rendered.append((messages, add_generation_prompt, tools))
+        return super().render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What a tokenizer was asked for."""
+
+    encoded: list[str] = field(default_factory=list)
+    decoded: list[str] = field(default_factory=list)
+    rendered: list[tuple[Sequence[Message], bool, Sequence[Mapping[str, Any]]]] = field(default_factory=list)
 
 
 class TimedModel:

@@ -59,10 +59,8 @@ class ControlTokens:
         for piece, control_id in self.pieces(rendered):
             if control_id is not None:
                 ids.append(control_id)
-                takes_space = self._greedy.get(piece, (False, False))[1]
-                continue
-            text = piece.lstrip() if takes_space else piece
-            if text := text.replace(MARK, ""):
+                takes_space = piece in self._greedy and self._greedy[piece][1]
+            elif text := (piece.lstrip() if takes_space else piece).replace(MARK, ""):
                 ids.extend(self._tokenizer.encode_text(text))
         return ids
 
@@ -70,9 +68,9 @@ class ControlTokens:
         """The control tokens in rendered text with their ids, and the text between them with None."""
         start = 0
         for found in self._pattern.finditer(rendered):
-            text = rendered[start : found.start()]
-            yield text.rstrip() if self._greedy.get(found[0], (False, False))[0] else text, None
-            yield found[0], self._ids[found[0]]
+            token, text = found[0], rendered[start : found.start()]
+            yield text.rstrip() if token in self._greedy and self._greedy[token][0] else text, None
+            yield token, self._ids[token]
             start = found.end()
         yield rendered[start:], None
 

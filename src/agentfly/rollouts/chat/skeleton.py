@@ -75,6 +75,6 @@ def behind_last_place(rendered: str, number: int) -> int:
     Raises:
         ChatFormatError: none of them were written.
     """
-    first_place(rendered, number)
     mark = f" {number}{PLACE}"
-    return rendered.rfind(mark) + len(mark)
+    found = rendered.rfind(mark)
+    return found + len(mark) if found >= 0 else first_place(rendered, number)

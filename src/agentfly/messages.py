@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
@@ -71,6 +71,40 @@ def images_of(content: Content) -> list[Image]:
     if isinstance(content, str):
         return []
     return [part["image"] for part in content if part["type"] == "image"]
+
+
+def parts_of(content: Content) -> Sequence[Part]:
+    """A message's content in parts, a text as the only one."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def image_parts(images: Iterable[Image]) -> list[Part]:
+    """Images as content."""
+    return [{"type": "image", "image": image} for image in images]
+
+
+def joined(*contents: Content) -> Content:
+    """Contents one after another: a text if all of them are, and otherwise a list of parts."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "".join(texts)
+    return [part for content in contents for part in parts_of(content)]
+
+
+def with_images_apart(messages: Iterable[Message]) -> Iterator[Message]:
+    """Messages in which tools answer in text only: the images of their results follow in a message of the user."""
+    shown: list[Part] = []
+    for message in messages:
+        if message["role"] != "tool":
+            if shown:
+                yield {"role": "user", "content": shown}
+                shown = []
+            yield message
+            continue
+        shown += image_parts(images_of(message["content"]))
+        yield {**message, "content": text_of(message["content"])}
+    if shown:
+        yield {"role": "user", "content": shown}
 
 
 def labelled_text(content: Content) -> str:

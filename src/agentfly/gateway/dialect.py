@@ -16,7 +16,7 @@ from agentfly.errors import ChatFormatError
 from agentfly.gateway.hermes_for_all import HermesForAll
 from agentfly.gateway.program_tool import ProgramTool
 from agentfly.images import PlacedImage
-from agentfly.messages import ImagePart, Message, Part, Role, TextPart, ToolCall, images_of, text_of
+from agentfly.messages import Message, Role, ToolCall, image_parts, images_of, joined, text_of
 from agentfly.policies.policy import Generation, SamplingParams, Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
 from agentfly.rollouts.chat.proof import ANSWERED, Exchange
@@ -202,9 +202,7 @@ class Dialect:
                 ToolCall(call, message.get("name") or names.get(call, "")), text_of(message["content"])
             )
             if images := images_of(message["content"]):
-                parts: list[Part] = [{"type": "text", "text": text_of(answer["content"])}]
-                parts += [ImagePart(type="image", image=image) for image in images]
-                answer["content"] = parts
+                answer["content"] = joined(answer["content"], image_parts(images))
             return answer
         if message.get("tool_calls"):
             calls = [call["function"] for call in message["tool_calls"]]
@@ -242,14 +240,11 @@ def _tools(tools: Definitions) -> list[Tool]:
 def _told(conversation: list[Message], instructions: str, *, by: Role) -> list[Message]:
     """The conversation with instructions in its system message; ``by`` says who gives them where there is none."""
     first, *rest = conversation
-    said = first["content"]
     if first["role"] == "system":
-        return [{**first, "content": f"{text_of(said)}\n\n{instructions}".strip()}, *rest]
+        return [{**first, "content": f"{text_of(first['content'])}\n\n{instructions}".strip()}, *rest]
     if first["role"] != by:
         return [{"role": by, "content": instructions}, *conversation]
-    if isinstance(said, str):
-        return [{**first, "content": f"{instructions}\n\n{said}"}, *rest]
-    return [{**first, "content": [TextPart(type="text", text=f"{instructions}\n\n"), *said]}, *rest]
+    return [{**first, "content": joined(f"{instructions}\n\n", first["content"])}, *rest]
 
 
 def _first(generation: Generation, count: int) -> Generation:

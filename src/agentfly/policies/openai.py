@@ -19,7 +19,7 @@ from agentfly.errors import (
     UsageError,
     did_you_mean,
 )
-from agentfly.messages import Message, ToolCall, images_of, text_of
+from agentfly.messages import Message, ToolCall, with_images_apart
 from agentfly.policies.policy import ChatGeneration, SamplingParams
 from agentfly.resources.apis.api import ModelAPI
 from agentfly.resources.apis.client import ModelClient
@@ -229,26 +229,17 @@ def _wire_messages(messages: Sequence[Message], *, send_reasoning: bool) -> Iter
 
     A tool message can only hold text there, so the images of tool results follow in a message of the user.
     """
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] != "tool" and shown:
-            yield {"role": "user", "content": shown}
-            shown = []
+    for message in with_images_apart(messages):
         wire: dict[str, Any] = {name: value for name, value in message.items() if name != "reasoning_content"}
         if send_reasoning and "reasoning_content" in message:
             wire["reasoning_content"] = message["reasoning_content"]
-        if message["role"] == "tool":
-            wire["content"] = text_of(message["content"])
-            shown += [_image_part(image.url) for image in images_of(message["content"])]
-        elif not isinstance(message["content"], str):
+        if not isinstance(message["content"], str):
             wire["content"] = [
                 {**part} if part["type"] == "text" else _image_part(part["image"].url) for part in message["content"]
             ]
         if calls := message.get("tool_calls"):
             wire["tool_calls"] = [{**call, "function": _wire_function(call["function"])} for call in calls]
         yield wire
-    if shown:
-        yield {"role": "user", "content": shown}
 
 
 def _image_part(url: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from agentfly.agents.memory.memory import FullHistory, Past, recall, require_vie
 from agentfly.agents.subagent import Subagent
 from agentfly.contexts.context import Context
 from agentfly.errors import PromptTooLong, SubagentUnfinished
-from agentfly.messages import Message, Part, ToolCall
+from agentfly.messages import Message, ToolCall, image_parts, joined
 from agentfly.rollouts.anchor import Situation
 from agentfly.rollouts.scribe import Scribe
 from agentfly.rollouts.speaker import Utterance
@@ -137,10 +137,7 @@ class Conversation:
         message = self._agent.result_message(result.call, result.observation)
         if not result.images:
             return message
-        said = message["content"]
-        parts: list[Part] = [{"type": "text", "text": said}] if isinstance(said, str) else [*said]
-        parts += [{"type": "image", "image": image} for image in result.images]
-        return {**message, "content": parts}
+        return {**message, "content": joined(message["content"], image_parts(result.images))}
 
     async def _execute(self, calls: Sequence[ToolCall], turn: int) -> list[ToolRecord]:
         limit = self._agent.max_tool_calls

@@ -11,7 +11,7 @@ from agentfly.agents.excerpt import excerpt
 from agentfly.agents.invocation import FunctionFailed, invoke
 from agentfly.contexts.context import Context
 from agentfly.errors import UsageError
-from agentfly.messages import Message, Role, text_of
+from agentfly.messages import Message, Role, joined, text_of
 
 _VIEW = "[*past.opening, *past.exchanges[-1]]"
 
@@ -113,10 +113,7 @@ def with_note(messages: Iterable[Message], note: str) -> list[Message]:
     last = noted[-1] if noted else None
     if last is None or last["role"] != "user":
         return [*noted, {"role": "user", "content": note}]
-    content = last["content"]
-    if isinstance(content, str):
-        return [*noted[:-1], {**last, "content": f"{content}\n\n{note}"}]
-    return [*noted[:-1], {**last, "content": [*content, {"type": "text", "text": f"\n\n{note}"}]}]
+    return [*noted[:-1], {**last, "content": joined(last["content"], f"\n\n{note}")}]
 
 
 async def recall(memory: Memory, past: Past) -> Sequence[Message]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentfly.errors import ChatFormatError
 from agentfly.images import Image
-from agentfly.messages import Content, Message, images_of, text_of
+from agentfly.messages import Content, Message, joined, parts_of, text_of, with_images_apart
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.thoughts import OPENERS, Thoughts
 
@@ -68,9 +68,9 @@ class MessageShape:
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's shape. The argument stays unchanged."""
         fitted: list[Message] = []
-        for message in self._with_images_apart(messages) if self.images_apart else messages:
+        for message in with_images_apart(messages) if self.images_apart else messages:
             if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and self.one_user_message:
-                fitted[-1] = cast(Message, {**fitted[-1], "content": _joined(fitted[-1], message)})
+                fitted[-1] = {**fitted[-1], "content": joined(fitted[-1]["content"], "\n\n", message["content"])}
             elif message["role"] == "assistant":
                 fitted.append(self._fit_assistant(self._split(message)))
             elif self.short_ids and "tool_call_id" in message:
@@ -81,21 +81,8 @@ class MessageShape:
 
     def _fit_content(self, message: Message) -> Message:
         content = message["content"]
-        wanted = _parts(content) if self.parts else _plain(content)
+        wanted = parts_of(content) if self.parts else _plain(content)
         return message if wanted is content else cast(Message, {**message, "content": wanted})
-
-    def _with_images_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
-        shown: list[Any] = []
-        for message in messages:
-            if message["role"] != "tool" and shown:
-                yield {"role": "user", "content": shown}
-                shown = []
-            if message["role"] == "tool" and (images := images_of(message["content"])):
-                shown += [{"type": "image", "image": image} for image in images]
-                message = cast(Message, {**message, "content": text_of(message["content"])})  # noqa: PLW2901
-            yield message
-        if shown:
-            yield {"role": "user", "content": shown}
 
     def _split(self, message: Message) -> Message:
         if "reasoning_content" in message or not isinstance(message["content"], str):
@@ -159,7 +146,7 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
 def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
     """Whether content is wanted in parts, and whether images must be kept out of what tools answer."""
     whole = _rendered(tokenizer, [QUESTION])
-    in_parts = _rendered(tokenizer, [{"role": "user", "content": _parts(_SAID)}])
+    in_parts = _rendered(tokenizer, [{"role": "user", "content": parts_of(_SAID)}])
     parts = (whole is None or text_of(QUESTION["content"]) not in whole) and in_parts is not None and _SAID in in_parts
     assert tokenizer.vision is not None
     placeholder = tokenizer.vision.placeholder
@@ -211,13 +198,3 @@ def _plain(content: Content) -> Content:
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return text_of(content)
-
-
-def _joined(first: Message, second: Message) -> Content:
-    if isinstance(first["content"], str) and isinstance(second["content"], str):
-        return f"{first['content']}\n\n{second['content']}"
-    return [*_parts(first["content"]), {"type": "text", "text": "\n\n"}, *_parts(second["content"])]
-
-
-def _parts(content: Content) -> Sequence[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content

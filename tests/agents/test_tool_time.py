@@ -1,0 +1,122 @@
+"""How long calls of tools may take, and on which threads they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sqlite3
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agentfly.agents.tool import tool
+from agentfly.contexts.context import Context
+from agentfly.errors import (
+    ToolTimeout,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+speaker: contextvars.ContextVar[str] = contextvars.ContextVar("speaker", default="nobody")
+
+
+async def test_a_call_that_takes_too_long_is_a_timeout_of_the_tool(context: Context) -> None:
+    ended = threading.Event()
+
+    @tool(timeout_s=0.02)
+    def hang() -> None:
+        """Hang."""
+        ended.wait()
+
+    @tool(timeout_s=0.02)
+    async def wait() -> None:
+        """Wait."""
+        await asyncio.sleep(3600)
+
+    for slow in (hang, wait):
+        with pytest.raises(ToolTimeout, match=r"stopped after 0\.02 s"):
+            await slow.call({}, context)
+    ended.set()
+
+
+async def test_time_spent_waiting_for_resources_is_not_the_tools(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = True
+    clock = time.monotonic()
+    monkeypatch.setattr(
+        Context, "waited_seconds", property(lambda _: time.monotonic() - clock if waiting else waited), raising=True
+    )
+    waited = 0.0
+
+    @tool(timeout_s=0.05)
+    async def queue() -> str:
+        """Wait for a resource for longer than the tool may take, and then work for a moment."""
+        nonlocal waiting, waited
+        await asyncio.sleep(0.2)
+        waited = time.monotonic() - clock
+        waiting = False
+        return "done"
+
+    assert (await queue.call({}, context)).observation == "done"
+
+
+async def test_cancelling_the_caller_cancels_the_call(context: Context) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    @tool(timeout_s=60)
+    async def wait() -> None:
+        """Wait."""
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    task = asyncio.create_task(wait.call({}, context))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled.is_set()
+
+
+async def test_sync_tools_run_beside_one_another_and_never_hold_up_the_loop(context: Context) -> None:
+    meeting = threading.Barrier(64, timeout=30)
+    threads = set()
+
+    @tool
+    def meet() -> None:
+        """Wait until all 64 callers are here: it can only end if all run at the same time."""
+        threads.add(threading.current_thread())
+        meeting.wait()
+
+    await asyncio.gather(*(meet.call({}, context) for _ in range(64)))
+    assert threading.main_thread() not in threads
+
+
+async def test_a_sync_tool_sees_the_callers_context_variables(context: Context) -> None:
+    @tool
+    def who() -> str:
+        """Say who speaks."""
+        return speaker.get()
+
+    token = speaker.set("Ada")
+    assert (await who.call({}, context)).observation == "Ada"
+    speaker.reset(token)
+
+
+async def test_an_object_bound_to_its_thread_works_within_a_call(context: Context) -> None:
+    @tool
+    def query() -> int:
+        """Count in a database that refuses other threads."""
+        with sqlite3.connect(":memory:") as connection:
+            row: tuple[int] = connection.execute("select 1 + 1").fetchone()
+        return row[0]
+
+    assert (await query.call({}, context)).observation == "2"

@@ -310,6 +310,49 @@ async def test_a_constructor_that_fails_is_nobodys_reward_and_is_tried_again_by_
     assert await said(look, context) == "here"
 
 
+def fragile(*, sync: bool, made: BaseException | None = None, closed: BaseException | None = None) -> Tool:
+    """The tool of a class whose constructor or ``close`` raises something."""
+
+    class Fragile:
+        def __init__(self) -> None:
+            if made is not None:
+                raise made
+
+        def close(self) -> None:
+            if closed is not None:
+                raise closed
+
+    class Sync(Fragile):
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+    class Async(Fragile):
+        async def look(self) -> str:
+            """Look."""
+            return "seen"
+
+    (made_tool,) = Agent(model="tiny", tools=[tool(Sync if sync else Async)]).tools
+    return made_tool
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_a_constructor_that_would_end_the_process_fails_its_call_only(sync: bool, context: Context) -> None:
+    with pytest.raises(ToolDefinitionError, match=r"SystemExit: 2.*mend the constructor"):
+        await fragile(sync=sync, made=SystemExit(2)).call({}, context)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("raised", [SystemExit(2), asyncio.CancelledError(), ValueError("broken")])
+async def test_whatever_closing_an_instance_raises_is_told_in_the_log(
+    raised: BaseException, sync: bool, context: Context, caplog: Any
+) -> None:
+    assert (await fragile(sync=sync, closed=raised).call({}, context)).observation == "seen"
+    await context.close()
+    assert "Closing" in caplog.text
+    assert type(raised).__name__ in caplog.text
+
+
 async def test_a_constructor_that_asks_for_what_the_task_lacks_names_the_fields_there_are() -> None:
     with pytest.raises(ToolDefinitionError, match=r"NoteBook\(title=…\).*no field 'title', only \['colour'\]"):
         await tools_by_name(NoteBook)["note_book"].call({}, context_of(colour="red"))

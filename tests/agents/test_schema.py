@@ -115,6 +115,21 @@ def test_an_impossible_cast_is_refused_with_the_name_of_the_argument(annotation:
         schema_of(it=annotation).validate({"it": given})
 
 
+@pytest.mark.parametrize(
+    ("annotation", "given"),
+    [
+        (dict[str, int], '{"a": 1, "a": 2}'),
+        (list[dict[str, int]], '[{"a": 1, "a": 2}]'),
+        (list[str], '["half \\ud800 pair"]'),
+        (list[float], "[1e999]"),
+        (list[int], "[" * 200 + "]" * 200),
+    ],
+)
+def test_a_text_is_not_read_as_json_where_that_would_lose_something(annotation: Any, given: str) -> None:
+    with pytest.raises(InvalidArguments, match="value: "):
+        ArgumentSchema("use", [Argument("value", annotation)]).validate({"value": given})
+
+
 def test_missing_and_surplus_names_are_named_beside_the_expected_ones() -> None:
     schema = ArgumentSchema("look", [Argument("city", str), Argument("days", int, required=False, default=1)])
     with pytest.raises(InvalidArguments) as refused:

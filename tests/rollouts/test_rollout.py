@@ -233,6 +233,24 @@ async def test_calls_beyond_the_limit_of_one_turn_are_answered_but_not_executed(
     assert "not executed" in trajectory.turns[0].results[2].observation
 
 
+async def test_a_tool_that_takes_no_notice_of_the_end_of_time_does_not_prolong_the_rollout():
+    @tool
+    async def stubborn() -> str:
+        """Sleep, whatever comes."""
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return "awake"
+
+    agent = Agent(model="scripted", tools=[stubborn], max_wall_seconds=0.05)
+    policy = ScriptedPolicy([call("stubborn"), call("stubborn"), "done"])
+    result = await run(agent, ["go"], policy=policy)
+    (trajectory,) = result.trajectories
+    assert trajectory.finish is FinishReason.WALL_TIME
+    assert [record.observation for record in trajectory.turns[-1].results] == ["awake"]
+    assert len(trajectory.turns) == 1
+
+
 async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
     @tool
     async def sleep() -> str:

@@ -142,7 +142,9 @@ class ToolClass:
         if not self._sync:
             try:
                 return _Kept(self.owner(**given), on_new_thread)
-            except Exception as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # SystemExit, and what other languages' bindings raise
                 raise self._failure(error) from error
         thread, limit = SteadyThread(), self._settings.timeout_s
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
+
+from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
 
 Schema = Mapping[str, Any]
 
@@ -113,15 +115,12 @@ def read_as(value: Any, schema: Schema) -> Any:
 def _read_text(text: str, schema: Schema) -> Any:
     if _allows(schema, "boolean") and text.strip().lower() in ("true", "false"):
         return text.strip().lower() == "true"
+    written = text.strip()
     try:
-        read = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        read, end = decode_value(written, 0)
+    except NotJSON:
         return text
-    return text if isinstance(read, str) else read
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    return text if isinstance(read, str) or end < len(written) else read
 
 
 def _read_object(value: dict[str, Any], schema: Schema) -> dict[str, Any]:

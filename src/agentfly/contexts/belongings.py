@@ -57,7 +57,12 @@ class Belongings:
                     await kept.close()
             except TimeoutError:
                 logger.warning("%r was not closed within %g s and is left alone.", key, CLOSE_S)
-            except Exception as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # SystemExit, and a cancellation that nobody asked for
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise
                 logger.warning("Closing %r failed.", key, exc_info=error)
 
 

@@ -76,13 +76,13 @@ class Conversation:
         limit = asyncio.timeout(self._agent.max_wall_seconds)
         try:
             async with limit:
-                return await self._play()
+                return await self._play(limit)
         except TimeoutError:
             if limit.expired():
                 return FinishReason.WALL_TIME
             raise
 
-    async def _play(self) -> FinishReason:
+    async def _play(self, limit: asyncio.Timeout) -> FinishReason:
         while True:
             try:
                 view = await self._view()
@@ -105,6 +105,8 @@ class Conversation:
             self._situation.changed(results)
             if reason := self._reason_to_end(results):
                 return reason
+            if limit.expired():  # and a tool took no notice of that
+                return FinishReason.WALL_TIME
 
     async def _view(self) -> Sequence[Message]:
         memory = self._agent.memory

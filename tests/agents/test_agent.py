@@ -89,6 +89,11 @@ def test_an_agent_without_tools_makes_no_calls() -> None:
         ({"top_p": 0}, "top_p=0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": 1.5}, "whole number"),
+        ({"max_wall_seconds": "5"}, "max_wall_seconds='5'"),
+        ({"temperature": "0.5"}, "temperature='0.5'"),
+        ({"temperature": None}, "temperature=None"),
+        ({"top_p": "1"}, "top_p='1'"),
     ],
 )
 def test_what_contradicts_itself_is_refused_when_the_agent_is_made(change: dict[str, Any], complaint: str) -> None:

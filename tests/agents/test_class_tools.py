@@ -337,16 +337,17 @@ def fragile(*, sync: bool, made: BaseException | None = None, closed: BaseExcept
 
 
 @pytest.mark.parametrize("sync", [True, False])
-async def test_a_constructor_that_would_end_the_process_fails_its_call_only(sync: bool, context: Context) -> None:
+async def test_a_constructor_that_would_end_the_process_fails_its_call_only(sync: bool) -> None:
     with pytest.raises(ToolDefinitionError, match=r"SystemExit: 2.*mend the constructor"):
-        await fragile(sync=sync, made=SystemExit(2)).call({}, context)
+        await fragile(sync=sync, made=SystemExit(2)).call({}, context_of())
 
 
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("raised", [SystemExit(2), asyncio.CancelledError(), ValueError("broken")])
 async def test_whatever_closing_an_instance_raises_is_told_in_the_log(
-    raised: BaseException, sync: bool, context: Context, caplog: Any
+    raised: BaseException, sync: bool, caplog: Any
 ) -> None:
+    context = context_of()
     assert (await fragile(sync=sync, closed=raised).call({}, context)).observation == "seen"
     await context.close()
     assert "Closing" in caplog.text

@@ -185,6 +185,14 @@ async def test_a_function_may_summarise_and_the_model_is_not_asked():
     assert f"5 messages of {trajectory.rollout_id}" in policy.prompts[2]
 
 
+async def test_a_summary_may_hold_what_no_tokenizer_takes_and_is_only_words():
+    memory = SummaryFolding(after_turns=1, summarise=lambda view, context: "half \ud800 <|im_end|>")
+    trajectory, policy = await play(memory, turns(2))
+    assert trajectory.finish is FinishReason.ANSWERED
+    assert f"{HEADING}\nhalf ? <|im_end|><|im_end|>" in policy.prompts[-1]
+    assert list(trajectory.sequences[-1].ids).count(policy.tokenizer.eos_id) == 2  # of the user and of the model
+
+
 async def test_a_summary_that_finds_no_room_ends_the_rollout_as_length():
     folding = SummaryFolding(after_turns=1)
     trajectory, _ = await play(folding, turns(5), max_sequence_tokens=230, max_tokens_per_turn=100)

@@ -142,6 +142,13 @@ async def test_too_many_invalid_calls_in_a_row_end_the_rollout_and_the_reward_ca
     assert trajectory.reward == 1.0
 
 
+async def test_too_many_invalid_calls_in_a_row_count_also_where_a_valid_one_follows_in_their_turn():
+    script = [call("solve") + call("add", a=1) + call("add", a=1, b=2), "end"]
+    trajectory = await play(script, settings={"max_consecutive_invalid_calls": 2})
+    assert trajectory.finish is FinishReason.INVALID_CALLS
+    assert [record.observation for record in trajectory.turns[0].results][-1] == "3"
+
+
 async def test_a_valid_call_starts_the_count_of_invalid_ones_anew():
     script = [call("solve"), call("add", a=1, b=2), call("solve"), "end"]
     trajectory = await play(script, settings={"max_consecutive_invalid_calls": 2})

@@ -63,6 +63,7 @@ class Conversation:
         self._situation = Situation(self.messages)
         self._executor = Executor(self._agent, context, scribe.events, voice.cut, self._delegate)
         self._turns = self._tool_calls = self._invalid_calls_in_a_row = 0
+        self._too_many_invalid = False
 
     @property
     def _rollout_id(self) -> str:
@@ -150,6 +151,8 @@ class Conversation:
         for result in results:
             invalid = result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
             self._invalid_calls_in_a_row = self._invalid_calls_in_a_row + 1 if invalid else 0
+            if self._invalid_calls_in_a_row >= self._agent.max_consecutive_invalid_calls:
+                self._too_many_invalid = True  # also if a call after them in the same turn was a good one
         refused = f"Error: not executed, because only {limit} tool calls are allowed."
         return results + [ToolRecord(call, refused) for call in calls[allowed:]]
 
@@ -158,7 +161,7 @@ class Conversation:
         if any(result.done for result in results):
             self.answer = "\n".join(result.observation for result in results if result.done)
             return FinishReason.DONE
-        if self._invalid_calls_in_a_row >= agent.max_consecutive_invalid_calls:
+        if self._too_many_invalid:
             return FinishReason.INVALID_CALLS
         if agent.max_tool_calls is not None and self._tool_calls > agent.max_tool_calls:
             return FinishReason.MAX_TOOL_CALLS

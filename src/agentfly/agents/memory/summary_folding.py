@@ -99,4 +99,4 @@ class SummaryFolding:
             failed.raise_as_of("SummaryFolding(summarise=…)")
         if not isinstance(summary, str):
             raise UsageError(f"SummaryFolding(summarise=…) returned a {type(summary).__name__}; it must return a text.")
-        return summary
+        return summary.encode("utf-8", errors="replace").decode()  # half of a surrogate pair could not be tokenized

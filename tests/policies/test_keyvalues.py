@@ -99,8 +99,9 @@ def batch_of(model: PreTrainedModel, **limits: int) -> RunningBatch:
     return RunningBatch(model, **{"max_concurrent": 8, "max_resident": 16, "context_length": 1024, **limits})
 
 
-def request(prompt: list[int], max_tokens: int = 4) -> Request:
-    return Request(str(prompt), array("i", prompt), SamplingParams(max_tokens=max_tokens), random.Random(0))
+def request(prompt: list[int], max_tokens: int = 4, priority: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, priority=priority)
+    return Request(str(prompt), array("i", prompt), sampling, random.Random(0))
 
 
 def finish(batch: RunningBatch) -> list[Request]:
@@ -117,7 +118,7 @@ def test_rollouts_that_come_and_go_take_no_more_memory_than_those_at_once(model:
     def wave(first: int) -> int:
         for number in range(8):
             prompt = [first + number, *range(1, 140)]
-            batch.waiting.append(request(prompt))
+            batch.ask(request(prompt))
         for ended in finish(batch):
             batch.forget(ended.rollout_id)
         return batch._store.tokens
@@ -128,7 +129,7 @@ def test_rollouts_that_come_and_go_take_no_more_memory_than_those_at_once(model:
 
 def test_an_update_of_the_weights_gives_the_memory_back(model: PreTrainedModel) -> None:
     batch = batch_of(model)
-    batch.waiting.append(request([1, 2, 3]))
+    batch.ask(request([1, 2, 3]))
     finish(batch)
     assert batch._store.tokens > 0
     batch.renew(1)
@@ -165,7 +166,7 @@ def test_a_request_that_is_held_back_outlives_a_failure_to_admit_another(
 ) -> None:
     batch = batch_of(model)
     earlier = request(list(range(1, 200)))
-    batch.waiting.append(earlier)
+    batch.ask(earlier)
     finish(batch)
     batch.forget(earlier.rollout_id)
     shared = list(range(200, 0, -1))
@@ -176,3 +177,12 @@ def test_a_request_that_is_held_back_outlives_a_failure_to_admit_another(
         batch.step()
     assert batch.abort() == [takes_the_forgotten_slot, finds_no_memory]
     assert finish(batch) == [waits_for_its_prefix]
+
+
+def test_generations_of_higher_priority_join_the_batch_first_and_equal_ones_in_their_order(
+    model: PreTrainedModel,
+) -> None:
+    batch = batch_of(model, max_concurrent=1)
+    for number, priority in enumerate([0, 1, 0, 2, 1]):
+        batch.ask(request([number + 1, 9], max_tokens=1, priority=priority))
+    assert [ended.prompt[0] for ended in finish(batch)] == [4, 2, 5, 1, 3]

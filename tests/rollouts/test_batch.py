@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -345,3 +346,21 @@ def test_rollouts_see_the_context_variables_of_whoever_asked_for_them(tmp_path):
 
     in_virtual_time(scene, tmp_path, policy=Policy(TURNS), max_concurrent_rollouts=1)
     assert seen == {"ada-0.0": "ada", "ada-1.0": "ada", "bob-0.0": "bob", "bob-1.0": "bob"}
+
+
+def test_generations_have_the_priority_of_their_batch(tmp_path):
+    asked = []
+
+    class Noting(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+            asked.append((rollout_id.partition("-")[0], sampling.priority, sampling.temperature))
+            return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
+
+    async def scene(runner):
+        await runner.collect(tasks(0.1), label="training")
+        await runner.collect(
+            tasks(0.1), label="evaluation", priority=1, sampling=lambda params: replace(params, temperature=0.0)
+        )
+
+    in_virtual_time(scene, tmp_path, policy=Noting(TURNS))
+    assert asked == [("training", 0, 1.0)] * 2 + [("evaluation", 1, 0.0)] * 2

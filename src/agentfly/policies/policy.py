@@ -24,6 +24,8 @@ class SamplingParams:
         stop_ids: token ids that end a generation; the one that was sampled is returned as the last id.
         seed: makes one generation repeatable where the policy can; None draws from the policy's own generator.
         barred_ids: token ids that are never sampled, for instance those that stand for images.
+        priority: where generations have to wait for one another, those of a higher one go first, if the policy can do
+            that. It changes nothing of what is sampled.
     """
 
     temperature: float = 1.0
@@ -33,6 +35,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
     barred_ids: tuple[int, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -59,7 +59,7 @@ class BatchSettings(TypedDict, total=False):
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
         label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens from
             a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
-        priority: higher ones begin, and get resources, first. 0 if not given.
+        priority: higher ones begin, get resources and are sampled first. 0 if not given.
         record: where finished rollouts are written, and found again; to be opened before.
     """
 
@@ -179,7 +179,11 @@ class Runner:
         around = self._require_entered()
         label = settings.get("label") or uuid.uuid4().hex[:8]
         priority = settings.get("priority", 0)
-        sampling = settings.get("sampling") or unchanged
+        change = settings.get("sampling") or unchanged
+
+        def sampling(params: SamplingParams) -> SamplingParams:
+            changed = change(params)
+            return changed if changed.priority == priority else replace(changed, priority=priority)
 
         def make(trajectory: Trajectory, guest: Guest) -> Rollout:
             return Rollout(around, trajectory, sampling=sampling, priority=priority, notice=guest.notice)
@@ -223,6 +227,7 @@ class Runner:
             change: changes the agent's sampling.
         """
         sampling = asdict(self._require_entered().voice.sampling(change or unchanged))
+        del sampling["priority"]  # it says when, and not how
         return {
             "the model": str(self._agent.model),
             "the reward": None if self._reward is None else self._reward.name,

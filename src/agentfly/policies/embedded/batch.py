@@ -70,7 +70,7 @@ class RunningBatch:
         self, model: PreTrainedModel, *, max_concurrent: int, max_resident: int, context_length: int, version: int = 0
     ) -> None:
         """``max_resident`` is at least ``max_concurrent``, so that a running row always has a slot."""
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # those of higher priority first
         self._model = model
         self._head = output_layer(model)
         self._max_concurrent = max_concurrent
@@ -84,6 +84,13 @@ class RunningBatch:
     def running(self) -> int:
         """The number of rows that are being sampled."""
         return len(self._rows)
+
+    def ask(self, request: Request) -> None:
+        """Let a request wait, behind those of its own priority and before those of a lower one."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].sampling.priority < request.sampling.priority:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def forget(self, rollout_id: str) -> None:
         """Give up what is kept of a rollout's earlier turns."""

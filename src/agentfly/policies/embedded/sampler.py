@@ -41,7 +41,7 @@ class Sampler:
             raise PolicyError("The policy is closed. Generate inside its `async with` block.")
         future = self._loop.create_future()
         self._futures[request] = future
-        self.order(lambda batch: batch.waiting.append(request))
+        self.order(lambda batch: batch.ask(request))
         try:
             await future
         finally:

@@ -83,7 +83,7 @@ class Conversation:
                 return FinishReason.WALL_TIME
             raise
 
-    async def _play(self, limit: asyncio.Timeout) -> FinishReason:
+    async def _play(self, limit: asyncio.Timeout | None = None) -> FinishReason:
         while True:
             try:
                 view = await self._view()
@@ -106,7 +106,7 @@ class Conversation:
             self._situation.changed(results)
             if reason := self._reason_to_end(results):
                 return reason
-            if limit.expired():  # and a tool took no notice of that
+            if limit is not None and limit.expired():  # and a tool took no notice of that
                 return FinishReason.WALL_TIME
 
     async def _view(self) -> Sequence[Message]:

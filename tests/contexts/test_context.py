@@ -253,26 +253,36 @@ async def test_blocks_inside_one_another_that_wait_for_themselves_are_told(engin
 
 
 async def test_blocks_side_by_side_in_one_call_take_turns_and_are_no_deadlock(engine):
-    spec = BoxSpec(capacity=1)
+    spec, inside, most = BoxSpec(capacity=1), 0, 0
 
     async def branch(call):
+        nonlocal inside, most
         async with call.lease(spec):
+            inside += 1
+            most = max(most, inside)
             await asyncio.sleep(0.01)
+            inside -= 1
 
     async with context(engine).call() as call, asyncio.timeout(10):
         await asyncio.gather(*(branch(call) for _ in range(4)))
+    assert (inside, most) == (0, 1)
 
 
 async def test_two_calls_side_by_side_take_turns_and_are_no_deadlock(engine):
-    first, spec = context(engine), BoxSpec(capacity=1)
+    first, spec, inside, most = context(engine), BoxSpec(capacity=1), 0, 0
 
     async def tool():
+        nonlocal inside, most
         async with first.call() as call:
             await call.acquire(spec, scope="call")
+            inside += 1
+            most = max(most, inside)
             await asyncio.sleep(0.01)
+            inside -= 1
 
     async with asyncio.timeout(10):
         await asyncio.gather(*(tool() for _ in range(4)))
+    assert (inside, most) == (0, 1)
 
 
 async def test_what_a_tool_kept_of_a_resource_reaches_nothing_once_its_rollout_has_ended(engine):

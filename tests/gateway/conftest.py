@@ -77,3 +77,9 @@ def tools() -> Any:
 def call() -> str:
     """A call of its tool, as a model writes it."""
     return CALL
+
+
+@pytest.fixture(autouse=True)
+def _streams_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfly.gateway.http.EARLY_S", 0.05)
+    monkeypatch.setattr("agentfly.gateway.http.PING_S", 0.05)

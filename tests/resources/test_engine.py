@@ -602,14 +602,19 @@ def test_a_tool_that_needs_a_second_box_of_a_pool_of_one_is_told_at_once(play):
 
 def test_parallel_calls_of_one_rollout_take_turns_with_a_pool_of_one(play):
     async def scene(engine):
-        spec = FakeSpec(capacity=1)
+        spec, inside, most = FakeSpec(capacity=1), 0, 0
 
         async def call():
+            nonlocal inside, most
             lease = await engine.acquire(spec, "a", scope=Scope.CALL)
+            inside += 1
+            most = max(most, inside)
             await asyncio.sleep(5)
+            inside -= 1
             await engine.release(lease)
 
         await asyncio.gather(*(call() for _ in range(5)))
+        assert (inside, most) == (0, 1)
 
     play(scene)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.format import call_id
 from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
-from agentfly.agents.toolcalls.text_arguments import argument_lines
+from agentfly.agents.toolcalls.text_arguments import Unreadable, argument_lines
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
 from agentfly.messages import Message, ToolCall
 
@@ -26,10 +26,6 @@ _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
 _NEXT_ARGUMENT = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")
 _END_OF_VALUE = re.compile(r"\s*(,|$)")
 _BARE = re.compile(r'[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
-
-
-class _Unreadable(ValueError):
-    """The text between the brackets is not a list of arguments. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ def _read_call(name: str, inside: str, known: dict[str, Tool], id: str, line: st
         return ToolCall(id, name, {"argument": inside} if inside else {})
     try:
         return ToolCall(id, name, _arguments(tool, inside))
-    except _Unreadable as error:
+    except Unreadable as error:
         return _malformed(id, name, str(error), known, line)
 
 
@@ -153,20 +149,20 @@ def _arguments(tool: Tool, inside: str) -> dict[str, Any]:
     if len(names) == 1:
         return {names[0]: _single(names[0], inside)}
     if not names:
-        raise _Unreadable("the tool takes no argument, so there must be nothing between the brackets")
+        raise Unreadable("the tool takes no argument, so there must be nothing between the brackets")
     arguments: dict[str, Any] = {}
     position = 0
     if not _ARGUMENT.match(inside):
         if len(required) != 1:
-            raise _Unreadable("each argument must be given as name=value")
+            raise Unreadable("each argument must be given as name=value")
         arguments[required[0]], position = _value(inside, 0)
     while position < len(inside):
         named = _ARGUMENT.match(inside, position)
         if named is None:
-            raise _Unreadable("each argument must be given as name=value, and a text that holds a comma in quotes")
+            raise Unreadable("each argument must be given as name=value, and a text that holds a comma in quotes")
         name = named.group(1)
         if name in arguments:
-            raise _Unreadable(f"the argument {name!r} is given twice")
+            raise Unreadable(f"the argument {name!r} is given twice")
         arguments[name], position = _value(inside, named.end())
     return arguments
 
@@ -189,11 +185,11 @@ def _value(text: str, start: int) -> tuple[Any, int]:
             value, end = decode_value(text, start)
         except NotJSON as error:
             if text.startswith('"', start):
-                raise _Unreadable(f"a text in quotes must be a JSON string: {error}") from None
+                raise Unreadable(f"a text in quotes must be a JSON string: {error}") from None
         else:
             if after := _END_OF_VALUE.match(text, end):
                 return value, after.end()
-            raise _Unreadable("there must be a comma after a value in quotes or brackets")
+            raise Unreadable("there must be a comma after a value in quotes or brackets")
     following = _NEXT_ARGUMENT.search(text, start)
     stop, resume = following.span() if following else (len(text), len(text))
     return text[start:stop].strip(), resume

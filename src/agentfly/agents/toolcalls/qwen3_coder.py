@@ -11,6 +11,7 @@ from typing import Any
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_text import dump
+from agentfly.agents.toolcalls.text_arguments import Unreadable
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.errors import UsageError
 
@@ -24,10 +25,6 @@ _END_OF_VALUE = re.compile(
 )
 _END = re.compile(r"</function>(?:\s*</tool_call>)?")
 _EXAMPLE = "<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>\n</function>\n</tool_call>"
-
-
-class _Unreadable(ValueError):
-    """The tags do not make a call. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def _block(text: str, opening: re.Match[str]) -> Block:
         return Block(start, limit, (_error(text[start:limit], "it must begin with <function=name of the tool>"),))
     try:
         arguments, stop = _arguments(text, function.end())
-    except _Unreadable as error:
+    except Unreadable as error:
         limit = rest_of(text, position)
         return Block(start, limit, (_error(text[start:limit], f"{error}. Nothing behind it was executed", name),))
     following = _TAG.search(text, stop)
@@ -127,9 +124,9 @@ def _arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
         opened = _PARAMETER.match(text, position)
         name = opened.group(1).strip() if opened else ""
         if opened is None or not name:
-            raise _Unreadable("a <parameter=…> or </function> must stand after each parameter")
+            raise Unreadable("a <parameter=…> or </function> must stand after each parameter")
         if name in arguments:
-            raise _Unreadable(f"the parameter {name[:100]!r} is given twice")
+            raise Unreadable(f"the parameter {name[:100]!r} is given twice")
         stop, position = _end_of_value(text, opened.end(), name)
         value = text[opened.end() : stop]
         arguments[name] = value.removesuffix("\n")
@@ -148,8 +145,8 @@ def _end_of_value(text: str, start: int, name: str) -> tuple[int, int]:
             elif end := _END_OF_VALUE.match(text, tag.start()):
                 return tag.start(), end.end()
         elif written != "</function>":
-            raise _Unreadable(f"{written} stands in the parameter {name[:100]!r}, or its </parameter> is missing")
-    raise _Unreadable(f"the parameter {name[:100]!r} is not closed by </parameter> and </function>")
+            raise Unreadable(f"{written} stands in the parameter {name[:100]!r}, or its </parameter> is missing")
+    raise Unreadable(f"the parameter {name[:100]!r} is not closed by </parameter> and </function>")
 
 
 def _error(written: str, reason: str, name: str = "") -> WrittenCall:

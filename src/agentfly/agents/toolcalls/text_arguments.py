@@ -10,7 +10,7 @@ from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
 
 
 class Unreadable(ValueError):
-    """The text does not hold the arguments of the tool. The message says why."""
+    """A text that is meant as a call does not hold one. The message says why, for the model."""
 
 
 def bare_argument(tool: Tool) -> str | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 import agentfly as af
+from agentfly.rollouts.runner import Runner
 from agentfly.trajectory import FinishReason, Trajectory
 
 PNG = af.Image(b"\x89PNG...", "image/png")
@@ -94,3 +97,21 @@ async def test_a_rollout_that_never_uses_a_class_makes_no_instance() -> None:
     tools, history = box()
     await play([tools], [])
     assert history == []
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_what_spoils_a_rollout_is_recorded_with_its_cause_however_many_calls_the_turn_has(
+    calls: int,
+) -> None:
+    @af.tool
+    def look() -> None:
+        """Look."""
+        raise ConnectionRefusedError("nobody there")
+
+    agent = af.Agent(model="tiny", tools=[look])
+    policy = af.ScriptedPolicy(["\n".join([agent.format.write("look", {})] * calls), "Done."])
+    async with policy, Runner(agent, policy=policy) as runner:
+        trajectory = await anext(runner.batch([af.Task("Go.")]))
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind == "ToolUnavailable"
+    assert "direct cause of" in trajectory.failure.traceback

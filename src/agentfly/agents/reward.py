@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from agentfly.agents.needs import Needs
 from agentfly.agents.parameters import names_at
 from agentfly.agents.reward_function import RewardFunction, make
 from agentfly.agents.reward_result import RewardResult, read_result, sum_of
+from agentfly.agents.together import together
 from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError
 from agentfly.trajectory import Trajectory, Turn
@@ -49,12 +49,7 @@ class Reward(RewardFunction):
         if not self.per_turn:
             return read_result(await self._call(given, context), self.name, len(trajectory.turns))
         acts = [turn for turn in trajectory.turns if turn.kind == "act"]
-        try:
-            async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._call({**given, "turn": turn}, context)) for turn in acts]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        values = iter([call.result() for call in calls])
+        values = iter(await together(self._call({**given, "turn": turn}, context) for turn in acts))
         return self._of_turns([next(values) if turn.kind == "act" else None for turn in trajectory.turns])
 
     def _of_turns(self, values: Sequence[Any]) -> RewardResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from agentfly.agents.reward import Reward
 from agentfly.agents.reward import reward as make_reward
 from agentfly.agents.reward_result import RewardResult, is_score, sum_of
+from agentfly.agents.together import together
 from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError
 from agentfly.resources.spec import ResourceSpec
@@ -55,12 +55,7 @@ class _Sum:
     parts: tuple[tuple[Reward, float], ...]
 
     async def __call__(self, trajectory: Trajectory, context: Context) -> RewardResult:
-        try:
-            async with asyncio.TaskGroup() as group:
-                scores = [group.create_task(part.score(trajectory, context)) for part, _ in self.parts]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        return self._sum([score.result() for score in scores])
+        return self._sum(await together(part.score(trajectory, context) for part, _ in self.parts))
 
     def needs(self, task: Task) -> Sequence[ResourceSpec[Any]]:
         return tuple(dict.fromkeys(spec for part, _ in self.parts for spec in part.needs(task)))

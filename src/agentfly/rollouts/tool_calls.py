@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from dataclasses import replace
 from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut
 from agentfly.agents.subagent import Subagent
+from agentfly.agents.together import together
 from agentfly.contexts.context import Context
 from agentfly.errors import InvalidArguments, ToolError, UnknownTool, message_of
 from agentfly.events import EventStream, ToolFinished
@@ -53,12 +53,7 @@ class Executor:
         """
         if len(calls) == 1:
             return [await self._execute(calls[0], turn)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._execute(call, turn)) for call in calls]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in running]
+        return await together(self._execute(call, turn) for call in calls)
 
     def seconds_of_tools(self, results: Sequence[ToolRecord]) -> float:
         """How long the tools of a turn took, which ran at the same time; what subagents took is not counted."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfly.errors import AgentFlyError, Boundary, message_of
+from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say
 from agentfly.images import Image
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
 from agentfly.task import Task
@@ -252,8 +252,21 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Trajectory:
-        """The inverse of `to_json`."""
-        return cls(
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: it is nothing that `to_json` gives, because it is damaged or of another version.
+        """
+        try:
+            return cls._of_json(value)
+        except (AgentFlyError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"This is no trajectory as it is saved here, it is damaged or of another version ({say(error)})."
+            ) from error
+
+    @classmethod
+    def _of_json(cls, value: dict[str, Any]) -> Trajectory:
+        trajectory = cls(
             rollout_id=value["rollout_id"],
             group_id=value["group_id"],
             attempt=value["attempt"],
@@ -269,6 +282,11 @@ class Trajectory:
             metrics=value["metrics"],
             seconds=value["seconds"],
         )
+        for turn in trajectory.turns:
+            place = (turn.sequence, turn.start, turn.stop)
+            if {*map(type, place)} != {int} or not -1 <= turn.sequence < len(trajectory.sequences):
+                raise ValueError(f"turn {turn.index} has no place at {place} in {len(trajectory.sequences)} sequences")
+        return trajectory
 
 
 def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:
@@ -279,11 +297,23 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Read what `save_trajectories` wrote. A last line that was cut by a crash is left out."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield Trajectory.from_json(json.loads(line))
+    """Read what `save_trajectories` wrote. A last line that was cut by a crash is left out.
+
+    Raises:
+        ConfigError: a line holds something else; the message says which line of which file.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _trajectory_in(line, f"{path}, line {number}")
+
+
+def _trajectory_in(line: bytes, place: str) -> Trajectory:
+    try:
+        return Trajectory.from_json(json.loads(line.decode("utf-8")))
+    except (ConfigError, ValueError, RecursionError) as error:
+        reason = message_of(error) if isinstance(error, ConfigError) else f"It is not JSON ({message_of(error)})."
+        raise ConfigError(f"{place}: {reason} Remove the line, or name a file that a run has written.") from error
 
 
 def trajectory_line(trajectory: Trajectory, **besides: Any) -> str:

@@ -1,8 +1,13 @@
 """Trajectories save to and load from JSON lines without loss."""
 
+import copy
+import json
+from dataclasses import MISSING, fields
+
 import pytest
 
-from agentfly.errors import Boundary, InvalidArguments, ResourceStartError
+from agentfly.errors import Boundary, ConfigError, InvalidArguments, ResourceStartError
+from agentfly.images import Image, PlacedImage
 from agentfly.messages import ToolCall
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -98,3 +103,72 @@ def test_a_failure_keeps_its_traceback_and_cause():
     assert "disk full" in failure.traceback
     assert "test_trajectory.py" in failure.place
     assert failure.place.endswith("in test_a_failure_keeps_its_traceback_and_cause")
+
+
+def full() -> Trajectory:
+    """A trajectory in which nothing is as it is by default."""
+    image = Image(b"png", "image/png")
+    sequence = TokenSequence()
+    sequence.append_prompt([1, 7, 7], [PlacedImage(image, 1, 3)])
+    sequence.append_sampled([3, 4], [-0.1, -1 / 3], version=[2, 3], raw_logprobs=[-0.2, -0.3])
+    sequence.append_observation([5, 6])
+    sequence.cut(6)
+    failure = Failure.of(ResourceStartError("half \ud800"))
+    shown = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": image}]}]
+    call = ToolCall("call_0", "look", None, error="half \ud800")
+    record = ToolRecord(call, "seen", -0.5, True, [1], {"moves": 3}, failure, 0.25, (image,))
+    turn = Turn(1, 0, 3, 5, "text", True, (record,), 0.125, "why", "memory", "search", "call_0", "other", 0.5, "anchor")
+    return Trajectory(
+        "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},
+        FinishReason.FAILED, failure, 0.5, failure, {"success": 1.0}, {"total": 1.5},
+    )  # fmt: skip
+
+
+def test_every_field_survives(tmp_path):
+    saved = full()
+    for value in (saved, saved.turns[0], saved.turns[0].results[0], saved.turns[0].results[0].call):
+        for one in fields(value):
+            default = one.default_factory() if one.default_factory is not MISSING else one.default
+            assert getattr(value, one.name) != default, one.name
+    save_trajectories([saved], tmp_path / "t.jsonl")
+    assert list(load_trajectories(tmp_path / "t.jsonl")) == [saved]
+
+
+def places(value, path=()):
+    """Every place in a value of JSON."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+WRONG = [None, -2, 10**12, "x", [], {}, 1.5, [[1, 2, 3, 4]]]
+
+
+def test_whatever_is_wrong_in_a_saved_trajectory_it_is_read_as_one_or_refused():
+    saved = json.loads(json.dumps(full().to_json()))
+    refused = 0
+    for *path, last in places(saved):
+        for wrong in [*WRONG, MISSING]:
+            damaged = inner = copy.deepcopy(saved)
+            for key in path:
+                inner = inner[key]
+            if wrong is MISSING:
+                del inner[last]
+            else:
+                inner[last] = wrong
+            try:
+                read = Trajectory.from_json(damaged)
+            except ConfigError:
+                refused += 1
+            else:
+                assert [read.sequences[turn.sequence] for turn in read.turns if turn.sequence >= 0] or not read.turns
+    assert refused > 500
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[1]", b"{", b'{"prompt": "go"}', b"\xff\xfe", b"[" * 100_000, b""])
+def test_a_line_that_is_no_trajectory_is_named(tmp_path, line):
+    file = tmp_path / "t.jsonl"
+    save_trajectories([trajectory()], file)
+    file.write_bytes(file.read_bytes() + line + b"\n")
+    with pytest.raises(ConfigError, match=r"t\.jsonl, line 2: (This is no trajectory|It is not JSON)"):
+        list(load_trajectories(file))

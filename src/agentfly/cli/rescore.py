@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentfly import interruption
-from agentfly.errors import ConfigError, UsageError, say
+from agentfly.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,14 +40,14 @@ def rescore(
     from agentfly.cli.experiment import named_reward
     from agentfly.cli.references import load_reference
     from agentfly.rollouts.rescoring import ScoreChange
-    from agentfly.trajectory import save_trajectories
+    from agentfly.trajectory import load_trajectories, save_trajectories
 
     chosen = named_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
     name = reward.rpartition(":")[2]
     targets: list[Path] = []
     changes: dict[str, ScoreChange] = {}
     for path in trajectory_files(source):
-        old = _stored(path)
+        old = list(load_trajectories(path))
         new = interruption.run(_rescored(old, chosen, concurrency))
         _require_scores(new, reward)
         target = _target(path, name, out)
@@ -84,18 +84,6 @@ def trajectory_files(source: Path) -> list[Path]:
             "runs/mine/trajectories/train-000001.jsonl."
         )
     return files
-
-
-def _stored(path: Path) -> list[Trajectory]:
-    from agentfly.trajectory import load_trajectories
-
-    try:
-        return list(load_trajectories(path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is no file of trajectories, or was written by another version: {say(error)}. Name one such as "
-            "runs/mine/trajectories/train-000001.jsonl."
-        ) from error
 
 
 def _target(path: Path, name: str, out: Path | None) -> Path:

@@ -177,7 +177,7 @@ class RolloutRecord:
                     value = json.loads(line)
                     trajectory, occurrence = Trajectory.from_json(value), int(value["occurrence"])
                     finished = Finished(trajectory, bool(value["scored"]))
-                except (ValueError, KeyError, TypeError) as error:
+                except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ConfigError(
                         f"The rollouts in {self.path} cannot be gone on with: line {number} is not one of them "
                         f"({type(error).__name__}: {error}). Remove that line, or begin a new run."

@@ -3,6 +3,7 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -128,6 +129,22 @@ def test_an_impossible_cast_is_refused_with_the_name_of_the_argument(annotation:
 def test_a_text_is_not_read_as_json_where_that_would_lose_something(annotation: Any, given: str) -> None:
     with pytest.raises(InvalidArguments, match="value: "):
         ArgumentSchema("use", [Argument("value", annotation)]).validate({"value": given})
+
+
+@pytest.mark.parametrize("annotation", [Iterable[int], Iterable[int] | None, Annotated[Iterable[int], "numbers"]])
+def test_an_iterable_is_a_list_that_is_checked_before_the_call(annotation: Any) -> None:
+    schema = ArgumentSchema("use", [Argument("value", annotation)])
+    assert schema.validate({"value": '["1", 2]'}) == {"value": [1, 2]}
+    for wrong in ("a", {"a": 1}, ["a"]):
+        with pytest.raises(InvalidArguments, match="value"):
+            schema.validate({"value": wrong})
+
+
+@pytest.mark.parametrize("default", [float("inf"), [float("nan")]])
+def test_a_default_that_json_cannot_show_is_left_out(default: Any) -> None:
+    shown = ArgumentSchema("use", [Argument("value", Any, required=False, default=default)]).json_schema
+    assert "default" not in shown["properties"]["value"]
+    json.dumps(shown, allow_nan=False)
 
 
 def test_missing_and_surplus_names_are_named_beside_the_expected_ones() -> None:

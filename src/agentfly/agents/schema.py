@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
@@ -17,7 +17,7 @@ import typing_extensions
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic import create_model as create_pydantic_model
 from pydantic.errors import PydanticUserError
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.json_schema import in_words, plain, read_as
@@ -154,7 +154,7 @@ def _model_of(name: str, arguments: Sequence[Argument]) -> type[BaseModel]:
 
 
 def _typed(argument: Argument) -> tuple[Any, Any]:
-    annotation = _with_typed_dicts(argument.annotation)
+    annotation = _read_whole(_with_typed_dicts(argument.annotation))
     default: Any = ... if argument.required else None
     if argument.description:
         return annotation, Field(default, alias=argument.name, description=argument.description)
@@ -180,6 +180,18 @@ def _with_typed_dicts(annotation: Any) -> Any:
     return origin[changed]
 
 
+def _read_whole(annotation: Any) -> Any:
+    """A type in which any iterable is a list: pydantic would check what it holds only while the tool reads it."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if Iterable in (annotation, origin):
+        return list[inner[0]] if inner else list  # type: ignore[valid-type]
+    if origin is Annotated:
+        return Annotated[(_read_whole(inner[0]), *annotation.__metadata__)]
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_read_whole, inner))
+    return annotation
+
+
 def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[str, Any]:
     schema = model.model_json_schema(by_alias=True)
     for argument in arguments:
@@ -187,10 +199,10 @@ def _json_schema(model: type[BaseModel], arguments: Sequence[Argument]) -> dict[
         shown.pop("default", None)
         if not argument.required:
             try:
-                shown["default"] = to_jsonable_python(argument.default)
-            except (
-                PydanticSerializationError
-            ):  # a default that JSON cannot show is left out: the model need not know it
+                default = to_jsonable_python(argument.default)
+                json.dumps(default, allow_nan=False)
+                shown["default"] = default
+            except ValueError:  # JSON cannot show it: it is left out, since the model need not know it
                 continue
     simple = plain(schema)
     return {"type": "object", "properties": simple.pop("properties", {}), **simple}

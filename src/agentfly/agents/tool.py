@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
 from agentfly.agents.class_tool import ToolClass, ToolMethod, is_method, make_tool, mark
-from agentfly.agents.definition import MAX_OUTPUT_TOKENS, TOOL_NAME, Settings
+from agentfly.agents.definition import MAX_OUTPUT_TOKENS, Settings
 from agentfly.agents.function import name_of
 from agentfly.agents.function_tool import Tool
 from agentfly.agents.needs import Needs
@@ -14,7 +14,7 @@ from agentfly.agents.parameters import FromTask, names_at
 from agentfly.agents.tool_result import ToolResult
 from agentfly.errors import ToolDefinitionError
 
-__all__ = ["TOOL_NAME", "FromTask", "Tool", "ToolResult", "tool"]
+__all__ = ["FromTask", "Tool", "ToolResult", "tool"]
 
 C = TypeVar("C")
 

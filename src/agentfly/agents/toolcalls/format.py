@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from agentfly.agents.tool import TOOL_NAME, Tool
+from agentfly.agents.definition import TOOL_NAME
+from agentfly.agents.tool import Tool
 from agentfly.messages import Message, ToolCall
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.agents.tool import TOOL_NAME, Tool
+from agentfly.agents.definition import TOOL_NAME
+from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, BlockFormat, Known, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.text_arguments import (

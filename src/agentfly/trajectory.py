@@ -266,6 +266,9 @@ class Trajectory:
 
     @classmethod
     def _of_json(cls, value: dict[str, Any]) -> Trajectory:
+        for name, kind in _KINDS.items():
+            if not isinstance(value[name], kind):
+                raise TypeError(f"{name} is a {type(value[name]).__name__}")
         trajectory = cls(
             rollout_id=value["rollout_id"],
             group_id=value["group_id"],
@@ -287,6 +290,15 @@ class Trajectory:
             if {*map(type, place)} != {int} or not -1 <= turn.sequence < len(trajectory.sequences):
                 raise ValueError(f"turn {turn.index} has no place at {place} in {len(trajectory.sequences)} sequences")
         return trajectory
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("rollout_id", "group_id"), str),
+    "attempt": int,
+    "reward": float | int | None,
+    **dict.fromkeys(("metrics", "seconds"), dict),
+}
+"""What values of a stored trajectory have to be, where nothing else would tell."""
 
 
 def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:

@@ -16,8 +16,8 @@ from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError, UsageError
 from agentfly.trajectory import Trajectory
 
-Outcome = RewardResult | RewardDefinitionError | None
-"""What a group reward made of one attempt: its score, what it returned instead of one, or nothing to say."""
+Outcome = RewardResult | Exception | None
+"""What a group reward made of one attempt: its score, why what it returned is none, or nothing to say."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,7 +65,7 @@ class GroupReward(RewardFunction):
             return None
         try:
             return read_result(score, self.name, len(trajectory.turns))
-        except RewardDefinitionError as error:
+        except Exception as error:  # also of what was returned, when it is looked at
             return error
 
 

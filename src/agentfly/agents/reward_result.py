@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -47,14 +47,17 @@ def read_result(value: Any, name: str, turns: int) -> RewardResult:
     if reward is None and turn_rewards is not None:
         reward = sum_of(turn_rewards)
     if not is_score(reward):
-        found = "None" if reward is None else f"{type(reward).__name__} {excerpt(repr(reward), ECHO_CHARS // 8)}"
+        found = "None" if reward is None else f"{type(reward).__name__} {_echo(reward)}"
         raise RewardDefinitionError(f"The reward {name!r} returned {found}, which is not a score. {_CURE}")
     return RewardResult(float(reward), _metrics(given.metrics, name), turn_rewards)
 
 
 def is_score(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number, and so a score."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return False
 
 
 def sum_of(rewards: Sequence[float | None]) -> float | None:
@@ -80,7 +83,7 @@ def _metrics(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
     for key, number in metrics.items():
         if not is_score(number):
             raise RewardDefinitionError(
-                f"The reward {name!r} returned the metric {key!r} as {number!r}, which is no finite number. "
+                f"The reward {name!r} returned the metric {key!r} as {_echo(number)}, which is no finite number. "
                 "Leave it out where it has no value."
             )
     return {str(key): float(number) for key, number in metrics.items()}
@@ -97,14 +100,22 @@ def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
     for number, reward in enumerate(rewards):
         if reward is not None and not is_score(reward):
             raise RewardDefinitionError(
-                f"The reward {name!r} returned {excerpt(repr(reward), ECHO_CHARS // 8)} as the reward of turn "
+                f"The reward {name!r} returned {_echo(reward)} as the reward of turn "
                 f"{number}, which is no finite number. Give None where there is none."
             )
     return tuple(None if reward is None else float(reward) for reward in rewards)
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """What is in a list, tuple or array; None if it is nothing of that kind."""
-    if isinstance(value, (str, bytes, Mapping)) or not (hasattr(value, "__len__") and hasattr(value, "__iter__")):
+    """What is in a list, tuple or array; None if it is nothing of that kind, or in no order, as a set."""
+    if isinstance(value, (str, bytes, Mapping, Set)) or not (hasattr(value, "__len__") and hasattr(value, "__iter__")):
         return None
     return list(value)
+
+
+def _echo(value: object) -> str:
+    """A value as a message shows it, whatever showing it does."""
+    try:
+        return excerpt(repr(value), ECHO_CHARS // 8)
+    except Exception as error:
+        return f"(it cannot be shown: {type(error).__name__})"

@@ -58,9 +58,10 @@ def _calls_of(message: Message) -> list[tuple[Any, Any]]:
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
-    role = _ROLES.get(message.get("role"))
+    said = message.get("role")
+    role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise Refusal(f"{where}: the role {message.get('role')!r} is not known; write one of {', '.join(_ROLES)}.")
+        raise Refusal(f"{where}: the role {said!r} is not known; write one of {', '.join(_ROLES)}.")
     read: Message = {"role": role, "content": _content(message.get("content"), where)}
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
         read["tool_call_id"] = message["tool_call_id"]
@@ -71,6 +72,8 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
         if isinstance(reasoning, str):
             read["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise Refusal(f"{where}: the tool_calls are a {type(calls).__name__}; give a list.")
             read["tool_calls"] = [_call(call, where) for call in calls]
     return read
 

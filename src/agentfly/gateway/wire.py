@@ -34,6 +34,8 @@ class Refusal(Exception):
             return cls(str(error), code="context_length_exceeded", param="messages")
         if isinstance(error, UsageError):
             return cls(str(error))
+        if isinstance(error, UnicodeError):
+            return cls(f"The conversation holds characters that are no text: {error}.", param="messages")
         return cls(str(error) if isinstance(error, AgentFlyError) else say(error), status=500)
 
     def to_json(self) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 
+from agentfly.errors import UsageError
 from agentfly.rollouts.foresight import AHEAD
 from agentfly.rollouts.group import Group
 from agentfly.task import Task
+
+_NO_MORE = object()
 
 
 class Backlog:
@@ -45,7 +48,9 @@ class Backlog:
     def group(self) -> Group | None:
         """The group whose next attempt comes next; None if nothing waits.
 
-        Raises: what the iterator of the tasks raises.
+        Raises:
+            UsageError: what the iterator gives is no `Task`.
+            Exception: what the iterator raises.
         """
         while True:
             while self._sources and len(self._read) <= AHEAD:
@@ -77,12 +82,14 @@ class Backlog:
 
     def _read_one(self) -> None:
         tasks, attempts = self._sources[0]
-        task = next(tasks, None)
-        if task is None:
+        task = next(tasks, _NO_MORE)
+        if task is _NO_MORE:
             self._sources.popleft()
             if not self._sources:
                 self._unread = 0
             return
+        if not isinstance(task, Task):
+            raise UsageError(f"A batch is made of Tasks, and a {type(task).__name__} is among them: Task(prompt=…).")
         if self._unread is not None:
             self._unread -= attempts
         self._expect(task)

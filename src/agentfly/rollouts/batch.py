@@ -142,6 +142,7 @@ class Batch:
         Raises:
             StopAsyncIteration: all that was added was handed out.
             TooManyFailures: infrastructure has spoiled too many rollouts, or each of them. The rest was cancelled.
+            UsageError: the batch was closed while this waited.
         """
         while not self._ready:
             if not await self._more():
@@ -196,6 +197,11 @@ class Batch:
             return False
         self._news.clear()
         await self._news.wait()
+        if self._closed:
+            raise UsageError(
+                "This batch was closed, perhaps with its runner, while its trajectories were waited for. Take what is "
+                "wanted before their `async with` blocks end."
+            )
         return True
 
     def _hand_out(self, trajectory: Trajectory) -> Trajectory:
@@ -211,13 +217,14 @@ class Batch:
     def cancel_group(self, group_id: str) -> None:
         """End the attempts of a group: none begins any more, and those that run are cancelled.
 
-        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back.
+        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back. So they
+        are where all have ended and are being scored together.
 
         Raises:
-            UsageError: no attempt of such a group waits or runs.
+            UsageError: no attempt of such a group waits or runs, and it is not being scored.
         """
-        group = self._groups.get(group_id)
-        if group is not None:
+        groups = {group.group_id: group for group in (*self._groups.values(), *self._crew.groups())}
+        if group := groups.get(group_id):
             group.cancelled = True
             self._crew.cancel(group)
             self._notice_whole(group)
@@ -241,6 +248,7 @@ class Batch:
         self._closed = True
         self._admission.forget(self)
         self._backlog.clear()
+        self._news.set()
         await self._crew.end(self._writes)
 
     async def __aenter__(self) -> Self:
@@ -342,13 +350,23 @@ class Batch:
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
+            if group.cancelled and isinstance(error, asyncio.CancelledError):
+                self._score_cancelled(work)
+                return
             group.leave_unscored(error)
         if not self._over and not work.given_up:
             self._written(group, group.ended, lambda: self._scored(group))
 
+    def _score_cancelled(self, work: Work) -> None:
+        """A group is not wanted any more while it is scored. On the record its attempts wait for their score."""
+        if not self._over and not work.given_up:
+            self._cancelled += work.group.cancel_ended()
+            self._scored(work.group)
+
     def _give_up(self, work: Work) -> None:
         """What a rollout, or the scoring of a group, that does not end may still do counts no more."""
         if work.trajectory is None:
+            self._cancelled += work.group.cancel_ended()
             self._scored(work.group)
         else:
             lost = work.trajectory

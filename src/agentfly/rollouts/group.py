@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentfly.errors import Boundary
 from agentfly.task import Task
@@ -61,6 +61,18 @@ class Group:
         attempt = self.begun
         self.begun += 1
         return Trajectory(f"{self.group_id}.{attempt}", self.group_id, self.task, attempt)
+
+    def cancel_ended(self) -> int:
+        """The attempts, which have ended, are not wanted any more; how many were sound until then.
+
+        They become copies, so that scoring which takes no notice writes into nothing that is still looked at.
+        """
+        sound = [trajectory for trajectory in self.ended if not trajectory.infrastructure_failed]
+        self.ended = [
+            replace(one, finish=FinishReason.CANCELLED, reward=None) if not one.infrastructure_failed else replace(one)
+            for one in self.ended
+        ]
+        return len(sound)
 
     def leave_unscored(self, error: BaseException) -> None:
         """The attempts could not be scored together, for ``error``."""

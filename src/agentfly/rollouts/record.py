@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -97,15 +98,16 @@ class RolloutRecord:
     async def opened(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> AsyncIterator[None]:
         """Within the block rollouts are recorded; those of the run that is gone on with are read before.
 
-        When it ends well, each rollout is in the file once, in the order of the tasks and attempts. Where nothing was
-        recorded, no file is left.
+        When it ends, each rollout is in the file once, in the order of the tasks and attempts. Where nothing was
+        recorded, no file is left. Only one process records in a file at a time.
 
         Args:
             settings: what the rollouts are made with, JSON-able; it has to be as it was.
             about: what is to be known of them later on, which may change; JSON-able.
 
         Raises:
-            ConfigError: the settings are others than those of the run that is gone on with.
+            ConfigError: the settings are others than those of the run that is gone on with; or another process is at
+                work on it.
         """
         now = json.loads(json.dumps(dict(settings)))
         if self._saved is not None and (others := list(differences(self._saved["settings"], now))):
@@ -117,6 +119,10 @@ class RolloutRecord:
             await self._in_thread(self._open, {"about": dict(about), "settings": now})
             yield
             await self._in_thread(self._settle)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the disk may be full, and it is another error that matters
+                await asyncio.shield(self._in_thread(self._settle))
+            raise
         finally:
             closing = self._in_thread(self._close)
             self._writer.shutdown(wait=False)
@@ -160,12 +166,11 @@ class RolloutRecord:
         return asyncio.get_running_loop().run_in_executor(self._writer, functools.partial(work, *arguments))
 
     def _open(self, saved: dict[str, Any]) -> None:
-        if self.path.exists():
-            self._read()
+        self._file = _held(self.path)
+        self._read()
         written = self.settings_file.with_suffix(".written")
         written.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         written.replace(self.settings_file)
-        self._file = self.path.open("ab")
         self._opened = True
 
     def _read(self) -> None:
@@ -177,15 +182,14 @@ class RolloutRecord:
                     value = json.loads(line)
                     trajectory, occurrence = Trajectory.from_json(value), int(value["occurrence"])
                     finished = Finished(trajectory, bool(value["scored"]))
+                    self._note((trajectory.task.id, occurrence, trajectory.attempt), trajectory, len(line))
                 except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ConfigError(
                         f"The rollouts in {self.path} cannot be gone on with: line {number} is not one of them "
                         f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
                     ) from error
-                key = (trajectory.task.id, occurrence, trajectory.attempt)
-                self._note(key, trajectory, len(line))
                 if _has_finished(trajectory):
-                    self._finished[key] = finished
+                    self._finished[trajectory.task.id, occurrence, trajectory.attempt] = finished
             file.truncate(self._end)
 
     def _append(self, group: Group, trajectories: Sequence[Trajectory], scored: bool) -> None:
@@ -207,7 +211,8 @@ class RolloutRecord:
         self._end += length
 
     def _settle(self) -> None:
-        assert self._file is not None
+        if self._file is None or not self._opened:  # what is there has not been read to its end
+            return
         lines = sorted(self._lines.values(), key=lambda line: line.place)
         stops = [0, *(line.stop for line in lines)]
         if [*(line.start for line in lines), self._end] == stops:
@@ -232,8 +237,34 @@ class RolloutRecord:
     def _read_settings(self) -> dict[str, Any] | None:
         if not self.settings_file.is_file():
             return None
-        saved: dict[str, Any] = json.loads(self.settings_file.read_text(encoding="utf-8"))
-        return saved
+        try:
+            saved = json.loads(self.settings_file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            saved = None
+        if isinstance(saved, dict) and all(isinstance(saved.get(part), dict) for part in ("about", "settings")):
+            return saved
+        raise ConfigError(
+            f"The rollouts in {self.path} cannot be gone on with: {self.settings_file}, which says what they were made "
+            "with, is damaged. Begin a new run."
+        )
+
+
+def _held(path: Path) -> BinaryIO:
+    """A file to be added to, made if it is not there, that no other process adds to until it is closed.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ConfigError(f"Another process is adding rollouts to {path}. Wait for its end, or stop it.") from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # it was replaced or removed a moment ago
 
 
 def _has_finished(trajectory: Trajectory) -> bool:

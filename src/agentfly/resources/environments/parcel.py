@@ -33,8 +33,12 @@ def pack(parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
     Raises:
         UsageError: a part cannot travel. The message names the attribute path of what is to blame.
     """
+    return _packed(parts, parts, names)
+
+
+def _packed(whole: Any, parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
     try:
-        return _dumps(parts)
+        return _dumps(whole)
     except Exception as error:
         for part, name in zip(parts, names, strict=True):
             if not _travels(part):
@@ -52,7 +56,9 @@ def unpack(parcel: bytes) -> Any:
 
 
 def pack_quickly(value: Any) -> bytes:
-    """A value as bytes, without loading cloudpickle where plain pickling does. For the side that holds no ``__main__``.
+    """A value as bytes, which `unpack` gives back, without loading cloudpickle where plain pickling does.
+
+    For the side that holds no ``__main__``.
 
     Raises:
         UsageError: the value cannot travel.
@@ -60,7 +66,7 @@ def pack_quickly(value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
-        return pack((value,), ("the result",))
+        return _packed(value, (value,), ("the result",))
 
 
 def _dumps(value: Any) -> bytes:

@@ -120,3 +120,25 @@ def test_what_cannot_come_first_is_refused_with_the_cure() -> None:
         group_reward(after=cast("Any", len))
     with pytest.raises(RewardDefinitionError, match="Put @group_reward, once, on a function"):
         group_reward(cast("Any", returning([])))
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+@pytest.mark.parametrize("odd", [10**400, Unshowable(), {"reward": 1, "size": 10**400}, {"turn_rewards": {1.0}}])
+async def test_an_odd_score_takes_none_from_the_siblings(
+    attempts: list[Trajectory], group_context: Context, odd: Any
+) -> None:
+    first, second = await returning([odd, 0.5]).score(attempts, group_context)
+    assert isinstance(first, RewardDefinitionError)
+    assert second == RewardResult(0.5)
+
+
+@pytest.mark.parametrize("unordered", [{0.5, 1.0}, frozenset({0.5, 1.0})])
+async def test_scores_in_no_order_are_refused(
+    attempts: list[Trajectory], group_context: Context, unordered: Any
+) -> None:
+    with pytest.raises(RewardDefinitionError, match="Return a list"):
+        await returning(unordered).score(attempts, group_context)

@@ -246,3 +246,14 @@ async def test_the_rewards_of_the_tools_are_summed_over_all_turns(
 
 def test_the_rewards_of_the_tools_pickle_by_name() -> None:
     assert pickle.loads(cloudpickle.dumps(tool_rewards)) is tool_rewards
+
+
+@pytest.mark.parametrize(
+    "huge", [10**400, Fraction(10**400), {"reward": 1, "size": 10**400}, {"reward": 1, "text": "x" * 10**6}]
+)
+async def test_what_is_too_much_for_a_number_or_a_message_is_refused_in_few_words(
+    huge: Any, trajectory: Trajectory, context: Context
+) -> None:
+    with pytest.raises(RewardDefinitionError) as caught:
+        await score_of(huge, trajectory, context)
+    assert len(str(caught.value)) < 1000

@@ -65,6 +65,12 @@ def misbehaving(how: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "unpicklable":
         return threading.Lock()
+    if how == "own type":
+
+        class Own(dict):  # type: ignore[type-arg]
+            """Travels by value only."""
+
+        return Own(reward=0.5)
     return {"reward": os.getpid(), "metric": 1}
 
 
@@ -93,6 +99,8 @@ async def test_whatever_a_reward_does_in_its_process_the_next_score_is_sound(sco
     assert (await score(misbehaving, how="alarm")).reward == 1.0
     await asyncio.sleep(1.2)  # in which the alarm would end the process
     assert await score(misbehaving, how="sound") == sound, "the process serves again, its alarm taken back"
+
+    assert (await score(misbehaving, how="own type")).reward == 0.5
 
     with pytest.raises(RewardError, match="'misbehaving' failed with ValueError: invalid literal") as raised:
         await score(misbehaving, how="raise")

@@ -188,3 +188,21 @@ async def test_programs_in_other_languages_finish_by_http(serving: Any) -> None:
     assert [one.rollout_id for one in told] == ["r.3", "r.5"]
     assert told[0].sequences == finished.sequences
     assert untrainable_cause(af.Trajectory.from_json(broken)) == "infrastructure"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": ["user"], "content": "x"},
+        {"role": {}, "content": "x"},
+        {"role": "assistant", "content": "x", "tool_calls": 5},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}]},
+    ],
+    ids=["list", "mapping", "number", "half a character"],
+)
+async def test_messages_of_the_wrong_shape_are_refused_and_never_called_a_fault_of_the_machine(
+    serving: Any, message: Any
+) -> None:
+    async with serving([ANSWER]) as (gateway, _), httpx.AsyncClient() as http:
+        answer = await http.post(gateway.url("r.0") + "/chat/completions", json={"messages": [message, *ASK]})
+    assert answer.status_code == 400, "clients send again what is answered with a 500"

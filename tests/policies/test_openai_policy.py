@@ -10,6 +10,7 @@ import pytest
 import agentfly as af
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.errors import (
+    APIMalformed,
     APIRefused,
     APIUnavailable,
     ConfigError,
@@ -278,3 +279,50 @@ async def test_a_conversation_too_long_for_the_endpoint_ends_the_rollout_as_leng
         far_side.always = fails(400, "the request exceeds the available context size")
         trajectory = await rolled_out(far_side, "action")
     assert (trajectory.finish, trajectory.failure) == ("length", None)
+
+
+@pytest.mark.parametrize("reason", ["MAX_TOKENS", "Length", None, ""])
+async def test_a_call_that_a_limit_may_have_cut_is_not_made_however_the_endpoint_says_so(reason: Any) -> None:
+    used = {"prompt_tokens": 3, "completion_tokens": 50, "total_tokens": 53}
+    async with FarSide() as far_side:
+        said = await ask(far_side, answers(calls('{"x": 1}'), reason, usage=used), tools=[TOOL])
+    assert (said.finish, said.calls) == ("length", ())
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [1],
+        "x",
+        {"content": [1, 2]},
+        {"content": [{"logprob": True}] * 2},
+        {"content": [{"logprob": 0.5}] * 2},
+        {"content": [{"logprob": -(10**400)}] * 2},
+        {"content": [{"logprob": -1}]},
+        {"content": [None, None]},
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+async def test_log_probs_that_are_none_are_not_taken_for_some(logprobs: Any) -> None:
+    async with FarSide() as far_side:
+        script = answers({"content": "42"}, choice={"token_ids": [5, 6], "logprobs": logprobs}, prompt_token_ids=[1])
+        said = await ask(far_side, script, token_ids=True)
+    assert (said.ids, said.logprobs) == ([5, 6], None)
+
+
+@pytest.mark.parametrize("ids", [[-5, 6], [2**40, 6], [True, False], [5.0, 6.0], "56"], ids=str)
+async def test_ids_that_are_none_are_not_taken_for_some(ids: Any) -> None:
+    async with FarSide() as far_side:
+        logprobs = {"content": [{"logprob": -1.0}] * 2}
+        script = answers({"content": "42"}, choice={"token_ids": ids, "logprobs": logprobs}, prompt_token_ids=[1])
+        said = await ask(far_side, script, token_ids=True)
+    assert (said.content, said.ids, said.logprobs) == ("42", None, None)
+
+
+@pytest.mark.parametrize("models", [{"data": 5}, {"data": None}, {"data": [{}]}, {"data": [{"id": 5}]}, [1]], ids=str)
+async def test_a_list_of_models_that_is_none_is_said_to_be_so(models: Any) -> None:
+    async with FarSide() as far_side:
+        far_side.script += [replies(200, models)]
+        with pytest.raises(APIMalformed, match="/models"):
+            async with OpenAIPolicy(far_side.url, retries=0):
+                pass

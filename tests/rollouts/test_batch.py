@@ -364,3 +364,25 @@ def test_generations_have_the_priority_of_their_batch(tmp_path):
 
     in_virtual_time(scene, tmp_path, policy=Noting(TURNS))
     assert asked == [("training", 0, 1.0)] * 2 + [("evaluation", 1, 0.0)] * 2
+
+
+async def test_whoever_waits_for_what_is_closed_meanwhile_is_told_and_never_takes_a_part_for_the_whole():
+    never = ScriptedPolicy(["x"], seconds=lambda rollout_id, turn: 60.0)
+    async with asyncio.timeout(20):
+        async with Runner(Agent(model="scripted"), policy=never) as runner:
+            batch = runner.batch(tasks(1), label="b")
+            waiting = [asyncio.ensure_future(anext(batch)), asyncio.ensure_future(batch.take(1))]
+            collecting = asyncio.ensure_future(runner.collect(tasks(1)))
+            await asyncio.sleep(0.05)
+            await batch.close()
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        outcomes += await asyncio.gather(collecting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [UsageError] * 3
+    assert all("closed" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("wrong", ["2+2", None, {"prompt": "2+2"}])
+async def test_what_is_no_task_is_named_and_hides_nothing_behind_it(wrong):
+    async with Runner(Agent(model="scripted"), policy=ScriptedPolicy(["x"])) as runner:
+        with pytest.raises(UsageError, match=type(wrong).__name__):
+            await runner.collect(iter([Task("a"), wrong, Task("b")]))

@@ -133,3 +133,57 @@ async def test_a_group_reward_that_always_fails_stops_the_run_and_says_why():
 
     with pytest.raises(TooManyFailures, match="judge unreachable"):
         await run(AGENT, ["a", "b"], reward=failing, attempts=2, policy=ScriptedPolicy(["hi"]))
+
+
+@pytest.mark.parametrize("how", ["cancel", "take", "cancel_group"])
+async def test_groups_that_are_cancelled_while_they_are_scored_are_cancelled_and_no_failures(how):
+    stuck = asyncio.Event()
+
+    @group_reward
+    async def judged(trajectories, prompt: str) -> list[float]:
+        if prompt != "quick":
+            await stuck.wait()
+        return [1.0] * len(trajectories)
+
+    async with (
+        asyncio.timeout(20),
+        Runner(AGENT, policy=ScriptedPolicy(["hi"]), reward=judged) as runner,
+        runner.batch([Task("quick"), *map(Task, "abc")], attempts=2, label="b") as batch,
+    ):
+        first = await anext(batch)
+        if how == "cancel_group":
+            for number in (1, 2, 3):
+                batch.cancel_group(f"b-{number}")
+        if how == "cancel":
+            await batch.cancel()
+        rest = await batch.take(0, rest="cancel") if how == "take" else []
+        taken = [first, *rest, *[one async for one in batch]]
+        assert [(one.rollout_id, one.reward) for one in taken if one.finish is not FinishReason.CANCELLED] == [
+            ("b-0.0", 1.0),
+            ("b-0.1", 1.0),
+        ]
+        assert len(taken) == 8
+        cut = [one for one in taken if one.finish is FinishReason.CANCELLED]
+        assert not any(one.infrastructure_failed or one.reward is not None for one in cut)
+        assert (batch.state.cancelled, batch.state.kept) == (6, 0)
+
+
+async def test_a_group_that_was_cancelled_while_it_was_scored_is_only_scored_when_the_run_goes_on(tmp_path):
+    scored = asyncio.Event()
+    stuck = [True]
+
+    @group_reward
+    async def judged(trajectories) -> list[float]:
+        scored.set()
+        if stuck:
+            await asyncio.Event().wait()
+        return [2.0] * len(trajectories)
+
+    settings = {"reward": judged, "attempts": 2, "run_dir": tmp_path / "run"}
+    running = asyncio.ensure_future(run(AGENT, ["a"], policy=ScriptedPolicy(["hi"]), **settings))
+    await asyncio.wait_for(scored.wait(), 20)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    stuck.clear()
+    nothing_to_say = ScriptedPolicy([])
+    assert (await run(AGENT, ["a"], policy=nothing_to_say, resume=True, **settings)).rewards == [2.0, 2.0]

@@ -20,6 +20,7 @@ from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError, ResourceStartError
+from agentfly.events import EventStream, RewardFinished
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.health import TooManyFailures
 from agentfly.rollouts.run import evaluate, run
@@ -303,3 +304,91 @@ def test_a_run_that_is_killed_again_and_again_ends_as_an_unbroken_one(tmp_path):
     saved = [json.loads(line) for line in (broken / record).read_text().splitlines()]
     assert len({(one["task"]["id"], one["attempt"]) for one in saved}) == len(saved) == 300
     assert lines(broken, "ran.txt") < 300 + 4 * 30  # run again is only what had been scored and was not yet written
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"[1]\n", b"5\n", b"\n", b"\xff\xfe\n", b"\0" * 50 + b"\n", b"[" * 100_000 + b"\n"],
+    ids=["list", "number", "blank", "bytes", "zeros", "deep"],
+)
+async def test_a_damaged_line_is_named_wherever_the_file_is_read_and_nothing_is_lost(tmp_path, damage):
+    await roll(tmp_path / "run")
+    path = file_of(tmp_path / "run")
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([*lines[:2], damage, *lines[2:]])
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match="line 3"):
+        await roll(tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match="line 3"):
+        list(load_trajectories(path))
+    assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"group_id": "foreign"}, {"group_id": 5}, {"attempt": "0"}, {"reward": "1"}, {"metrics": None}, {"task": None}],
+    ids=str,
+)
+async def test_a_line_of_another_kind_of_rollout_is_named(tmp_path, change):
+    await roll(tmp_path / "run")
+    path = file_of(tmp_path / "run")
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | change), *rest]) + "\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        await roll(tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("damage", ["", '{"about": {"lab', "[]", '{"settings": {}}', '{"about": null, "settings": {}}'])
+async def test_damaged_settings_are_said_to_be_so(tmp_path, damage):
+    await roll(tmp_path / "run")
+    file_of(tmp_path / "run").with_suffix(".settings.json").write_text(damage)
+    with pytest.raises(ConfigError, match="damaged"):
+        await roll(tmp_path / "run", resume=True)
+
+
+async def test_two_at_a_time_do_not_record_in_the_same_file(tmp_path):
+    await roll(tmp_path / "run", TASKS[:2])
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Waiting(Policy):
+        async def generate(self, *args, **settings):
+            begun.set()
+            await go_on.wait()
+            return await super().generate(*args, **settings)
+
+    first = asyncio.ensure_future(roll(tmp_path / "run", TASKS[:4], policy=Waiting(), resume=True))
+    await asyncio.wait_for(begun.wait(), 20)
+    with pytest.raises(ConfigError, match="Another process"):
+        await roll(tmp_path / "run", resume=True)
+    go_on.set()
+    await first
+    assert len(list(load_trajectories(file_of(tmp_path / "run")))) == 4
+    await roll(tmp_path / "run", resume=True)
+    assert len(list(load_trajectories(file_of(tmp_path / "run")))) == 6
+
+
+async def test_a_run_that_was_stopped_leaves_each_rollout_once(tmp_path):
+    first_is_scored = asyncio.Event()
+
+    @group_reward
+    async def judged(trajectories, number: int) -> list[float]:
+        if number:
+            await asyncio.sleep(60)
+        return [1.0] * len(trajectories)
+
+    def look(event):
+        if isinstance(event, RewardFinished):
+            first_is_scored.set()
+
+    events = EventStream()
+    settings = {"reward": judged, "attempts": 2, "policy": Policy(), "run_dir": tmp_path / "run", "events": events}
+    running = asyncio.ensure_future(run(Agent(model="scripted"), TASKS[:2], **settings))
+    path = file_of(tmp_path / "run")
+    with events.subscribed(look):
+        await asyncio.wait_for(first_is_scored.wait(), 20)
+        await asyncio.sleep(0.5)  # in which the two get their second line
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    saved = list(load_trajectories(path))
+    assert len(saved) == len({one.rollout_id for one in saved}) == 4
+    assert [one.reward for one in saved[:2]] == [1.0, 1.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,8 +12,6 @@ from agentfly.gateway.exchange import Exchange
 from agentfly.gateway.wire import ChatRequest
 from agentfly.messages import ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
-
-_LONE = re.compile("[\ud800-\udfff]")  # surrogates, which only an escape can carry
 
 
 class Completion:
@@ -108,6 +105,4 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 def _written(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
-    if not arguments.isascii() and _LONE.search(arguments):
-        arguments = json.dumps(call.arguments)  # what no client could send back as it is
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

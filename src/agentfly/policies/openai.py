@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeGuard
 
 from agentfly.errors import (
+    APIMalformed,
     APIRefused,
     ConfigError,
     ModelAPIError,
@@ -23,7 +24,7 @@ from agentfly.messages import Message, ToolCall, with_images_apart
 from agentfly.policies.policy import ChatGeneration, SamplingParams
 from agentfly.resources.apis.api import ModelAPI
 from agentfly.resources.apis.client import ModelClient
-from agentfly.resources.apis.completion import ChatCompletion, FunctionCall, Json, read_json
+from agentfly.resources.apis.completion import ChatCompletion, FunctionCall, Json, read_json, read_models
 from agentfly.resources.apis.spec import ModelAPISpec
 from agentfly.resources.credentials import Credentials
 
@@ -36,6 +37,9 @@ _TOO_LONG = re.compile(
 
 _CUT = frozenset({"length", "max_tokens", "model_length", "content_filter"})
 _BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
+
+_LEAST, _ROUNDING = 1e9, 1e-3
+"""No log-prob is below minus the first, nor above the second, by which rounding may lift one above 0."""
 
 _SETTINGS = {"call_timeout_s": 1800.0, "read_timeout_s": 600.0, "max_concurrency": 256}
 """What fits a policy, where a judge's calls are shorter and fewer."""
@@ -158,13 +162,17 @@ class OpenAIPolicy:
         async with ModelClient(spec.base_url, credentials=credentials) as client:
             try:
                 body = await client.request("GET", "/models", call_timeout_s=30.0)
-                listed = [one for one in read_json(body).get("data") or () if isinstance(one, Mapping)]
+                answer = read_json(body)
+                names = read_models(answer)
+            except APIMalformed as error:
+                if self._find_model:
+                    raise APIMalformed(f"What {spec.base_url}/models answered {error}") from None
+                return
             except ModelAPIError:
                 if self._find_model:
                     raise
                 return  # not all endpoints have a list of models, and nothing else depends on it
         if self._find_model:
-            names = [str(one.get("id")) for one in listed]
             if len(names) != 1:
                 raise ConfigError(
                     f"{spec.base_url} serves {len(names)} models{': ' if names else ''}{', '.join(names[:20])}. Say "
@@ -172,7 +180,7 @@ class OpenAIPolicy:
                 )
             self._spec = ModelAPISpec(**{**_fields_of(spec), "model": names[0]})
         if self._token_ids is None:
-            self._token_ids = any(one.get("owned_by") == "vllm" for one in listed)
+            self._token_ids = any(one.get("owned_by") == "vllm" for one in answer["data"])
 
     async def _ask(self, messages: Sequence[Json], parameters: dict[str, Any]) -> ChatCompletion:
         if self._api is None:
@@ -204,10 +212,12 @@ class OpenAIPolicy:
         return {name: value for name, value in asked.items() if name not in self._omit}
 
     def _read(self, completion: ChatCompletion, sampling: SamplingParams) -> ChatGeneration:
-        reason = completion.finish_reason
+        reason = (completion.finish_reason or "").lower()
         if reason in _BROKEN_OFF:
             raise PolicyError(f"{self._spec.model} at {self._spec.base_url} broke an answer off ({reason}).")
-        finish: Literal["stop", "length"] = "length" if reason in _CUT else "stop"
+        used = completion.usage.completion_tokens if completion.usage is not None else 0
+        cut = reason in _CUT or (not reason and used >= sampling.max_tokens)  # not all say why they ended
+        finish: Literal["stop", "length"] = "length" if cut else "stop"
         choice = completion.raw["choices"][0]
         said = choice["message"]
         reasoning = said.get("reasoning_content") or said.get("reasoning")
@@ -291,15 +301,23 @@ def _tokens(completion: ChatCompletion, choice: Json) -> tuple[list[int] | None,
             f"The endpoint sent the ids of {len(ids)} tokens where by its own count it sampled "
             f"{completion.usage.completion_tokens}; refusing them. Do not ask for ids: OpenAIPolicy(token_ids=False)."
         )
-    found = (choice.get("logprobs") or {}).get("content")
-    logprobs = [one.get("logprob") for one in found] if isinstance(found, list) else None
-    if logprobs is None or len(logprobs) != len(ids) or not all(isinstance(one, int | float) for one in logprobs):
-        return prompt_ids, ids, None
-    return prompt_ids, ids, [min(0.0, float(one)) for one in logprobs]
+    return prompt_ids, ids, _logprobs(choice, len(ids))
+
+
+def _logprobs(choice: Json, count: int) -> list[float] | None:
+    """The log-probs of so many sampled tokens; None where they are not told, or are none."""
+    told = choice.get("logprobs")
+    found = told.get("content") if isinstance(told, Mapping) else None
+    if not isinstance(found, list) or len(found) != count:
+        return None
+    logprobs = [one.get("logprob") if isinstance(one, Mapping) else None for one in found]
+    if not all(type(one) in (int, float) and -_LEAST < one < _ROUNDING for one in logprobs):
+        return None
+    return [min(0.0, float(one)) for one in logprobs]
 
 
 def _are_ids(found: Any) -> TypeGuard[list[int]]:
-    return isinstance(found, list) and bool(found) and all(isinstance(one, int) for one in found)
+    return isinstance(found, list) and bool(found) and all(type(one) is int and 0 <= one < 2**31 for one in found)
 
 
 def _require_fields(settings: Mapping[str, Any]) -> None:

@@ -180,7 +180,8 @@ class _Trial:
             ) as runner:
                 trajectory = await anext(runner.batch([self.task], label="preflight"))
             if trajectory.failure is not None:
-                raise AgentFlyError(f"{trajectory.failure.message} ({trajectory.failure.place or 'no place known'})")
+                failure, place = trajectory.failure, trajectory.failure.place or "no place known"
+                raise AgentFlyError(f"{failure.kind}: {failure.message} ({place})")
             if trajectory.finish in CUT_SHORT:
                 raise AgentFlyError(f"It ended after {len(trajectory.turns)} turns as {trajectory.finish}.")
             played.append(trajectory)

@@ -310,7 +310,7 @@ def _logprobs(choice: Json, count: int) -> list[float] | None:
     found = told.get("content") if isinstance(told, Mapping) else None
     if not isinstance(found, list) or len(found) != count:
         return None
-    logprobs = [one.get("logprob") if isinstance(one, Mapping) else None for one in found]
+    logprobs: list[Any] = [one.get("logprob") if isinstance(one, Mapping) else None for one in found]
     if not all(type(one) in (int, float) and -_LEAST < one < _ROUNDING for one in logprobs):
         return None
     return [min(0.0, float(one)) for one in logprobs]

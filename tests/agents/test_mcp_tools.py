@@ -59,7 +59,7 @@ def notes(state: None) -> dict[str, Tool]:
 async def play(tools: list[Tool], calls: list[tuple[str, dict[str, Any]]], **run: Any) -> list[Trajectory]:
     agent = af.Agent(model="tiny", tools=tools, max_turns=50)
     script = [*(agent.format.write(name, given) for name, given in calls), "Done."]
-    return (await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script), **run)).trajectories
+    return (await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script, sees=True), **run)).trajectories
 
 
 def observed(trajectory: Trajectory) -> list[str]:

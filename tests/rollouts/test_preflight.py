@@ -8,8 +8,10 @@ from typing import Annotated
 import pytest
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import FromTask, tool
+from agentfly.agents.weighted import weighted
 from agentfly.contexts.context import Context
 from agentfly.errors import PrerequisiteError, ToolError
 from agentfly.policies.scripted import ScriptedPolicy
@@ -199,3 +201,21 @@ async def test_the_oracle_of_the_stockroom_earns_the_full_reward_in_a_real_sandb
     )
     assert not failed
     assert well["score of stockroom_reward"] == "1 for the oracle"
+
+
+@pytest.mark.parametrize(
+    "asking_for_answers",
+    [
+        correct,
+        weighted({correct: 1.0}),
+        reward(per_turn=True)(lambda turn, answer: 1.0),
+        group_reward(lambda trajectories, answer: [1.0] * len(trajectories)),
+        group_reward(after=correct)(lambda trajectories: [1.0] * len(trajectories)),
+    ],
+    ids=["reward", "sum", "of turns", "of groups", "after"],
+)
+def test_a_field_that_the_reward_asks_for_is_looked_for_in_every_task(asking_for_answers):
+    tasks = [*TASKS, Task("go on", {"answers": "42"})]
+    lacking = [finding for finding in check_definitions(AGENT, tasks, asking_for_answers) if not finding.ok]
+    assert ["'answer', which 1 of 2 tasks do not have" in finding.said for finding in lacking] == [True]
+    assert all(finding.ok for finding in check_definitions(AGENT, TASKS, asking_for_answers))

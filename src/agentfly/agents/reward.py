@@ -28,6 +28,7 @@ class Reward(RewardFunction):
     per_turn: bool = False
 
     _decorator: ClassVar[str] = "reward"
+    _given: ClassVar[frozenset[str]] = frozenset({"response", "trajectory", "task", "prompt", "turn"})
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
         """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.

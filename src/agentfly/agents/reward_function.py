@@ -11,7 +11,7 @@ from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.function import UserFunction, name_of
 from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
 from agentfly.agents.needs import Needs, checked_needs
-from agentfly.agents.parameters import Parameter, Source, field_of_task, read_parameters
+from agentfly.agents.parameters import MISSING, Parameter, Source, field_of_task, read_parameters
 from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
 from agentfly.contexts.context import Context
 from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, UsageError, say
@@ -42,6 +42,7 @@ class RewardFunction(UserFunction):
     memory: int | str = 0
 
     _decorator: ClassVar[str]
+    _given: ClassVar[frozenset[str]]  # what it can ask for that is no field of the task
     _kind: ClassVar[str] = "reward"
     _mistake: ClassVar[type[UsageError]] = RewardDefinitionError
 
@@ -58,6 +59,16 @@ class RewardFunction(UserFunction):
         if self.process:
             _ = self.process_spec  # so that this is found before a rollout, and not after it
         return super().needs(task)
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The fields that it asks every task for, those of its parts included."""
+        own = [
+            one.name
+            for one in self.parameters
+            if one.source is not Source.CONTEXT and one.default is MISSING and one.name not in self._given
+        ]
+        return tuple(dict.fromkeys([*own, *getattr(self.function, "task_fields", ())]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "process_spec"}  # it refers back

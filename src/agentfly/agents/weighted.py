@@ -57,6 +57,10 @@ class _Sum:
     async def __call__(self, trajectory: Trajectory, context: Context) -> RewardResult:
         return self._sum(await together(part.score(trajectory, context) for part, _ in self.parts))
 
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        return tuple(name for part, _ in self.parts for name in part.task_fields)
+
     def needs(self, task: Task) -> Sequence[ResourceSpec[Any]]:
         return tuple(dict.fromkeys(spec for part, _ in self.parts for spec in part.needs(task)))
 

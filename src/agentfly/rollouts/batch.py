@@ -198,10 +198,7 @@ class Batch:
         self._news.clear()
         await self._news.wait()
         if self._closed:
-            raise UsageError(
-                "This batch was closed, perhaps with its runner, while its trajectories were waited for. Take what is "
-                "wanted before their `async with` blocks end."
-            )
+            raise UsageError("This batch was closed, perhaps with its runner, while its trajectories were waited for.")
         return True
 
     def _hand_out(self, trajectory: Trajectory) -> Trajectory:
@@ -217,8 +214,7 @@ class Batch:
     def cancel_group(self, group_id: str) -> None:
         """End the attempts of a group: none begins any more, and those that run are cancelled.
 
-        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back. So they
-        are where all have ended and are being scored together.
+        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back.
 
         Raises:
             UsageError: no attempt of such a group waits or runs, and it is not being scored.
@@ -351,17 +347,12 @@ class Batch:
             raise
         except BaseException as error:
             if group.cancelled and isinstance(error, asyncio.CancelledError):
-                self._score_cancelled(work)
+                if not self._over and not work.given_up:
+                    self._give_up(work)  # on the record the attempts still wait for their score
                 return
             group.leave_unscored(error)
         if not self._over and not work.given_up:
             self._written(group, group.ended, lambda: self._scored(group))
-
-    def _score_cancelled(self, work: Work) -> None:
-        """A group is not wanted any more while it is scored. On the record its attempts wait for their score."""
-        if not self._over and not work.given_up:
-            self._cancelled += work.group.cancel_ended()
-            self._scored(work.group)
 
     def _give_up(self, work: Work) -> None:
         """What a rollout, or the scoring of a group, that does not end may still do counts no more."""

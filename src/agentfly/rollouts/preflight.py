@@ -15,7 +15,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.parameters import MISSING, Source
 from agentfly.agents.tool import Tool
-from agentfly.errors import AgentFlyError, ResourceError, ToolDefinitionError, message_of, say
+from agentfly.errors import AgentFlyError, ResourceError, RewardDefinitionError, ToolDefinitionError, message_of, say
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.policies.scripted import Script, ScriptedPolicy
@@ -60,13 +60,13 @@ class Finding:
 def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
     """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
 
-    Each tool's schema is made, each field of the tasks that a tool asks for is looked for in every task, and what tools
-    and reward declare that they need is asked for the first task.
+    Each tool's schema is made, each field that a tool or the reward asks for is looked for in every task, and what
+    they declare that they need is asked for the first task.
     """
     require_agent(agent)
     return [
         *(_tried(f"tool {tool.name}", partial(_look_at_tool, tool, tasks)) for tool in agent.tools),
-        *([] if reward is None else [_tried(f"reward {reward.name}", lambda: _needs(reward.needs(tasks[0])))]),
+        *([] if reward is None else [_tried(f"reward {reward.name}", partial(_look_at_reward, reward, tasks))]),
     ]
 
 
@@ -255,14 +255,28 @@ def _look_at_tool(tool: Tool, tasks: Sequence[Task]) -> str:
     for parameter in tool.parameters_from_elsewhere:
         if parameter.source is not Source.TASK_FIELD or parameter.default is not MISSING:
             continue
-        lacking = [task for task in tasks if parameter.name not in task.fields]
-        if lacking:
-            raise ToolDefinitionError(
-                f"It asks for the field {parameter.name!r}, which {len(lacking)} of {len(tasks)} tasks do not have, "
-                f"for instance {lacking[0].id}, which has {sorted(map(str, lacking[0].fields))}. Add the field to the "
-                "tasks, or give the parameter a default."
-            )
+        if lacks := _lacks(tasks, parameter.name):
+            raise ToolDefinitionError(lacks)
     return _needs(tool.needs(tasks[0]))
+
+
+def _look_at_reward(reward: AnyReward, tasks: Sequence[Task]) -> str:
+    for name in reward.task_fields:
+        if lacks := _lacks(tasks, name):
+            raise RewardDefinitionError(lacks)
+    return _needs(reward.needs(tasks[0]))
+
+
+def _lacks(tasks: Sequence[Task], name: str) -> str | None:
+    """What is to be said if not all tasks have a field."""
+    lacking = [task for task in tasks if name not in task.fields]
+    if not lacking:
+        return None
+    return (
+        f"It asks for the field {name!r}, which {len(lacking)} of {len(tasks)} tasks do not have, for instance "
+        f"{lacking[0].id}, which has {sorted(map(str, lacking[0].fields))}. Add the field to the tasks, or give the "
+        "parameter a default."
+    )
 
 
 def _needs(specs: Sequence[ResourceSpec[Any]]) -> str:

@@ -240,6 +240,19 @@ async def test_calls_beyond_the_limit_of_one_turn_are_answered_but_not_executed(
     assert "not executed" in trajectory.turns[0].results[2].observation
 
 
+async def test_a_policy_that_would_end_the_process_fails_the_rollout_that_asked_it():
+    def script(prompt, turn):
+        if "leave" in prompt:
+            raise SystemExit(3)
+        return "done"
+
+    result = await run(
+        Agent(model="scripted"), ["stay", "leave", "stay"], policy=ScriptedPolicy(script), max_failure_share=1.0
+    )
+    assert [one.finish for one in result.trajectories] == ["answered", "failed", "answered"]
+    assert result.trajectories[1].failure.kind == "SystemExit"
+
+
 async def test_a_tool_that_takes_no_notice_of_the_end_of_time_does_not_prolong_the_rollout():
     @tool
     async def stubborn() -> str:

@@ -111,7 +111,7 @@ class Rollout:
             trajectory.messages = conversation.messages
             trajectory.finish = await conversation.play()
             scribe.finish()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a policy's library that would end the process ends its rollout
             trajectory.finish = FinishReason.FAILED
             trajectory.failure = Failure.of(error)
 

@@ -225,16 +225,14 @@ async def _held_bytes(rollouts: int) -> float:
     workload = Workload("memory", rollouts, (turns, turns), at_once, at_once, at_once, target=1.0)
     plans = workload.plans()
     model = TimedModel(plans)
+    model.held_turn = turns - 1
     async with open_runner(workload, plans, model, EventStream()) as runner:
         gc.collect()
         tracemalloc.start()
         try:
             running: list[Trajectory] = []
             collecting = asyncio.create_task(runner.collect(tasks_of(plans), label="memory"))
-            while model.calls < rollouts * (turns - 1):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            model.hold.clear()
-            while model.calls < rollouts * turns:  # noqa: ASYNC110
+            while model.calls < rollouts * turns and not collecting.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             gc.collect()
             held, _ = tracemalloc.get_traced_memory()

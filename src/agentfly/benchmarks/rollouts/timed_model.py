@@ -90,7 +90,8 @@ class TimedModel:
 
     Attributes:
         calls: how many generations were made.
-        hold: set while generations go on; while it is not, those that begin wait.
+        held_turn: number of the turn whose generations wait for ``hold`` to be set; None if none does.
+        hold: lets them go on.
     """
 
     context_length = 1_000_000
@@ -100,7 +101,7 @@ class TimedModel:
         self.tokenizer = MeteredTokenizer()
         self.calls = 0
         self.hold = asyncio.Event()
-        self.hold.set()
+        self.held_turn: int | None = None
         self._plans = plans
         self._turns: dict[str, int] = {}
         self._said = {
@@ -123,7 +124,8 @@ class TimedModel:
         self._turns[rollout_id] = turn + 1
         plan = self._plans[int(rollout_id.rpartition("-")[2].partition(".")[0])]
         await asyncio.sleep(plan.generations[turn])
-        await self.hold.wait()
+        if turn == self.held_turn:
+            await self.hold.wait()
         ids = self._said[plan.sync[turn]][turn] if turn < len(plan.tools) else self._last
         return Generation(ids, [0.0] * len(ids), "stop", self.version)
 

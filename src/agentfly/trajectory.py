@@ -130,6 +130,8 @@ class Turn:
         results: the tool calls and their results, in the order of the calls.
         generation_seconds: how long the generation took, waiting for the policy included.
         reasoning: what the model thought before it spoke, where the format tells thoughts apart.
+        content: what the model said, where that is not all of ``text``: without its thoughts, and without what else the
+            format tells apart. See `said`.
         kind: ``act``, or ``memory`` for a generation that only wrote down what is to be remembered.
         agent: path of the subagent whose turn it is, its names joined by ``/``; empty for the agent itself.
         conversation: which of the rollout's conversations the turn belongs to: the ids of the tool calls that led to
@@ -150,12 +152,18 @@ class Turn:
     results: tuple[ToolRecord, ...] = ()
     generation_seconds: float = 0.0
     reasoning: str | None = None
+    content: str | None = None
     kind: Literal["act", "memory"] = "act"
     agent: str = ""
     conversation: str = ""
     policy: str = ""
     reward: float | None = None
     anchor: str = ""
+
+    @property
+    def said(self) -> str:
+        """What the model said, without its thoughts where the format tells them apart."""
+        return self.text if self.content is None else self.content
 
 
 @dataclass
@@ -199,8 +207,8 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """The text of the agent's own last turn: what an agent that answers in words has answered."""
-        own = (turn.text for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
+        """What the agent said in its own last turn, without its thoughts where the format tells them apart."""
+        own = (turn.said for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
         return next(own, "")
 
     @property

@@ -145,13 +145,13 @@ TABLE = {
     "qwen3.5": (DROPS, DROPS, STABLE, STABLE, STABLE),
     "qwq": (DROPS, DROPS, DROPS, DROPS, DROPS),
     "llama3.2": (STABLE, STABLE, STABLE, DROPS, STABLE),
-    "gemma3": (STABLE, STABLE, REFUSED, REFUSED, REFUSED),
+    "gemma3": (STABLE, STABLE, STABLE, REFUSED, REFUSED),
     "deepseek-v3": (STABLE, STABLE, REWRITTEN, LEFT_OUT, LEFT_OUT),
     "deepseek-v3.1": (DROPS, DROPS, DROPS, STABLE, STABLE),
     "deepseek-r1": (DROPS, DROPS, REWRITTEN, LEFT_OUT, LEFT_OUT),
-    "gpt-oss": (DROPS, DROPS, REFUSED, STABLE, STABLE),
-    "phi3.5": (STABLE, STABLE, LEFT_OUT, LEFT_OUT, LEFT_OUT),
-    "mistral": (STABLE, STABLE, REFUSED, DROPS, DROPS),
+    "gpt-oss": (DROPS, DROPS, DROPS, STABLE, STABLE),
+    "phi3.5": (STABLE, STABLE, STABLE, LEFT_OUT, LEFT_OUT),
+    "mistral": (STABLE, STABLE, STABLE, DROPS, DROPS),
     "glm4.5": (DROPS, DROPS, STABLE, STABLE, STABLE),
 }
 """What becomes of each way of conversing under ``history="keep"``, in the order of `WAYS`."""
@@ -332,3 +332,57 @@ def test_rewritten_history_is_what_the_template_writes_at_every_turn_and_breaks_
         assert following is not None or not calls
         ids = [*ids, *following.ids] if following else list(chat.prompt(conversation, tools).ids)
         assert drift_from_whole(chat, tokenizer_of(family), ids, conversation, tools) is None
+
+
+def told(number, name="shell"):
+    return result(number, f"result {number}", name)
+
+
+MISHAPS = {
+    "two calls": [assistant("", call(0), call(1, "search")), told(0), told(1, "search")],
+    "a call that cannot be read": [assistant('<tool_call>{"name": '), told(0)],
+    "one of two calls that can be read": [assistant("", call(0)), told(0), told(1, "search")],
+    "a turn that a limit cut, and words": [assistant('<tool_call>{"na'), user("go on")],
+    "silence, and words": [assistant(""), user("go on")],
+    "a call, its result, and words": [assistant("", call(0)), told(0), user("Sum up.")],
+}
+
+CALLING = [family for family in FAMILIES if TABLE[family][3] in (STABLE, DROPS)]
+
+
+@families(*CALLING)
+@pytest.mark.parametrize("history", ["keep", "rewrite"])
+def test_whatever_happens_between_calls_can_be_written_as_a_whole_and_gone_on_from(family, history):
+    chat = TemplateChatFormat(tokenizer_of(family), [WAYS["calls"][0]], tools=TOOLS, history=history)
+    for talk in MISHAPS.values():
+        conversation = [user("the question"), *talk, *talk]
+        text = tokenizer_of(family).decode(chat.prompt(conversation, TOOLS).ids)
+        answers = talk[1:]
+        assert all(text.count(answer["content"]) == 2 for answer in answers)
+        after = [*chat.prompt(conversation[: -len(answers) - 1], TOOLS).ids, chat.stop_ids[0]]
+        following = chat.continuation(answers, after=after, conversation=conversation, tools=TOOLS)
+        if following is not None:
+            assert all(answer["content"] in tokenizer_of(family).decode(following.ids) for answer in answers)
+
+
+@families("llama3.2", "gpt-oss")
+def test_two_calls_of_a_turn_are_written_one_after_the_other_where_the_template_writes_one(family):
+    chat = TemplateChatFormat(tokenizer_of(family), [WAYS["two calls"][0]], tools=TOOLS)
+    both, one_by_one = MISHAPS["two calls"], [assistant("", call(0)), told(0), assistant("", call(1, "search"))]
+    ask = [user("the question")]
+    expected = chat.prompt([*ask, *one_by_one, told(1, "search")], TOOLS).ids
+    assert chat.prompt([*ask, *both], TOOLS).ids == expected
+    after = [*chat.prompt(ask, TOOLS).ids, chat.stop_ids[0]]
+    assert chat.continuation(both[1:], after=after, conversation=[*ask, *both], tools=TOOLS) is None
+
+
+def test_tools_that_a_template_moves_to_the_last_question_are_described_once():
+    tokenizer, called = tokenizer_of("mistral"), MISHAPS["a call, its result, and words"]
+    chat = TemplateChatFormat(tokenizer, [WAYS["calls"][0]], tools=TOOLS)
+    ask = [user("the question")]
+    after = [*chat.prompt(ask, TOOLS).ids, chat.stop_ids[0]]
+    goes_on = chat.continuation(called[1:2], after=after, conversation=[*ask, *called[:2]], tools=TOOLS)
+    assert "result 0" in tokenizer.decode(goes_on.ids)
+    talk = [*ask, assistant("the answer"), user("another")]
+    assert chat.continuation(talk[2:], after=after, conversation=talk, tools=TOOLS) is None
+    assert tokenizer.decode(chat.prompt(talk, TOOLS).ids).count("[AVAILABLE_TOOLS]") == 1

@@ -10,6 +10,7 @@ from agentfly.policies.chat_template import ChatTemplate
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.rendered import MARK, PLACE, ControlTokens
+from agentfly.rollouts.chat.shape import STAND_IN
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 IM_START, IM_END = 256, 257
@@ -133,12 +134,20 @@ REFUSES_TOOLS = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('
 SKIPS_TOOLS = CHATML.replace("for message in messages", "for message in messages if message.role != 'tool'")
 
 
-@pytest.mark.parametrize(("template", "why"), [(REFUSES_TOOLS, "no tools"), (SKIPS_TOOLS, "leaves out messages")])
-def test_a_template_without_tool_messages_is_refused_for_results_in_tool_messages_only(template, why):
-    chat = chat_format(TemplateTokenizer(template), user)
-    assert following(chat, [user("go on")])
-    with pytest.raises(ChatFormatError, match=why):
-        chat_format(TemplateTokenizer(template), tool)
+@pytest.mark.parametrize("template", [REFUSES_TOOLS, SKIPS_TOOLS])
+def test_where_a_template_has_no_tool_messages_results_are_words_of_the_user(template):
+    chat = chat_format(TemplateTokenizer(template), tool)
+    assert following(chat, [tool("4")]) == following(chat, [user("4")])
+    talk = [user("2+2?"), assistant("called"), tool("4")]
+    assert chat.prompt(talk).ids == chat.prompt([*talk[:2], user("4")]).ids
+
+
+def test_a_template_that_leaves_out_what_answers_its_calls_is_refused():
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
+    exchange = Exchange({**assistant("called"), "tool_calls": [call]}, [{**tool("4"), "tool_call_id": "call_0"}])
+    for history in ("keep", "rewrite"):
+        with pytest.raises(ChatFormatError, match="leaves out messages"):
+            TemplateChatFormat(TemplateTokenizer(SKIPS_TOOLS), [exchange], tools=[STAND_IN], history=history)
 
 
 OPENS_THOUGHTS = CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'")

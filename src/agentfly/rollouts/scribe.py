@@ -50,6 +50,7 @@ class Scribe:
             stopped=said.stopped,
             generation_seconds=said.seconds,
             reasoning=said.reasoning,
+            content=None if said.content == said.text else said.content,
             kind=kind,
             agent=agent,
             conversation=conversation,

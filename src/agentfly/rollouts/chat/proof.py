@@ -38,6 +38,27 @@ ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user"
 """A turn without calls, and what a user says to it."""
 
 
+def require_written(
+    turns: Turns, exchanges: Sequence[Exchange], tools: Definitions, system: Message | None = None
+) -> None:
+    """Raise unless the template can write whole conversations of these exchanges, and of what may become of them.
+
+    That is: calls that could not be read, and so stand as text in front of their results; words of a user behind the
+    results, as memory adds them; and a turn that says something, or nothing, before a user goes on.
+
+    Raises:
+        ChatFormatError: it refuses one, or leaves an answer out.
+    """
+    said, words = ANSWERED.turn, ANSWERED.answers[0]
+    kinds = [ANSWERED, Exchange({**said, "content": ""}, (words,))]
+    for exchange in exchanges:
+        kinds += [exchange, Exchange(said, exchange.answers)]
+        if exchange.answers[-1]["role"] == "tool":
+            kinds.append(Exchange(exchange.turn, (*exchange.answers, words)))
+    for kind in kinds:
+        require_answers(turns.whole(_conversation(kind, system)[1], tools), kind)
+
+
 def prove(turns: Turns, exchange: Exchange, tools: Definitions, system: Message | None) -> None:
     """Compare a conversation of two exchanges, turn by turn and as a whole.
 

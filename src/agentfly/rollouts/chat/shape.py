@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -40,7 +40,9 @@ class MessageShape:
     Attributes:
         arguments_as_text: a call's arguments are wanted as JSON text, and not as a mapping.
         short_ids: the ids of calls are wanted as nine letters and digits.
-        one_call: a turn may hold one call only.
+        one_call: a turn may hold one call only; more are written as turns that follow each other.
+        results_follow_calls: messages of the role ``tool`` must answer a call; others are written as a user's words.
+        words_after_results: a user's words may follow what tools have answered; if not, they stand below it.
         one_user_message: user messages are wanted one at a time, with an answer in between.
         parts: content is wanted as a list of parts, a text on its own included.
         images_apart: images in what tools answer are wanted in a message of the user that follows.
@@ -51,6 +53,8 @@ class MessageShape:
     arguments_as_text: bool = False
     short_ids: bool = False
     one_call: bool = False
+    results_follow_calls: bool = False
+    words_after_results: bool = True
     one_user_message: bool = False
     parts: bool = False
     images_apart: bool = False
@@ -68,8 +72,10 @@ class MessageShape:
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's shape. The argument stays unchanged."""
         fitted: list[Message] = []
+        messages = _one_call_at_a_time(messages) if self.one_call else messages
+        messages = list(_with_results_of_calls_only(messages)) if self.results_follow_calls else messages
         for message in with_images_apart(messages) if self.images_apart else messages:
-            if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and self.one_user_message:
+            if message["role"] == "user" and fitted and self._belongs_below(fitted[-1]):
                 fitted[-1] = {**fitted[-1], "content": joined(fitted[-1]["content"], "\n\n", message["content"])}
             elif message["role"] == "assistant":
                 fitted.append(self._fit_assistant(self._split(message)))
@@ -83,6 +89,12 @@ class MessageShape:
         content = message["content"]
         wanted = parts_of(content) if self.parts else _plain(content)
         return message if wanted is content else cast(Message, {**message, "content": wanted})
+
+    def _belongs_below(self, message: Message) -> bool:
+        """Whether a user's words cannot follow a message, and are added to it."""
+        if message["role"] == "tool":
+            return not self.words_after_results
+        return message["role"] == "user" and self.one_user_message
 
     def _split(self, message: Message) -> Message:
         if "reasoning_content" in message or not isinstance(message["content"], str):
@@ -126,11 +138,23 @@ def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
     """
     tokenizer.render([QUESTION], add_generation_prompt=True)
     as_text, short_ids, one_call = _calls(tokenizer)
+    results_follow_calls, words_after_results = _results(tokenizer)
     once, twice = _rendered(tokenizer, [QUESTION]), _rendered(tokenizer, [QUESTION, QUESTION])
     parts, images_apart = _images(tokenizer) if tokenizer.vision is not None else (False, False)
     apart, thoughts = _thoughts(tokenizer)
     one_user_message = once is not None and twice is None
-    return MessageShape(as_text, short_ids, one_call, one_user_message, parts, images_apart, apart, thoughts)
+    return MessageShape(
+        as_text,
+        short_ids,
+        one_call,
+        results_follow_calls,
+        words_after_results,
+        one_user_message,
+        parts,
+        images_apart,
+        apart,
+        thoughts,
+    )
 
 
 def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
@@ -139,8 +163,21 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
         for as_text, arguments in ((False, {_KEY: "value"}), (True, json.dumps({_KEY: "value"}))):
             written = _rendered(tokenizer, [QUESTION, _calling(ids[:1], arguments)])
             if written is not None and _KEY in written and f"'{_KEY}'" not in written:
-                return as_text, short, _rendered(tokenizer, [QUESTION, _calling(ids, arguments)]) is None
+                both = _rendered(tokenizer, [QUESTION, _calling(ids, arguments)])
+                return as_text, short, both is None or both.count(_KEY) < 2 * written.count(_KEY)
     return False, False, False
+
+
+def _results(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Whether messages of the role ``tool`` must answer a call, and whether a user's words may follow them."""
+    said: Message = {"role": "assistant", "content": _SAID}
+    result: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": _KEY}
+    uncalled = _rendered(tokenizer, [QUESTION, said, result, said, result])
+    in_either_way: tuple[Any, Any] = ({}, "{}")
+    calling = [[_calling(["abcdefgh0"], arguments), result] for arguments in in_either_way]
+    answered = any(_rendered(tokenizer, [QUESTION, *called]) for called in calling)
+    noted = any(_rendered(tokenizer, [QUESTION, *called, QUESTION]) for called in calling)
+    return uncalled is None or uncalled.count(_KEY) < 2, noted or not answered
 
 
 def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
@@ -170,6 +207,40 @@ def _thoughts(tokenizer: Tokenizer) -> tuple[bool, Thoughts]:
     opener = next((opener for opener in OPENERS if opener in around), None)
     opener = opener or next((opener for opener in OPENERS if opener in tokenizer.control_tokens), "<think>")
     return apart, Thoughts(opener, OPENERS[opener], header.endswith(opener))
+
+
+def _one_call_at_a_time(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one call in a turn, each followed by what answers it."""
+    single: list[Message] = []
+    waiting: list[Message] = []
+    for message in messages:
+        for at, turn in enumerate(waiting):
+            if message["role"] != "tool" or _answers_one_of([turn["tool_calls"][0]["id"]], message):
+                due = at if message["role"] == "tool" else len(waiting)
+                single += waiting[: due + 1]
+                del waiting[: due + 1]
+                break
+        calls = message.get("tool_calls", ())
+        single.append(cast(Message, {**message, "tool_calls": [*calls[:1]]}) if len(calls) > 1 else message)
+        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+    return single + waiting
+
+
+def _with_results_of_calls_only(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages with what answers no call of the turn before it as a user's words."""
+    calls: list[str] = []
+    for message in messages:
+        if message["role"] != "tool":
+            calls = [call["id"] for call in message.get("tool_calls", ())]
+        if message["role"] != "tool" or _answers_one_of(calls, message):
+            yield message
+        else:
+            yield {"role": "user", "content": message["content"]}
+
+
+def _answers_one_of(calls: Collection[str], answer: Message) -> bool:
+    """Whether a tool's message is the result of one of these calls; one that names none is that of any."""
+    return answer["tool_call_id"] in calls if "tool_call_id" in answer else bool(calls)
 
 
 def _calling(ids: Sequence[str], arguments: Any) -> Message:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentfly.agents.agent import History
+from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
 from agentfly.rollouts.chat.placeholders import with_images
-from agentfly.rollouts.chat.proof import Exchange, keeps_thoughts, prove, require_answers
-from agentfly.rollouts.chat.shape import QUESTION
+from agentfly.rollouts.chat.proof import ANSWERED, Exchange, keeps_thoughts, prove, require_written
 from agentfly.rollouts.chat.skeleton import first_place
 from agentfly.rollouts.chat.turns import Turns
 
@@ -57,12 +57,11 @@ class TemplateChatFormat:
         self._turns = turns = Turns(tokenizer)
         self.stop_ids = turns.endings.stop_ids
         possible = [exchange for exchange in exchanges if turns.shape.allows(exchange.turn)]
-        for exchange in possible:
-            if history == "keep":
+        if history == "keep":
+            for exchange in possible:
                 prove(turns, exchange, tools, system)
-            else:
-                conversation = [*([system] if system else []), QUESTION, exchange.turn, *exchange.answers]
-                require_answers(turns.whole(conversation, tools), exchange)
+        require_written(turns, exchanges, tools, system)
+        self._goes_on_with_words = not tools or self._grows(ANSWERED, tools, system)
         self.keeps_thoughts = all(keeps_thoughts(turns, exchange, tools, system) for exchange in possible)
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
@@ -79,10 +78,15 @@ class TemplateChatFormat:
         tools: Definitions = (),
     ) -> Rendered | None:
         """What follows a generation; see `ChatFormat.continuation`."""
-        if self.history == "keep":
-            text: str | None = self._turns.following(messages, tools)
+        last = len(conversation) - len(messages) - 1
+        if last >= 0 and not self._turns.shape.allows(conversation[last]):
+            return None
+        if self.history == "rewrite":
+            text = self._following_unless_rewritten(conversation, last, tools)
+        elif tools and not self._goes_on_with_words and any(message["role"] != "tool" for message in messages):
+            text = None
         else:
-            text = self._following_unless_rewritten(conversation, len(conversation) - len(messages) - 1, tools)
+            text = self._turns.following(messages, tools)
         if text is None:
             return None
         ids = self._turns.control.encode(text)
@@ -97,12 +101,20 @@ class TemplateChatFormat:
         reasoning, content = self._turns.shape.thoughts.split(text)
         return Reply(text, content, reasoning)
 
+    def _grows(self, exchange: Exchange, tools: Definitions, system: Message | None) -> bool:
+        try:
+            prove(self._turns, exchange, tools, system)
+        except ChatFormatError:
+            return False
+        return True
+
     def _following_unless_rewritten(self, conversation: Sequence[Message], last: int, tools: Definitions) -> str | None:
         """What the template writes behind the assistant's turn at position ``last``; None if it rewrites that."""
         turns = self._turns
         sent = turns.bare(conversation[:last], tools)
         now = turns.bare(conversation, tools)
-        if not all(place in now for place in turns.places(conversation, last)):
+        places = turns.places(conversation, last)
+        if not places or not all(place in now for place in places):
             return None
         before = now[: first_place(now, last)]
         if not before.startswith(sent) and (not sent.startswith(before) or sent[len(before) :].strip()):

@@ -32,7 +32,6 @@ class Turns:
         self.shape = shape_wanted_by(tokenizer)
         self.endings = endings_of(tokenizer, self.control, self.shape)
         self.control.allow_in_replies(self._inner_tokens())
-        self._tools_follow = self._tools_follow_replies()
 
     def whole(self, messages: Sequence[Message], tools: Definitions = (), *, opens: bool = True) -> str:
         """A conversation as the template writes it; ``opens`` says whether the assistant's next turn begins."""
@@ -55,9 +54,7 @@ class Turns:
         answers = self.control.disarm(messages)
         calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
         turn = reply(0, calls=calls[:1] if self.shape.one_call else calls)
-        asked = any(answer["role"] != "tool" for answer in answers)
-        described = tools if self._tools_follow and asked else _STAND_INS if tools else ()
-        rendered = self._render([QUESTION, turn, *answers], described, opens=True)
+        rendered = self._render([QUESTION, turn, *answers], _STAND_INS if tools else (), opens=True)
         return rendered[self.end_of(rendered, 0) :]
 
     def end_of(self, rendered: str, number: int) -> int:
@@ -90,19 +87,19 @@ class Turns:
                 stop = self.end_of(rendered, 0)
             except ChatFormatError:
                 continue
-            if rendered.startswith(opening):
-                inner.update(self.control.in_text(rendered[len(opening) : stop]))
+            own = rendered[len(opening) : stop] if rendered.startswith(opening) else ""
+            if self._writes(own):
+                inner.update(self.control.in_text(own))
         ends = self.endings.ends | set(self.endings.stop_ids)
         return {token for token in inner if self._tokenizer.control_tokens.get(token) not in ends}
 
-    def _tools_follow_replies(self) -> bool:
-        """Whether the template describes the tools anew further down, as some do in front of the last user message."""
+    def _writes(self, text: str) -> bool:
+        """Whether the template takes a text for what an assistant has said; some refuse their own marks in it."""
         try:
-            rendered = self._render([QUESTION, reply(0), QUESTION], [STAND_IN], opens=True)
-            name: str = STAND_IN["function"]["name"]
-            return name in rendered[self.end_of(rendered, 0) :]
+            self._render([QUESTION, {"role": "assistant", "content": text}, QUESTION], (), opens=False)
         except ChatFormatError:
             return False
+        return True
 
 
 def _call_of(answer: Message) -> dict[str, Any]:

@@ -222,3 +222,28 @@ def test_without_the_package_a_known_model_is_spoken_to_by_its_template(monkeypa
     assert isinstance(chat, TemplateChatFormat)
     with pytest.raises(PrerequisiteError, match=r"agentfly-rl\[renderers\]"):
         chat_format_of(af.Agent(model="m", chat_format="renderers:qwen3"), tokenizer_of("qwen3"))
+
+
+def called(*numbers):
+    function = {"name": "lookup", "arguments": {"word": "owl"}}
+    calls = [{"id": f"call_{number}", "type": "function", "function": function} for number in numbers]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def answered(number):
+    return {**answer(f"meaning {number}"), "tool_call_id": f"call_{number}"}
+
+
+@pytest.mark.slow
+@families
+def test_whatever_happens_between_calls_can_be_written_as_a_whole(family):
+    chat, tools = format_of(family), agent(family).template_tools
+    for talk in (
+        [called(0, 1), answered(0), answered(1)],
+        [{"role": "assistant", "content": "a call that cannot be read"}, answered(0)],
+        [{"role": "assistant", "content": "cut"}, user("go on")],
+        [{"role": "assistant", "content": ""}, user("go on")],
+        [called(0), answered(0), user("Sum up.")],
+    ):
+        text = tokenizer_of(family).decode(chat.prompt([user("q"), *talk, *talk], tools).ids)
+        assert [text.count(one["content"]) for one in talk[1:]] == [2] * (len(talk) - 1)

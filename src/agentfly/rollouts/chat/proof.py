@@ -38,16 +38,11 @@ ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user"
 """A turn without calls, and what a user says to it."""
 
 
-def require_written(
-    turns: Turns, exchanges: Sequence[Exchange], tools: Definitions, system: Message | None = None
-) -> None:
-    """Raise unless the template can write whole conversations of these exchanges, and of what may become of them.
+def mishaps(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """These exchanges, and what may become of them in a rollout.
 
     That is: calls that could not be read, and so stand as text in front of their results; words of a user behind the
     results, as memory adds them; and a turn that says something, or nothing, before a user goes on.
-
-    Raises:
-        ChatFormatError: it refuses one, or leaves an answer out.
     """
     said, words = ANSWERED.turn, ANSWERED.answers[0]
     kinds = [ANSWERED, Exchange({**said, "content": ""}, (words,))]
@@ -55,7 +50,18 @@ def require_written(
         kinds += [exchange, Exchange(said, exchange.answers)]
         if exchange.answers[-1]["role"] == "tool":
             kinds.append(Exchange(exchange.turn, (*exchange.answers, words)))
-    for kind in kinds:
+    return kinds
+
+
+def require_written(
+    turns: Turns, exchanges: Sequence[Exchange], tools: Definitions, system: Message | None = None
+) -> None:
+    """Raise unless the template can write whole conversations of these exchanges and of their `mishaps`.
+
+    Raises:
+        ChatFormatError: it refuses one, or leaves an answer out.
+    """
+    for kind in mishaps(exchanges):
         require_answers(turns.whole(_conversation(kind, system)[1], tools), kind)
 
 

@@ -19,7 +19,8 @@ from agentfly.messages import Message, ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
 from agentfly.rollouts.chat.placeholders import require_no_images
-from agentfly.rollouts.chat.proof import Exchange
+from agentfly.rollouts.chat.proof import Exchange, mishaps
+from agentfly.rollouts.chat.rearranged import one_call_at_a_time
 from agentfly.rollouts.chat.rendered import MARK, ControlTokens
 from agentfly.rollouts.chat.shape import QUESTION
 
@@ -74,12 +75,17 @@ class RenderersFormat:
         self._renderer = _renderer(name, _Encoder(tokenizer, self._control), history)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._opening = [*([system] if system else []), QUESTION]
+        self._one_call = False
         self._marks = self._needs_marks()
         self._require_described(tools)
         self._prompt_ids = list(self.prompt(self._opening, tools).ids)
         self._header = self._prompt_ids[len(self._ids_of(self._opening, tools, opens=False)) :]
+        self._one_call = any(self._refuses(exchange, tools) for exchange in exchanges)
         for exchange in exchanges:
             self._prove(exchange, tools)
+        for kind in mishaps(exchanges):
+            conversation = [*self._opening, kind.turn, *kind.answers, kind.turn, *kind.answers]
+            self._require_answers(self._ids_of(conversation, tools), kind)
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
@@ -125,8 +131,9 @@ class RenderersFormat:
         return Reply(text, parsed.content, parsed.reasoning_content or None, calls)
 
     def _ids_of(self, messages: Sequence[Message], tools: Definitions, *, opens: bool = True) -> list[int]:
+        shown = self._disarmed(one_call_at_a_time(messages) if self._one_call else messages)
         try:
-            ids = self._renderer.render_ids(self._disarmed(messages), tools=_listed(tools), add_generation_prompt=opens)
+            ids = self._renderer.render_ids(shown, tools=_listed(tools), add_generation_prompt=opens)
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ChatFormatError(
@@ -182,13 +189,26 @@ class RenderersFormat:
         after = [*self._prompt_ids, *self._as_sampled(exchange.turn, tools)]
         conversation = [*self._opening, exchange.turn, *exchange.answers]
         following = self.continuation(exchange.answers, after=after, conversation=conversation, tools=tools)
-        text = self._tokenizer.decode(following.ids if following else self._ids_of(conversation, tools))
+        self._require_answers(following.ids if following else self._ids_of(conversation, tools), exchange)
+
+    def _require_answers(self, ids: Sequence[int], exchange: Exchange) -> None:
+        text = self._tokenizer.decode(ids)
         for answer in exchange.answers:
             if text_of(answer["content"]) not in text:
                 raise ChatFormatError(
                     f"The format {self.name!r} of the renderers package leaves out messages of the role "
                     f"{answer['role']!r}. Use a tool-call format whose results it knows, for instance 'model'."
                 )
+
+    def _refuses(self, exchange: Exchange, tools: Definitions) -> bool:
+        """Whether a turn with several calls cannot be written with what answers it."""
+        if len(exchange.turn.get("tool_calls", ())) < 2:
+            return False
+        try:
+            self._ids_of([*self._opening, exchange.turn, *exchange.answers], tools)
+        except ChatFormatError:
+            return True
+        return False
 
     def _as_sampled(self, turn: Message, tools: Definitions) -> list[int]:
         """The ids that the model would sample to say a turn, as far as the format tells."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from agentfly.errors import ChatFormatError
 from agentfly.images import Image
 from agentfly.messages import Content, Message, joined, parts_of, text_of, with_images_apart
 from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.chat.rearranged import one_call_at_a_time, with_results_of_calls_only
 from agentfly.rollouts.chat.thoughts import OPENERS, Thoughts
 
 QUESTION: Message = {"role": "user", "content": "question"}
@@ -72,8 +73,8 @@ class MessageShape:
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the template's shape. The argument stays unchanged."""
         fitted: list[Message] = []
-        messages = _one_call_at_a_time(messages) if self.one_call else messages
-        messages = list(_with_results_of_calls_only(messages)) if self.results_follow_calls else messages
+        messages = one_call_at_a_time(messages) if self.one_call else messages
+        messages = list(with_results_of_calls_only(messages)) if self.results_follow_calls else messages
         for message in with_images_apart(messages) if self.images_apart else messages:
             if message["role"] == "user" and fitted and self._belongs_below(fitted[-1]):
                 fitted[-1] = {**fitted[-1], "content": joined(fitted[-1]["content"], "\n\n", message["content"])}
@@ -207,40 +208,6 @@ def _thoughts(tokenizer: Tokenizer) -> tuple[bool, Thoughts]:
     opener = next((opener for opener in OPENERS if opener in around), None)
     opener = opener or next((opener for opener in OPENERS if opener in tokenizer.control_tokens), "<think>")
     return apart, Thoughts(opener, OPENERS[opener], header.endswith(opener))
-
-
-def _one_call_at_a_time(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one call in a turn, each followed by what answers it."""
-    single: list[Message] = []
-    waiting: list[Message] = []
-    for message in messages:
-        for at, turn in enumerate(waiting):
-            if message["role"] != "tool" or _answers_one_of([turn["tool_calls"][0]["id"]], message):
-                due = at if message["role"] == "tool" else len(waiting)
-                single += waiting[: due + 1]
-                del waiting[: due + 1]
-                break
-        calls = message.get("tool_calls", ())
-        single.append(cast(Message, {**message, "tool_calls": [*calls[:1]]}) if len(calls) > 1 else message)
-        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-    return single + waiting
-
-
-def _with_results_of_calls_only(messages: Sequence[Message]) -> Iterator[Message]:
-    """The messages with what answers no call of the turn before it as a user's words."""
-    calls: list[str] = []
-    for message in messages:
-        if message["role"] != "tool":
-            calls = [call["id"] for call in message.get("tool_calls", ())]
-        if message["role"] != "tool" or _answers_one_of(calls, message):
-            yield message
-        else:
-            yield {"role": "user", "content": message["content"]}
-
-
-def _answers_one_of(calls: Collection[str], answer: Message) -> bool:
-    """Whether a tool's message is the result of one of these calls; one that names none is that of any."""
-    return answer["tool_call_id"] in calls if "tool_call_id" in answer else bool(calls)
 
 
 def _calling(ids: Sequence[str], arguments: Any) -> Message:

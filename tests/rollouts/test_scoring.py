@@ -22,7 +22,7 @@ from agentfly.rollouts.run import run
 from agentfly.rollouts.scoring import score_rollout
 from agentfly.task import Task
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn
+from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn, load_trajectories, save_trajectories
 
 
 @tool
@@ -59,6 +59,25 @@ async def test_a_reward_says_what_the_rollout_is_worth_and_leaves_the_turns_to_t
     trajectory = await play([calls(0.5), "end"], fixed)
     assert trajectory.reward == 7.0
     assert [turn.reward for turn in trajectory.turns] == [0.5, None]
+
+
+async def test_a_response_is_what_was_said_and_thoughts_are_kept_apart_from_it(tmp_path):
+    heard = []
+
+    @reward
+    def right(response: str) -> float:
+        heard.append(response)
+        return float("5" in response)
+
+    sampled = "<think>\n4, or 5?\n</think>\n\nIt is 4."
+    trajectory = await play([calls(0), sampled], right)
+    assert (heard, trajectory.reward) == (["It is 4."], 0.0)
+    turn = trajectory.turns[-1]
+    assert (turn.text, turn.said, turn.reasoning) == (sampled, "It is 4.", "4, or 5?")
+    save_trajectories([trajectory], tmp_path / "kept.jsonl")
+    [kept] = load_trajectories(tmp_path / "kept.jsonl")
+    assert kept.response == "It is 4."
+    assert (await play(["<think>It may be 5"], right)).response == ""
 
 
 async def test_a_reward_that_speaks_of_turns_replaces_what_the_tools_said():

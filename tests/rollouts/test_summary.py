@@ -67,3 +67,16 @@ def test_where_nothing_ended_by_itself_there_is_no_mean_reward_and_every_number_
     metrics = summarize(trajectories)
     assert "reward/mean" not in metrics
     assert all(map(math.isfinite, metrics.values()))
+
+
+def test_breaks_are_the_sequences_beyond_the_first_of_each_conversation():
+    one = trajectory(FinishReason.ANSWERED, sequences=[sequence(1)] * 3)
+    one.turns = [
+        Turn(0, 0, 2, 3, "a", True),
+        Turn(1, 1, 2, 3, "b", True, conversation="call_0"),
+        Turn(2, 0, 5, 6, "c", True),
+        Turn(3, 2, 2, 3, "d", True),
+        Turn(4, -1, 0, 0, "e", True, conversation="call_1"),
+    ]
+    assert summarize([one])["sequence_breaks/mean"] == 1
+    assert summarize([trajectory(FinishReason.ANSWERED, sequences=[sequence(1)])])["sequence_breaks/mean"] == 0

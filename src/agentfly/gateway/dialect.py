@@ -94,8 +94,10 @@ class Dialect:
             tools = [_PROBE] if candidate.in_template else ()
             called = (Exchange.calling(_PROBE["function"]["name"], count, candidate) for count in (1, 2))
             exchanges = [ANSWERED, *called]
+            system = None if candidate.in_template or isinstance(candidate, HermesForAll) else _TOLD
             try:
-                return cls(TemplateChatFormat(tokenizer, exchanges, tools=tools, history=history), candidate)
+                chat = TemplateChatFormat(tokenizer, exchanges, tools=tools, system=system, history=history)
+                return cls(chat, candidate)
             except ChatFormatError as error:
                 refusal = error
         return cls(plain, HermesForAll(), refusal)
@@ -223,6 +225,8 @@ _PROBE: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+
+_TOLD: Message = {"role": "system", "content": "You can use tools."}
 
 
 def _apart(calls: ToolCallFormat) -> ToolCallFormat:

@@ -100,7 +100,7 @@ class Session:
         question, said = exchange.question, exchange.said
         exchange.place, exchange.turn = place, len(self.trajectory.turns)
         self._latest = exchange
-        reasoning = said.message.get("reasoning_content")
+        reasoning, content = said.message.get("reasoning_content"), text_of(said.message["content"])
         self.trajectory.turns.append(
             Turn(
                 index=exchange.turn,
@@ -111,6 +111,7 @@ class Session:
                 stopped=said.generation.finish == "stop",
                 generation_seconds=exchange.seconds,
                 reasoning=reasoning,
+                content=None if content == said.text else content,
             )
         )
         if question.parent is not None:

@@ -24,7 +24,8 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     Means of reward and success are over the scored trajectories that infrastructure did not spoil, and left out where
     there is none; other means over those that ended by themselves and were not spoiled. ``truncated/share`` is the
     share in which a limit on tokens cut something off, ``sequences/mean`` the number of token sequences of a trajectory
-    (under the chain strategy, one and one more for each break), ``invalid_calls/share`` the share of the tool calls
+    (under the chain strategy, one for each conversation, a subagent's too, and one more for each break), of which
+    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of the tool calls
     that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors under
     ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
     """
@@ -37,6 +38,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_length/mean": _mean(float(_sampled(t)) for t in sound),
         "turns/mean": _mean(float(len(t.turns)) for t in sound),
         "sequences/mean": _mean(float(len(t.sequences)) for t in sound),
+        "sequence_breaks/mean": _mean(float(_breaks(t)) for t in sound),
         "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
         "tool_errors/share": _mean(float(result.failure is not None) for result in results),
         "invalid_calls/share": _mean(float(_invalid(result)) for result in results),
@@ -85,6 +87,11 @@ def _causes(trajectories: Sequence[Trajectory]) -> Counter[str]:
 
 def _invalid(result: ToolRecord) -> bool:
     return result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
+
+
+def _breaks(trajectory: Trajectory) -> int:
+    begun = {(turn.conversation, turn.sequence) for turn in trajectory.turns if turn.sequence >= 0}
+    return len(begun) - len({conversation for conversation, _ in begun})
 
 
 def _truncated(trajectory: Trajectory) -> bool:

@@ -103,10 +103,11 @@ def reward(
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
     The function asks for what it needs by the names of its parameters: ``response`` (what was said in the last turn,
-    without its thoughts), ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and any field of the task.
-    It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and whose other keys hold
-    metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of infrastructure: what the
-    policy can cause, for instance a `ToolError` because it did not write a file, is to be caught and given a score.
+    without its thoughts), ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and
+    any field of the task. It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and
+    whose other keys hold metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of
+    infrastructure: what the policy can cause, for instance a `ToolError` because it did not write a file, is to be
+    caught and given a score.
 
     Args:
         function: a sync or async function. A sync one runs on a thread, so that it never holds up rollouts.

@@ -25,9 +25,9 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     there is none; other means over those that ended by themselves and were not spoiled. ``truncated/share`` is the
     share in which a limit on tokens cut something off, ``sequences/mean`` the number of token sequences of a trajectory
     (under the chain strategy, one for each conversation, a subagent's too, and one more for each break), of which
-    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of the tool calls
-    that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors under
-    ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
+    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of
+    the tool calls that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors
+    under ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
     """
     sound = [t for t in trajectories if not t.infrastructure_failed and t.finish is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]

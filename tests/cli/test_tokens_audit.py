@@ -73,6 +73,17 @@ def test_a_record_whose_ids_were_changed_is_a_failure(run, agentfly):
     assert "do not spell its text" in err
 
 
+def test_a_run_made_in_python_says_its_model_and_ids_of_another_tokenizer_are_no_fault_of_it(tmp_path, agentfly):
+    """The model is read from beside the rollouts; what was scripted has other ids than the model's."""
+    agent = af.Agent(model="tiny")
+    asyncio.run(af.run(agent, ["go", "on"], policy=af.ScriptedPolicy(["hello there"]), run_dir=tmp_path / "run"))
+    code, out, err = agentfly("tokens", "audit", str(tmp_path / "run"))
+    assert (code, out) == (2, "")
+    assert "2 of 2 turns do not spell their text, so they are not of the tokenizer of tiny" in err
+    assert "--model" in err
+    assert "ScriptedPolicy" in err
+
+
 def test_a_run_that_does_not_say_its_model_is_asked_for_it(tmp_path, agentfly):
     run = RunDirectory(tmp_path / "run").ensure()
     result = asyncio.run(af.run(af.Agent(model="scripted"), ["go"], policy=af.ScriptedPolicy(["hi"])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,6 @@ from agentfly.errors import AgentFlyError, ConfigError, TokenInvariantError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentfly.policies.hf_tokenizer import HFTokenizer
     from agentfly.rollouts.audit import TokenAudit
 
 app = typer.Typer(help="Look into the tokens of a run.", no_args_is_help=True)
@@ -26,7 +26,8 @@ def audit(
         Path, typer.Argument(metavar="RUN_DIR|FILE.jsonl", help="A run's directory, or a file of trajectories.")
     ],
     model: Annotated[
-        str | None, typer.Option(help="Whose tokenizer sampled them; that of the run's configuration if not given.")
+        str | None,
+        typer.Option(help="Whose tokenizer sampled them; that of the run's configuration or settings if not given."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -37,14 +38,23 @@ def audit(
     from rich.console import Console
 
     from agentfly.cli.rescore import trajectory_files
+    from agentfly.policies.catalog import find_model
+    from agentfly.policies.hf_tokenizer import HFTokenizer
     from agentfly.rollouts.audit import audit_tokens
     from agentfly.trajectory import load_trajectories
 
     files = trajectory_files(source)
-    tokenizer = _tokenizer(source, model)
+    model = model or _model(source, files)
+    tokenizer = HFTokenizer.load(find_model(model))
     found = audit_tokens((one for path in files for one in load_trajectories(path)), tokenizer)
     if not found.trajectories:
         raise ConfigError(f"No trajectory of {source} holds token ids, so there is nothing to audit.")
+    if found.of_another_tokenizer:
+        raise ConfigError(
+            f"The ids of {found.misspelt_turns} of {found.turns} turns do not spell their text, so they are not of "
+            f"the tokenizer of {model}. Name the model that sampled them: --model NAME. What a ScriptedPolicy said "
+            "has its ByteTokenizer, and is audited in Python: agentfly.rollouts.audit.audit_tokens."
+        )
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
@@ -64,23 +74,28 @@ def audit(
         )
 
 
-def _tokenizer(source: Path, model: str | None) -> HFTokenizer:
+def _model(source: Path, files: Sequence[Path]) -> str:
+    """The model of a run: as its configuration says, or what its rollouts were made with.
+
+    Raises:
+        ConfigError: neither says it.
+    """
     from agentfly.cli.config_file import load_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.policies.catalog import find_model
-    from agentfly.policies.hf_tokenizer import HFTokenizer
+    from agentfly.rollouts.record import RolloutRecord
     from agentfly.run_directory import RunDirectory
 
-    if model is None:
-        directory = source if source.is_dir() else source.parent.parent
-        config = RunDirectory(directory).config_file
-        if not config.is_file():
-            raise ConfigError(f"There is no {config} that says which model this is. Say it: --model NAME.")
-        try:
-            model = str(Experiment.of(load_config(config, [])).agent.model)
-        except AgentFlyError as error:
-            raise ConfigError(f"{config} does not tell which model this is ({error}). Say it: --model NAME.") from error
-    return HFTokenizer.load(find_model(model))
+    config = RunDirectory(source if source.is_dir() else source.parent.parent).config_file
+    try:
+        if config.is_file():
+            return str(Experiment.of(load_config(config, [])).agent.model)
+        models = {str(RolloutRecord(path, resume=True).settings["the model"]) for path in files}
+    except (AgentFlyError, KeyError) as error:
+        home = config if config.is_file() else source
+        raise ConfigError(f"{home} does not tell which model this is ({error}). Say it: --model NAME.") from error
+    if len(models) > 1:
+        raise ConfigError(f"{source} holds rollouts of {', '.join(sorted(models))}. Name a file of one of them.")
+    return models.pop()
 
 
 def _table(found: TokenAudit) -> Table:

@@ -20,6 +20,8 @@ from agentfly.trajectory import Trajectory, Turn
 
 MAX_EXAMPLES = 5
 
+_MISSPELT = "its ids do not spell its text"
+
 
 @dataclass(frozen=True, slots=True)
 class DriftExample:
@@ -47,6 +49,8 @@ class TokenAudit:
         drifted_trajectories: in how many of them a turn's text is encoded otherwise than it was sampled.
         sampled_tokens: the sampled tokens of all of them.
         drifted_tokens: how many of them would not have been trained, because others stand in their place.
+        turns: the turns in which they were sampled.
+        misspelt_turns: how many of these have a text that their ids do not spell, which is a fault.
         faults: what is wrong with the ids that were kept, one line each; none if they are what was sampled.
         examples: some places that drift.
     """
@@ -55,6 +59,8 @@ class TokenAudit:
     drifted_trajectories: int = 0
     sampled_tokens: int = 0
     drifted_tokens: int = 0
+    turns: int = 0
+    misspelt_turns: int = 0
     faults: list[str] = field(default_factory=list)
     examples: list[DriftExample] = field(default_factory=list)
 
@@ -62,6 +68,11 @@ class TokenAudit:
     def drifted_trajectory_share(self) -> float:
         """Share of the trajectories that would have drifted."""
         return self.drifted_trajectories / self.trajectories if self.trajectories else 0.0
+
+    @property
+    def of_another_tokenizer(self) -> bool:
+        """Whether most turns' ids do not spell their text, as where the tokenizer is not the one of the model."""
+        return 2 * self.misspelt_turns > self.turns
 
     @property
     def drifted_token_share(self) -> float:
@@ -82,7 +93,10 @@ def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> To
         if not turns:
             continue
         audit.trajectories += 1
-        audit.faults += _faults(trajectory, turns, tokenizer)
+        audit.turns += len(turns)
+        faults = _faults(trajectory, turns, tokenizer)
+        audit.misspelt_turns += sum(fault.endswith(_MISSPELT) for fault in faults)
+        audit.faults += faults
         drifted = [_drift_of(trajectory, turn, tokenizer, control, audit) for turn in turns]
         audit.sampled_tokens += sum(turn.stop - turn.start for turn in turns)
         audit.drifted_tokens += sum(drifted)
@@ -128,7 +142,7 @@ def _faults(trajectory: Trajectory, turns: Sequence[Turn], tokenizer: Tokenizer)
             continue
         ids = sequence.ids[turn.start : turn.stop]
         if turn.text not in (tokenizer.decode(ids), tokenizer.decode(ids[:-1])):
-            faults.append(f"{name}: its ids do not spell its text")
+            faults.append(f"{name}: {_MISSPELT}")
     for index in {turn.sequence for turn in turns}:
         counted = sum(turn.stop - turn.start for turn in turns if turn.sequence == index)
         if counted != trajectory.sequences[index].sampled_count:

@@ -94,6 +94,11 @@ class RolloutRecord:
         """What was said about the rollouts that are gone on with, when they were begun; empty if there are none."""
         return {} if self._saved is None else self._saved["about"]
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the rollouts that are gone on with were made with; empty if there are none."""
+        return {} if self._saved is None else self._saved["settings"]
+
     @asynccontextmanager
     async def opened(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> AsyncIterator[None]:
         """Within the block rollouts are recorded; those of the run that is gone on with are read before.

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +266,7 @@ def seconds(rollout_id, turn):
 
 async def main():
     agent = af.Agent(model="scripted")
-    policy = ScriptedPolicy(lambda prompt, turn: prompt[-60:] * 400, seconds=seconds)
+    policy = ScriptedPolicy(lambda prompt, turn: prompt[-60:] * 60, seconds=seconds)
     tasks = [f"task {number}" for number in range(150)]
     result = await af.run(agent, tasks, reward=length, attempts=2, policy=policy, run_dir="run", resume=True,
                           max_concurrent_rollouts=4)
@@ -291,16 +292,16 @@ def test_a_run_that_is_killed_again_and_again_ends_as_an_unbroken_one(tmp_path):
         path = Path(directory, name)
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    unbroken = start(tmp_path / "unbroken").communicate(timeout=60)[0]
+    unbroken = start(tmp_path / "unbroken").communicate(timeout=100)[0]
     broken = tmp_path / "broken"
     record = Path("run", "trajectories", "rollout-000000.jsonl")
     for kill_at in (1, 40, 41, 150):
         process = start(broken)
         while lines(broken, record) < kill_at and process.poll() is None:
-            pass
+            time.sleep(0.0005)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    assert start(broken).communicate(timeout=60)[0] == unbroken
+    assert start(broken).communicate(timeout=100)[0] == unbroken
     saved = [json.loads(line) for line in (broken / record).read_text().splitlines()]
     assert len({(one["task"]["id"], one["attempt"]) for one in saved}) == len(saved) == 300
     assert lines(broken, "ran.txt") < 300 + 4 * 30  # run again is only what had been scored and was not yet written

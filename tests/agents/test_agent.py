@@ -106,7 +106,7 @@ def test_a_format_of_ones_own_is_used_as_it_is() -> None:
     assert Agent(model="tiny", tool_call_format=mine).format is mine
 
 
-@pytest.mark.parametrize("asked", [HermesFormat, 3, object()])
+@pytest.mark.parametrize("asked", [3, object()])
 def test_what_is_no_format_is_refused(asked: Any) -> None:
     with pytest.raises(ConfigError, match="action, code_block"):
         tool_call_format(asked)

@@ -99,11 +99,21 @@ def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
     [
         ("policy:\n  kind: vllm\n  severs: 2\n", "no key 'policy.severs'"),
         ("policy:\n  model: m\n", "key 'policy.base_url' is needed"),
+        ("policy:\n  base_ur: http://localhost:1/v1\n", "'policy.base_url' is needed.* There is no 'base_ur'"),
+        ("policy: vlm\n", "policy='vlm': there is no such policy. Write 'vllm'"),
     ],
 )
 def test_a_slip_in_a_policy_is_told_by_its_key(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told):
         load_config(written(tmp_path, MINIMAL + text))
+
+
+def test_a_fault_in_an_override_is_not_blamed_on_the_file(tmp_path):
+    good, bad = written(tmp_path, MINIMAL), "policy=vlm"
+    with pytest.raises(ConfigError, match=r"^policy=vlm cannot be followed"):
+        load_config(good, [bad])
+    with pytest.raises(ConfigError, match=r"^\S+config.yaml cannot be followed"):
+        load_config(written(tmp_path, MINIMAL + "modle: tiny\n"), ["model=tiny"])
 
 
 def test_a_missing_file_is_told(tmp_path):

@@ -136,6 +136,18 @@ async def test_requests_have_bounds_and_errors_have_openais_shape(serving: Any) 
         assert caught.value.status_code == 429
 
 
+async def test_a_program_that_is_given_the_gateways_root_is_told_the_right_address(serving: Any) -> None:
+    async with serving([ANSWER]) as (gateway, _), httpx.AsyncClient() as http:
+        root = gateway.url("r.0").partition("/rollouts")[0]
+        for answer in (
+            await http.post(f"{root}/v1/chat/completions", json={"messages": ASK}),
+            await http.post(f"{root}/chat/completions", json={"messages": ASK}),
+            await http.get(f"{root}/v1/models"),
+        ):
+            assert answer.status_code == 404
+            assert gateway.url("ID") in answer.json()["error"]["message"]
+
+
 async def test_what_users_do_wrong_is_told(serving: Any) -> None:
     with pytest.raises(ConfigError, match="token ids"):
         af.Gateway(OpenAIPolicy("http://localhost:1/v1", "m"))  # type: ignore[arg-type]

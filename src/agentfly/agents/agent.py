@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from agentfly.agents.subagent import Subagent, subagent
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
-from agentfly.errors import ConfigError, UnknownTool
+from agentfly.errors import ConfigError, UnknownTool, UsageError, say
 from agentfly.messages import Message, ToolCall
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
@@ -92,7 +92,11 @@ class Agent:
     top_k: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tools, Iterable) or isinstance(self.tools, (str, type)):
+            name = self.tools.name if isinstance(self.tools, Tool) else getattr(self.tools, "__name__", self.tools)
+            raise ConfigError(f"Agent(tools={name}): it must be a list. Write tools=[{name}].")
         object.__setattr__(self, "tools", tuple(tool for given in self.tools for tool in tools_of(given) or [given]))
+        self._check_words()
         self._check_tools()
         self._check_limits()
         self._check_memory()
@@ -186,12 +190,37 @@ class Agent:
         return self.format.said(text, calls)
 
     def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none."""
-        return self.format.parse(text, self.tools, first_call=first_call) if self.tools else ()
+        """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none.
+
+        Raises:
+            UsageError: the tool-call format, one of the user's own, failed or gave no calls.
+        """
+        if not self.tools:
+            return ()
+        called = f"The tool-call format {self.format.name!r} ({type(self.format).__name__})"
+        try:
+            found = self.format.parse(text, self.tools, first_call=first_call)
+        except Exception as error:
+            raise UsageError(
+                f"{called} could not read a turn: its parse raised {say(error)}. It must not raise for any text: a "
+                "malformed call is a ToolCall with an error."
+            ) from error
+        if not isinstance(found, (tuple, list)) or not all(isinstance(call, ToolCall) for call in found):
+            raise UsageError(
+                f"{called} could not read a turn: its parse returned {found!r:.100}. It must return a tuple of "
+                "ToolCall, an empty one where there is no call."
+            )
+        return tuple(found)
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""
         return self.format.result(call, observation)
+
+    def _check_words(self) -> None:
+        for name in ("system_prompt", "tool_prompt"):
+            words = getattr(self, name)
+            if words is not None and not isinstance(words, str):
+                raise ConfigError(f"Agent({name}={words!r:.100}): it must be a text, or None.")
 
     def _check_tools(self) -> None:
         for tool in self.tools:

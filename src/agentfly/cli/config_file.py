@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, Tag, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from agentfly.errors import ConfigError
 from agentfly.training.config import TrainConfig
@@ -110,6 +111,10 @@ class RunConfig(BaseModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _by_its_word(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "vllm":
+            raise PydanticCustomError(
+                "policy", "{cure}", {"cure": "there is no such policy. Write 'vllm', or policy.base_url=http://…/v1"}
+            )
         return {"kind": value} if value == "vllm" else value
 
 
@@ -122,7 +127,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     if not path.is_file():
         raise ConfigError(f"There is no configuration file {path}.")
-    return validated({"directory": str(path.resolve().parent), **_merged(path, overrides)}, str(path))
+    values = _merged(path, overrides)
+    try:
+        return validated(values, str(path))
+    except ConfigError:
+        if not overrides or not _can_be_followed(path):
+            raise
+    return validated(values, " ".join(overrides))  # which raises: it is these that are to blame
 
 
 def validated(values: dict[str, Any], source: str) -> RunConfig:
@@ -154,6 +165,15 @@ def field_called(name: str) -> str | None:
     return f"training.{setting}" if setting in TrainConfig.model_fields else None
 
 
+def _can_be_followed(path: Path) -> bool:
+    """Whether a file is right by itself."""
+    try:
+        validated(_merged(path, ()), str(path))
+    except ConfigError:
+        return False
+    return True
+
+
 def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -172,7 +192,7 @@ def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).strip()}") from error
     assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
+    return {"directory": str(path.resolve().parent), **{str(name): value for name, value in values.items()}}
 
 
 def _change(override: str) -> Any:
@@ -200,6 +220,11 @@ def _complaints(error: ValidationError) -> Iterator[str]:
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
             yield f"  There is no key {where!r}. {hint}"
         elif problem["type"] == "missing":
-            yield f"  The key {where!r} is needed and is missing."
+            given = problem["input"] if isinstance(problem["input"], dict) else {}
+            known = {*RunConfig.model_fields, *PolicyConfig.model_fields}
+            unknown = [key for key in given if key not in known]
+            meant = difflib.get_close_matches(where.rpartition(".")[2], unknown, n=1)
+            slip = f" There is no {meant[0]!r}: is that what it was to be?" if meant else ""
+            yield f"  The key {where!r} is needed and is missing.{slip}"
         else:
             yield f"  {where}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."

@@ -49,7 +49,7 @@ class Server:
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/v1/models", self._models),
+                *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in _AT_ROOT),
                 web.get(f"{rollout}/v1/models", self._models),
                 web.post(f"{rollout}/v1/chat/completions", self._chat),
                 web.get(rollout, self._trajectory),
@@ -106,6 +106,14 @@ class Server:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "agentfly"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _nowhere(self, request: web.Request) -> web.StreamResponse:
+        """Tell a program that was given the gateway's root in place of a rollout's address."""
+        raise Refusal(
+            f"{request.method} {request.path}: no rollout is named, and the gateway records each call with its "
+            f"rollout. Give the program a base URL with an id of your choice: {self._gateway.url('ID')}",
+            status=404,
+        )
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._found(request).trajectory.to_json())
@@ -194,6 +202,7 @@ async def _abandoned(answering: asyncio.Future[Exchange], session: Session, name
         session.undelivered(await answering, name)
 
 
+_AT_ROOT = ("/models", "/chat/completions")
 _CALLS = (
     "The calls are POST /rollouts/ID/v1/chat/completions, POST /rollouts/ID/finish, GET /rollouts/ID and "
     "GET /rollouts/ID/v1/models."

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentfly.errors import PolicyError, PromptTooLong
+from agentfly.errors import ConfigError, PolicyError, PromptTooLong
 from agentfly.images import Image, PlacedImage
 from agentfly.messages import Content, Message, text_of
 from agentfly.policies.policy import Generation, SamplingParams
@@ -92,6 +92,9 @@ class ScriptedPolicy:
         seconds: how long a generation takes, or a function of rollout id and turn that says it.
         context_length: the most tokens that a generation can hold, prompt included. A token is a byte.
         sees: whether it takes images; each has a token for each 16 bytes of its file.
+
+    Raises:
+        ConfigError: the script is neither texts nor a function.
     """
 
     def __init__(
@@ -102,6 +105,13 @@ class ScriptedPolicy:
         context_length: int = 1_000_000,
         sees: bool = False,
     ) -> None:
+        if not callable(script):
+            words = isinstance(script, Sequence) and not isinstance(script, (str, bytes))
+            if not words or not all(isinstance(text, str) for text in script):
+                raise ConfigError(
+                    f"ScriptedPolicy({script!r:.100}): it must be a list of texts, one for each turn, or a function of "
+                    "prompt and turn."
+                )
         self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0

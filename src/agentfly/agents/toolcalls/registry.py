@@ -32,6 +32,7 @@ _FORMATS: dict[str, Callable[[], ToolCallFormat]] = {
     "react": ReActFormat,
     "tags": TagsFormat,
 }
+_MEMBERS = ("name", "in_template", "instructions", "parse", "write", "said", "result")
 _DESCRIBES_TOOLS = re.compile(r"\btools\b")
 _HERMES_CALL = re.compile(r"[\"']name\\?[\"']\s*:|[\"']arguments\\?[\"']\s*:")
 _OTHER_CALLS = re.compile(r"<arg_key>|<tool_calls>")  # of GLM and Apriel
@@ -50,6 +51,11 @@ def tool_call_format(asked: str | ToolCallFormat) -> ToolCallFormat:
         raise ConfigError(f"There is no tool-call format {asked!r}. {did_you_mean(asked, _FORMATS)}")
     if isinstance(asked, ToolCallFormat) and not isinstance(asked, type):
         return asked
+    missing = [name for name in _MEMBERS if not hasattr(asked, name)]
+    if isinstance(asked, type) and not missing:
+        raise ConfigError(f"{asked.__name__} is a class. Make an instance: tool_call_format={asked.__name__}().")
+    if len(missing) < len(_MEMBERS):
+        raise ConfigError(f"{asked!r:.100} is no whole tool-call format: it lacks {', '.join(missing)}.")
     raise ConfigError(
         f"{asked!r} is no tool-call format. Give one of the names {', '.join(_FORMATS)}, or an object with the "
         "members of agentfly.agents.toolcalls.format.ToolCallFormat."

@@ -111,7 +111,7 @@ class ToolClass:
                 f"The class {owner.__name__} has nothing that the model could call: it needs public methods, or "
                 "__call__, each with a docstring."
             )
-        self._parameters = self._constructor()
+        self.parameters = self._constructor()
         self._sync = any(not inspect.iscoroutinefunction(method.function) for method in self._methods.values())
         self.tools = tuple(replace(method.tool, home=self, name=name) for name, method in self._methods.items())
 
@@ -138,7 +138,7 @@ class ToolClass:
         return kept.instance, kept.thread
 
     async def _make(self, context: Context) -> _Kept:
-        given = {one.name: self._value(one, context) for one in self._parameters}
+        given = {one.name: self._value(one, context) for one in self.parameters}
         if not self._sync:
             try:
                 return _Kept(self.owner(**given), on_new_thread)

@@ -37,6 +37,11 @@ logger = logging.getLogger(__name__)
 class Home(Protocol):
     """Where the instance lives whose method a tool is."""
 
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """What the instance is made with: the context, and fields of the task."""
+        ...
+
     async def instance(self, context: Context) -> tuple[object, Thread]:
         """The rollout's instance, and the thread on which its sync methods run."""
         ...
@@ -80,6 +85,13 @@ class Tool(UserFunction):
         """The tool as chat templates and model APIs want it described."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The fields that it needs each task to have: what it, or its instance, asks for and has no default for."""
+        own = [one for one in self.parameters_from_elsewhere if one.source is Source.TASK_FIELD]
+        of_home = [] if self.home is None else [one for one in self.home.parameters if one.source is not Source.CONTEXT]
+        return tuple(one.name for one in (*own, *of_home) if one.required)
 
     def __repr__(self) -> str:
         return f"<tool {self.name}({', '.join(argument.name for argument in self.schema.arguments)})>"

@@ -41,6 +41,9 @@ class RewardFunction(UserFunction):
     workers: int | None = None
     memory: int | str = 0
 
+    given: ClassVar[tuple[str, ...]]
+    """The parameters that the rollouts fill in, beside the context."""
+
     _decorator: ClassVar[str]
     _given: ClassVar[frozenset[str]]  # what it can ask for that is no field of the task
     _kind: ClassVar[str] = "reward"
@@ -48,6 +51,16 @@ class RewardFunction(UserFunction):
 
     def __repr__(self) -> str:
         return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The fields that it needs each task to have: what it asks for and has no default for."""
+        return tuple(
+            one.name
+            for one in self.parameters
+            if one.required
+            and (one.source is Source.TASK_FIELD or (one.source is Source.CALLER and one.name not in self.given))
+        )
 
     def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
         """What it has declared that it needs for a task.

@@ -36,6 +36,13 @@ class Subagent(Tool):
         """What the prompt's function and the agent's tools have declared that they need for a task."""
         return tuple(dict.fromkeys((*super().needs(task), *self.agent.needs(task))))
 
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The fields that the prompt's function and the agent's tools need each task to have."""
+        return tuple(
+            dict.fromkeys((*super().task_fields, *(one for tool in self.agent.tools for one in tool.task_fields)))
+        )
+
     async def prompt(self, arguments: Mapping[str, Any], context: Context) -> str:
         """What the agent is asked in a call.
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
-from agentfly.agents.parameters import MISSING, Source
 from agentfly.agents.tool import Tool
-from agentfly.errors import AgentFlyError, ResourceError, RewardDefinitionError, ToolDefinitionError, message_of, say
+from agentfly.errors import AgentFlyError, ResourceError, message_of, say
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
 from agentfly.policies.scripted import Script, ScriptedPolicy
@@ -24,6 +23,7 @@ from agentfly.resources.resource import Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.run import Tasks
 from agentfly.rollouts.runner import Runner, require_agent
+from agentfly.rollouts.task_fields import require_reward_fields, require_tool_fields
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
@@ -60,8 +60,8 @@ class Finding:
 def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
     """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
 
-    Each tool's schema is made, each field that a tool or the reward asks for is looked for in every task, and what
-    they declare that they need is asked for the first task.
+    Each tool's schema is made, each field that tools and reward ask for is looked for in every task, and what they
+    declare that they need is asked for the first task.
     """
     require_agent(agent)
     return [
@@ -252,31 +252,13 @@ def _told(error: Exception) -> str:
 
 def _look_at_tool(tool: Tool, tasks: Sequence[Task]) -> str:
     json.dumps(tool.definition)
-    for parameter in tool.parameters_from_elsewhere:
-        if parameter.source is not Source.TASK_FIELD or parameter.default is not MISSING:
-            continue
-        if lacks := _lacks(tasks, parameter.name):
-            raise ToolDefinitionError(lacks)
+    require_tool_fields(tool, tasks)
     return _needs(tool.needs(tasks[0]))
 
 
 def _look_at_reward(reward: AnyReward, tasks: Sequence[Task]) -> str:
-    for name in reward.task_fields:
-        if lacks := _lacks(tasks, name):
-            raise RewardDefinitionError(lacks)
+    require_reward_fields(reward, tasks)
     return _needs(reward.needs(tasks[0]))
-
-
-def _lacks(tasks: Sequence[Task], name: str) -> str | None:
-    """What is to be said if not all tasks have a field."""
-    lacking = [task for task in tasks if name not in task.fields]
-    if not lacking:
-        return None
-    return (
-        f"It asks for the field {name!r}, which {len(lacking)} of {len(tasks)} tasks do not have, for instance "
-        f"{lacking[0].id}, which has {sorted(map(str, lacking[0].fields))}. Add the field to the tasks, or give the "
-        "parameter a default."
-    )
 
 
 def _needs(specs: Sequence[ResourceSpec[Any]]) -> str:

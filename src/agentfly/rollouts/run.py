@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.errors import ConfigError
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.record import RolloutRecord
-from agentfly.rollouts.runner import BatchSettings, Runner
+from agentfly.rollouts.runner import BatchSettings, Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
+from agentfly.rollouts.task_fields import require_fields
 from agentfly.run_directory import Kind, RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Trajectory
@@ -78,12 +79,17 @@ async def run(
         runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
+        ToolDefinitionError, RewardDefinitionError: a tool or the reward asks for a field that a task does not have.
         TooManyFailures: too large a share of the rollouts failed for reasons the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     rows = as_tasks(tasks)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+    require_agent(agent)
+    if reward is not None:
+        require_reward(reward)
+    require_fields(agent, rows, reward)
     run = run_dir if isinstance(run_dir, RunDirectory) or run_dir is None else RunDirectory(run_dir)
     record = None if run is None else RolloutRecord(run.trajectories_file(step, kind), resume=resume)
     with ended_by_sigterm():

@@ -32,6 +32,7 @@ from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
+from agentfly.rollouts.task_fields import require_fields
 from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
@@ -104,7 +105,7 @@ class Trainer:
 
     Raises:
         ConfigError: the settings, the agent, the policy and the directory do not go together.
-        UsageError: ``agent`` is not an `Agent`, or ``reward`` is not a reward.
+        UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, or one asks for a field that a task lacks.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class Trainer:
         self._reward = tool_rewards if reward is None else reward
         require_reward(self._reward)
         self._config = config or TrainConfig()
-        self._order = TaskOrder(as_tasks(tasks), self._config.seed)
+        rows = as_tasks(tasks)
+        self._order = TaskOrder(rows, self._config.seed)
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
+        require_fields(agent, [*rows, *self._eval_tasks], self._reward)
         self._run = RunDirectory(run_dir)
         self._events = events or EventStream()
         self._given_policy = policy

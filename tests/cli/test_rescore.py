@@ -80,8 +80,8 @@ def test_new_scores_are_written_beside_the_old_ones_and_compared(agentfly, run):
     assert rewards(run.trajectories / "train-000002.longer.jsonl") == [9.0, 9.0]
     lines = [line.split("│")[1:-1] for line in out.splitlines() if "train-" in line and "│" in line]
     assert [[cell.strip() for cell in line] for line in lines] == [
-        ["train-000001", "2", "2", "1 of 2", "4 of 2", "0"],
-        ["train-000002", "2", "2", "1 of 2", "9 of 2", "0"],
+        ["train-000001", "2", "2", "1 over 2 scored", "4 over 2 scored", "0"],
+        ["train-000002", "2", "2", "1 over 2 scored", "9 over 2 scored", "0"],
     ]
 
     agentfly("rescore", "runs/mine", "--reward", "my_rewards.py:longer")
@@ -101,7 +101,7 @@ def test_what_is_unscored_is_counted_by_cause(agentfly, run):
     trajectories[0].task.fields["least"] = 100
     save_trajectories(trajectories, "some.jsonl")
     _, out, _ = agentfly("rescore", "some.jsonl", "--reward", "my_rewards:longer")
-    assert "9 of 1" in out
+    assert "9 over 1 scored" in out
     assert "1 reward/RewardError" in out
     assert rewards("some.longer.jsonl") == [None, 9.0]
 

@@ -36,3 +36,13 @@ def test_failed_tool_calls_are_told_once_they_are_half_of_all():
     assert sentences(calls | {"tool_errors/UnknownTool": 12.0, "tool_errors/InvalidArguments": 4.0}) == [
         "80% of the tool calls failed (UnknownTool 75%, InvalidArguments 25%)"
     ]
+
+
+def test_what_has_no_score_is_counted_with_its_causes_and_not_said_to_have_scored_alike():
+    half = IDLE | {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "groups/empty_share": 0.5}
+    assert sentences(half, half) == [
+        "8 of 16 rollouts unscored: RewardError 8",
+        "nothing to learn from in 2 of 2 steps: all attempts at each task that have a score scored the same",
+    ]
+    none = half | {"unscored": 8.0, "failures/reward/RewardError": 8.0}
+    assert sentences(none)[1] == "nothing to learn from: no attempt has a score"

@@ -13,6 +13,7 @@ from agentfly.events import (
     LeaseGranted,
     LeaseRequested,
     Progress,
+    RewardFinished,
     RolloutFinished,
     RolloutStarted,
     StepFinished,
@@ -112,3 +113,20 @@ def test_a_run_that_was_finished_already_says_how_to_go_further(live):
     told = shown(live=live, events=events)
     assert "already finished at step 4; go further with training.steps=…" in told
     assert "first step" not in told[told.rindex("already") :]
+
+
+def test_a_step_with_unscored_rollouts_says_why_with_the_first_failure_of_that_step_alone():
+    metrics = {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "reward/mean": 0.0}
+    events = [
+        TrainingStarted(run_dir="runs/x", steps=2, start_step=0),
+        *(RewardFinished(rollout_id=name, reward=None, seconds=0.1, error=f"No {name}.") for name in ("ink", "pen")),
+        StepFinished(step=1, metrics=metrics),
+        RewardFinished(rollout_id="r", reward=None, seconds=0.1, error="No\npaper."),
+        StepFinished(step=2, metrics=metrics),
+    ]
+    lines = shown(live=False, events=events).splitlines()
+    assert lines[2] == "  4 of 8 rollouts unscored: RewardError 4, for instance: No ink."
+    assert lines[4] == "  4 of 8 rollouts unscored: RewardError 4, for instance: No paper."
+    assert "8 of 16 rollouts unscored: RewardError 8, for instance: No ink." in " ".join(
+        shown(live=True, events=events).split()
+    )

@@ -42,6 +42,7 @@ def evaluate(
     from agentfly.cli.kept_run import KeptRun
     from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
+    from agentfly.viewing.counted import counted
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
 
@@ -57,7 +58,9 @@ def evaluate(
         result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events, kept, directory))
     console = Console()
     console.print(
-        metrics_table(result.metrics, f"{len(experiment.eval_tasks)} held-out tasks, {experiment.model_name}")
+        metrics_table(
+            result.metrics, f"{counted(len(experiment.eval_tasks), 'held-out task')}, {experiment.model_name}"
+        )
     )
     path = directory.trajectories_file(kept.step, "eval")
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)

@@ -133,4 +133,4 @@ def _table(changes: Mapping[str, ScoreChange], title: str) -> Table:
 
 
 def _mean(mean: float | None, scored: int) -> str:
-    return "none scored" if mean is None else f"{mean:.4g} of {scored}"
+    return "none scored" if mean is None else f"{mean:.4g} over {scored} scored"

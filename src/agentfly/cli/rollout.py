@@ -53,6 +53,7 @@ def rollout(
     from agentfly.cli.kept_run import KeptRun
     from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
+    from agentfly.viewing.counted import counted
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
     from agentfly.viewing.trajectory_text import trajectory_panel
@@ -71,7 +72,7 @@ def rollout(
     if not quiet:
         for trajectory in result.trajectories:
             console.print(trajectory_panel(trajectory))
-    console.print(metrics_table(result.metrics, f"{len(result.trajectories)} rollouts"))
+    console.print(metrics_table(result.metrics, counted(len(result.trajectories), "rollout")))
     path = directory.trajectories_file(kept.step, "rollout")
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from agentfly.viewing.counted import counted
+
 _FAILURES = "tool_errors/"
+_REFUSALS = "failures/reward/"
+_SHOWN = 300
 
 
 @dataclass
@@ -14,37 +18,59 @@ class Lessons:
 
     Attributes:
         steps: number of steps.
-        empty: number of those in which all attempts at each task scored the same, so that no advantage was left.
+        empty: number of those in which all attempts at each task that have a score scored the same, so that no
+            advantage was left.
+        rollouts: number of rollouts.
+        unscored: number of those without a score.
+        refusals: number of times that scoring failed, by the kind of failure.
+        refusal: why scoring failed for the first time, as far as it is known.
         calls: number of tool calls.
         failed_calls: number of tool calls that failed, by the kind of failure.
     """
 
     steps: int = 0
     empty: int = 0
+    rollouts: int = 0
+    unscored: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    refusal: str = ""
     calls: int = 0
     failed_calls: Counter[str] = field(default_factory=Counter)
 
-    def add(self, metrics: dict[str, float]) -> None:
-        """Take in the metrics of one step."""
+    def add(self, metrics: dict[str, float], refusal: str = "") -> None:
+        """Take in the metrics of one step, and why scoring failed for the first time in it."""
         self.steps += 1
         self.empty += _taught_nothing(metrics)
+        self.rollouts += round(metrics.get("rollouts", 0.0))
+        self.unscored += round(metrics.get("unscored", 0.0))
+        self.refusal = self.refusal or refusal
         sound = metrics.get("rollouts", 0.0) - metrics.get("failures/infrastructure", 0.0)
         self.calls += round(metrics.get("tool_calls/mean", 0.0) * sound)
         for name, count in metrics.items():
+            if name.startswith(_REFUSALS):
+                self.refusals[name.removeprefix(_REFUSALS)] += round(count)
             if name.startswith(_FAILURES) and name != f"{_FAILURES}share":
                 self.failed_calls[name.removeprefix(_FAILURES)] += round(count)
 
     def sentences(self) -> list[str]:
         """What there is to say; nothing if every step taught something and most tool calls went well."""
-        told = []
+        told = [self._unscored()] if self.unscored else []
         if self.empty:
             where = "" if self.steps == 1 else f" in {self.empty} of {self.steps} steps"
-            told.append(f"nothing to learn from{where}: all attempts at each task scored the same")
+            which = "attempts at each task that have a score" if self.unscored else "attempts at each task"
+            alike = "no attempt has a score" if self.unscored == self.rollouts > 0 else f"all {which} scored the same"
+            told.append(f"nothing to learn from{where}: {alike}")
         failed = self.failed_calls.total()
         if failed and failed >= self.calls / 2:
             kinds = ", ".join(f"{kind} {count / failed:.0%}" for kind, count in self.failed_calls.most_common(2))
             told.append(f"{failed / max(self.calls, failed):.0%} of the tool calls failed ({kinds})")
         return told
+
+    def _unscored(self) -> str:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self.refusals.most_common(2))
+        because = f": {kinds}" if kinds else ""
+        first = f", for instance: {' '.join(self.refusal.split()):.{_SHOWN}}" if self.refusal else ""
+        return f"{self.unscored} of {counted(self.rollouts, 'rollout')} unscored{because}{first}"
 
 
 def _taught_nothing(metrics: dict[str, float]) -> bool:

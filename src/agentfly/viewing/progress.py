@@ -84,7 +84,9 @@ class ConsoleProgress:
                 parts.append(f"{state.tokens_per_second(event.time):.0f} tokens/s")
                 if left:
                     parts.append(f"{_clock(left)} left")
-                return "\n".join(["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics))])
+                return "\n".join(
+                    ["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics, state.refusal))]
+                )
             case EvaluationFinished():
                 return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])
             case CheckpointSaved():
@@ -161,10 +163,10 @@ def _ended(step: int) -> str:
     return f"already finished at step {step}; go further with training.steps=…"
 
 
-def _lessons(metrics: dict[str, float]) -> list[str]:
+def _lessons(metrics: dict[str, float], refusal: str) -> list[str]:
     """What there is to say about one step alone."""
     lessons = Lessons()
-    lessons.add(metrics)
+    lessons.add(metrics, refusal)
     return lessons.sentences()
 
 

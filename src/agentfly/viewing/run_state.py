@@ -15,6 +15,7 @@ from agentfly.events import (
     LeaseRefused,
     LeaseRequested,
     Progress,
+    RewardFinished,
     RolloutFinished,
     RolloutStarted,
     StepFinished,
@@ -42,6 +43,7 @@ class RunState:
         running, finished, failed: number of rollouts.
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
+        refusal: why scoring failed for the first time in the last finished step; empty if it did not.
         doing: what goes on besides rollouts, for instance the loading of a model.
     """
 
@@ -56,11 +58,13 @@ class RunState:
     waiting: int = 0
     tokens: int = 0
     lessons: Lessons = field(default_factory=Lessons)
+    refusal: str = ""
     doing: Progress | None = None
     run_dir: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     _step_began: float = 0.0
+    _refusal: str = ""
 
     def update(self, event: Event) -> None:
         """Take in one event."""
@@ -75,6 +79,8 @@ class RunState:
                 self.running -= 1
                 self.finished += 1
                 self.failed += event.error is not None
+            case RewardFinished():
+                self._refusal = self._refusal or event.error or ""
             case GenerationFinished():
                 self.tokens += event.sampled_tokens
                 self._tokens.append((event.time, event.sampled_tokens))
@@ -84,13 +90,15 @@ class RunState:
                 self.waiting -= 1
             case StepFinished():
                 self.step, self.metrics = event.step, event.metrics
-                self.lessons.add(event.metrics)
+                self.lessons.add(event.metrics, self._refusal)
+                self.refusal, self._refusal = self._refusal, ""
                 self._step_seconds.append(event.time - self._step_began)
                 self._step_began = event.time
                 if REWARD in event.metrics:
                     self.rewards.append(event.metrics[REWARD])
             case EvaluationFinished():
                 self.evaluations.append((event.step, event.metrics))
+                self._refusal = ""
                 self._step_began = event.time
             case CheckpointSaved():
                 self._step_began = event.time

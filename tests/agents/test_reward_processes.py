@@ -91,6 +91,16 @@ async def test_hangs_end_on_time_and_those_behind_them_are_scored(score: Callabl
     assert not [thread for thread in threading.enumerate() if "slow_or_not" in thread.name]
 
 
+async def test_a_process_that_is_replaced_after_a_hang_is_told_in_the_words_of_the_reward(
+    score: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RewardError, match="The reward 'slow_or_not' gave no score within 1 s"):
+        await score(slow_or_not, how="loop")
+    assert (await score(slow_or_not, how="good")).reward == 1.0
+    assert "the reward 'slow_or_not' gave no score within 1 s" in caplog.text
+    assert "call_timeout_s" not in caplog.text
+
+
 @pytest.mark.slow
 async def test_whatever_a_reward_does_in_its_process_the_next_score_is_sound(score: Callable[..., Any]) -> None:
     sound = await score(misbehaving, how="sound")

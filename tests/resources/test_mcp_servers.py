@@ -220,6 +220,19 @@ async def test_a_start_that_comes_to_nothing_says_why(command: tuple[str, ...], 
     assert not list((state / "mcp-servers").iterdir())
 
 
+async def test_a_program_that_is_named_from_here_is_told_where_it_is_looked_for(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("print('hello')")
+    monkeypatch.chdir(tmp_path)
+    for command in ((sys.executable, "mine.py"), ("./mine.py",)):
+        async with ResourceEngine(ledger=tmp_path / "ledger") as engine:
+            with pytest.raises(ResourceStartError) as refused:
+                await engine.acquire(MCPServerSpec(command=command), "owner", scope="call")
+        assert str(refused.value).count("did not start") == 1
+        assert f"write its absolute path, {str(tmp_path / 'mine.py')!r}, or give cwd=" in str(refused.value)
+
+
 async def test_a_program_that_prints_where_it_should_not_is_a_server_all_the_same() -> None:
     noisy = f"print('hello', flush=True); import runpy; runpy.run_path({SMALL[-1]!r}, run_name='__main__')"
     async with started(small(sys.executable, "-c", noisy)) as server:

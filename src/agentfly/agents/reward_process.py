@@ -22,7 +22,15 @@ class RewardProcessSpec(EnvironmentSpec):
     @property
     def label(self) -> str:
         """``reward`` and the reward's name."""
-        return f"reward:{getattr(self.factory, '__name__', self.factory)}"
+        return f"reward:{self._name}"
+
+    def overrun(self, method: str) -> str:
+        """What is said of a score that took too long, in the words of who wrote ``timeout_s``."""
+        return f"the reward {self._name!r} gave no score within {self.call_timeout_s:g} s"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.factory, "__name__", self.factory))
 
 
 @dataclass(frozen=True)

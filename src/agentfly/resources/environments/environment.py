@@ -228,7 +228,7 @@ class Environment(Resource):
         limit = self.spec.call_timeout_s
         call = self._home.call(method, args, kwargs)
         try:
-            return await self._within(limit, call, f"{method}() did not end within call_timeout_s={limit:g}")
+            return await self._within(limit, call, self.spec.overrun(method))
         except ResourceDied as error:
             if self._home.death is None:  # the simulator says it of itself
                 self._lost = self._lost or f"{method}() raised ResourceDied: {error}"

@@ -82,6 +82,10 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         name = factory.partition(":")[2] if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
         return f"environment:{name}"
 
+    def overrun(self, method: str) -> str:
+        """What is said of a call that took longer than ``call_timeout_s``."""
+        return f"{method}() did not end within call_timeout_s={self.call_timeout_s:g}"
+
     @property
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of the factory as a mapping."""

@@ -205,6 +205,19 @@ class MCPServer(Resource):
         end = self.log(_TOLD_LOG)
         return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
 
+    def _cure_of_place(self) -> str:
+        """What to do if the command names files by paths that are not absolute, and says not of which directory."""
+        if self.spec.cwd:
+            return ""
+        here = [word for word in self.spec.command if not word.startswith("-") and Path(word).is_file()]
+        relative = next((word for word in here if not Path(word).is_absolute()), None)
+        if relative is None:
+            return ""
+        return (
+            f"\n{relative!r} is looked for in a directory of the server's own, not in the one you are in: write its "
+            f"absolute path, {str(Path(relative).resolve())!r}, or give cwd={str(Path.cwd())!r}."
+        )
+
     # --- beginning and ending ---------------------------------------------------------------------------------------
 
     async def _begin(self, limit_s: float) -> None:
@@ -224,7 +237,8 @@ class MCPServer(Resource):
                 why = f"it did not answer within {limit_s:g} s"
             else:
                 why = await self._how_it_ended(message_of(error) if isinstance(error, SessionOver) else say(error))
-            raise ResourceStartError(f"{self._name} did not start: {why}.{self._last_words()}") from error
+            told = f"{self._name} did not start: {why}.{self._last_words()}{self._cure_of_place()}"
+            raise ResourceStartError(told) from error
         if not self._released:
             self._lost = None
 

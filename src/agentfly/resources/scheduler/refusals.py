@@ -64,7 +64,8 @@ def not_started(instance: Instance, cause: BaseException) -> ResourceStartError:
     label = instance.pool.spec.label
     what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
     why = message_of(cause) if isinstance(cause, AgentFlyError) else say(cause)  # AgentFly's own say all themselves
-    error = ResourceStartError(f"{what} did not start: {why}")
+    told = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
+    error = ResourceStartError(why if told else f"{what} did not start: {why}")
     error.__cause__ = cause
     return error
 

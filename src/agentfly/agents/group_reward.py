@@ -35,9 +35,8 @@ class GroupReward(RewardFunction):
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The fields that it, and what scores each attempt first, need each task to have."""
-        first = () if self.after is None else self.after.task_fields
-        return tuple(dict.fromkeys((*super().task_fields, *first)))
+        """The fields that it asks every task for, those of what comes first included."""
+        return tuple(dict.fromkeys([*super().task_fields, *(self.after.task_fields if self.after is not None else ())]))
 
     async def score(self, trajectories: Sequence[Trajectory], context: Context) -> list[Outcome]:
         """Score the attempts of a group, each of which has ended and is sound.

@@ -23,20 +23,12 @@ class Reward(RewardFunction):
 
     Attributes:
         per_turn: whether the function is called once for each turn, and the score is the sum.
-        parts: the rewards that it is a sum of, if it is one.
     """
 
     per_turn: bool = False
-    parts: tuple[Reward, ...] = ()
 
     _decorator: ClassVar[str] = "reward"
-    given: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt")
-
-    @property
-    def task_fields(self) -> tuple[str, ...]:
-        """The fields that it and its parts need each task to have."""
-        own = (name for name in super().task_fields if not (self.per_turn and name == "turn"))
-        return tuple(dict.fromkeys((*own, *(name for part in self.parts for name in part.task_fields))))
+    given: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt", "turn")
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
         """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.
@@ -110,11 +102,12 @@ def reward(
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
-    The function asks for what it needs by the names of its parameters: ``response`` (the text of the last turn),
-    ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and any field of the task.
-    It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and whose other keys hold
-    metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of infrastructure: what the
-    policy can cause, for instance a `ToolError` because it did not write a file, is to be caught and given a score.
+    The function asks for what it needs by the names of its parameters: ``response`` (what was said in the last turn,
+    without its thoughts), ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and
+    any field of the task. It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and
+    whose other keys hold metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of
+    infrastructure: what the policy can cause, for instance a `ToolError` because it did not write a file, is to be
+    caught and given a score.
 
     Args:
         function: a sync or async function. A sync one runs on a thread, so that it never holds up rollouts.

@@ -41,26 +41,15 @@ class RewardFunction(UserFunction):
     workers: int | None = None
     memory: int | str = 0
 
-    given: ClassVar[tuple[str, ...]]
-    """The parameters that the rollouts fill in, beside the context."""
-
     _decorator: ClassVar[str]
-    _given: ClassVar[frozenset[str]]  # what it can ask for that is no field of the task
+    given: ClassVar[tuple[str, ...]]
+    """What it can ask for that is no field of the task, beside the context."""
+
     _kind: ClassVar[str] = "reward"
     _mistake: ClassVar[type[UsageError]] = RewardDefinitionError
 
     def __repr__(self) -> str:
         return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
-
-    @property
-    def task_fields(self) -> tuple[str, ...]:
-        """The fields that it needs each task to have: what it asks for and has no default for."""
-        return tuple(
-            one.name
-            for one in self.parameters
-            if one.required
-            and (one.source is Source.TASK_FIELD or (one.source is Source.CALLER and one.name not in self.given))
-        )
 
     def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
         """What it has declared that it needs for a task.
@@ -79,7 +68,7 @@ class RewardFunction(UserFunction):
         own = [
             one.name
             for one in self.parameters
-            if one.source is not Source.CONTEXT and one.default is MISSING and one.name not in self._given
+            if one.source is not Source.CONTEXT and one.default is MISSING and one.name not in self.given
         ]
         return tuple(dict.fromkeys([*own, *getattr(self.function, "task_fields", ())]))
 

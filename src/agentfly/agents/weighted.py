@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.reward import Reward
@@ -47,7 +47,7 @@ def weighted(parts: Mapping[Reward, float], *, name: str | None = None) -> Rewar
         names.add(part.name)
     total = _Sum(tuple(parts.items()))
     name = name or " + ".join(f"{weight:g} {part.name}" for part, weight in parts.items())
-    return replace(make_reward(name=name, resources=total.needs)(total), parts=tuple(parts))
+    return make_reward(name=name, resources=total.needs)(total)
 
 
 @dataclass(frozen=True)

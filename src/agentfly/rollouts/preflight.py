@@ -60,8 +60,8 @@ class Finding:
 def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
     """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
 
-    Each tool's schema is made, each field that tools and reward ask for is looked for in every task, and what they
-    declare that they need is asked for the first task.
+    Each tool's schema is made, each field that a tool or the reward asks for is looked for in every task, and what
+    they declare that they need is asked for the first task.
     """
     require_agent(agent)
     return [

@@ -28,6 +28,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of
     the tool calls that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors
     under ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
+    Lengths and sequences are left out where text came without token ids, so that nobody knows them.
     """
     sound = [t for t in trajectories if not t.infrastructure_failed and t.finish is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]
@@ -35,10 +36,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in scored if t.reward is not None]
     metrics = {
         "rollouts": float(len(trajectories)),
-        "response_length/mean": _mean(float(_sampled(t)) for t in sound),
         "turns/mean": _mean(float(len(t.turns)) for t in sound),
-        "sequences/mean": _mean(float(len(t.sequences)) for t in sound),
-        "sequence_breaks/mean": _mean(float(_breaks(t)) for t in sound),
         "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
         "tool_errors/share": _mean(float(result.failure is not None) for result in results),
         "invalid_calls/share": _mean(float(_invalid(result)) for result in results),
@@ -46,6 +44,10 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "unscored": float(sum(t.reward is None for t in trajectories)),
         "failures/infrastructure": float(sum(t.infrastructure_failed for t in trajectories)),
     }
+    if any(t.sequences for t in sound) or not any(t.turns for t in sound):
+        metrics["response_length/mean"] = _mean(float(_sampled(t)) for t in sound)
+        metrics["sequences/mean"] = _mean(float(len(t.sequences)) for t in sound)
+        metrics["sequence_breaks/mean"] = _mean(float(_breaks(t)) for t in sound)
     if scored:
         metrics["reward/mean"] = _mean(rewards)
         metrics["reward/std"] = _std(rewards)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import socket
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +31,22 @@ def test_a_spec_is_a_key_that_travels() -> None:
         len({spec, ModelServerSpec(model="/models/m", arguments=("--enforce-eager",), env=(("HF_TOKEN", "t"),))}) == 1
     )
     assert spec != ModelServerSpec(model="/models/m", arguments=("--enforce-eager",), env=(("HF_TOKEN", "u"),))
+
+
+def test_a_server_without_vllm_says_in_its_log_how_to_get_it() -> None:
+    with socket.socket() as listener:
+        program = command(ModelServerSpec(model="m"), listener.fileno())[1]
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", program, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert "has no vLLM" in ended.stderr
+    assert "AGENTFLY_VLLM_PYTHON" in ended.stderr
 
 
 def test_the_values_of_the_environment_are_not_shown() -> None:

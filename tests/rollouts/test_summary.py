@@ -80,3 +80,10 @@ def test_breaks_are_the_sequences_beyond_the_first_of_each_conversation():
     ]
     assert summarize([one])["sequence_breaks/mean"] == 1
     assert summarize([trajectory(FinishReason.ANSWERED, sequences=[sequence(1)])])["sequence_breaks/mean"] == 0
+
+
+def test_lengths_that_nobody_knows_are_left_out():
+    metrics = summarize([trajectory(FinishReason.ANSWERED, reward=1.0)])
+    assert metrics["turns/mean"] == 1
+    assert not {"response_length/mean", "sequences/mean", "sequence_breaks/mean"} & metrics.keys()
+    assert summarize([])["response_length/mean"] == 0

@@ -14,7 +14,7 @@ from agentfly.viewing.report import RunSummary, before_and_after, training_repor
 
 
 def trajectory(task: str, reward: float | None, text: str) -> Trajectory:
-    turn = Turn(index=0, sequence=0, start=0, stop=3, text=text, stopped=True)
+    turn = Turn(index=0, sequence=-1, start=0, stop=0, text=text, stopped=True)
     return Trajectory(
         f"{task}-{text}", "g", Task(task, id=task), turns=[turn], finish=FinishReason.ANSWERED, reward=reward
     )

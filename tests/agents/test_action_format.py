@@ -154,6 +154,7 @@ def test_calls_in_thinking_follow_the_one_setting(text: str, by_default: int, wi
 
 
 @given(st.text(alphabet='check[]=,"\\ \nAction:ad1.{}<think>/') | st.text())
+@pytest.mark.slow
 def test_no_text_makes_parsing_fail(text: str) -> None:
     for written in (text, f"Action: {text}", f"Action: add[{text}]", f"check[{text}"):
         for call in calls_in(written):

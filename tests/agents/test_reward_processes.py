@@ -91,6 +91,7 @@ async def test_hangs_end_on_time_and_those_behind_them_are_scored(score: Callabl
     assert not [thread for thread in threading.enumerate() if "slow_or_not" in thread.name]
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_replaced_after_a_hang_is_told_in_the_words_of_the_reward(
     score: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -192,6 +192,7 @@ def test_parallel_calls_keep_their_order_and_have_ids_of_their_own(one: ToolCall
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
 @settings(max_examples=100)
 @given(text=st.lists(pieces | st.text(max_size=4), max_size=12).map("".join))
+@pytest.mark.slow
 def test_no_text_makes_parsing_fail(one: ToolCallFormat, text: str) -> None:
     written = one.write("say", {"text": "words"})
     half = len(written) // 2
@@ -242,6 +243,7 @@ def test_what_an_error_repeats_is_bounded(one: ToolCallFormat) -> None:
 
 
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
+@pytest.mark.slow
 def test_garbage_takes_linear_time(one: ToolCallFormat) -> None:
     """Where it does not, the time limit of the tests ends this one."""
     written = one.write("say", {"text": "words"})

@@ -117,7 +117,11 @@ def full() -> Trajectory:
     shown = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": image}]}]
     call = ToolCall("call_0", "look", None, error="half \ud800")
     record = ToolRecord(call, "seen", -0.5, True, [1], {"moves": 3}, failure, 0.25, (image,))
-    turn = Turn(1, 0, 3, 5, "text", True, (record,), 0.125, "why", "memory", "search", "call_0", "other", 0.5, "anchor")
+    turn = Turn(
+        index=1, sequence=0, start=3, stop=5, text="text", stopped=True, results=(record,), generation_seconds=0.125,
+        reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
+        reward=0.5, anchor="anchor",
+    )  # fmt: skip
     return Trajectory(
         "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},
         FinishReason.FAILED, failure, 0.5, failure, {"success": 1.0}, {"total": 1.5},

@@ -212,6 +212,7 @@ async def test_a_program_gets_the_variables_of_its_spec_and_few_others_and_none_
         (("sh", "-c", "echo trouble >&2; exec sleep 600"), r"did not answer within 0.75 s.*trouble"),
     ],
 )
+@pytest.mark.slow
 async def test_a_start_that_comes_to_nothing_says_why(command: tuple[str, ...], told: str, state: Path) -> None:
     server = MCPServer(small(*command, start_timeout_s=1.0 if "sh" in command else 60), "server")
     with pytest.raises(ResourceStartError, match=f"(?s){told}"):

@@ -30,6 +30,7 @@ def test_a_batch_that_has_lost_more_than_its_share_stops_and_says_why():
     assert "ResourceStartError (5 times), for instance: no disk space" in said
 
 
+@pytest.mark.slow
 def test_a_long_run_stops_soon_after_everything_begins_to_fail_however_much_was_sound_before():
     sound, health = 100_000, Health(0.5, 256)
     number, said = stopped_after(health, [False] * sound + [True] * 1000, 1_000_000)

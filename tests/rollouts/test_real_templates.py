@@ -158,6 +158,7 @@ TABLE = {
 
 
 @families()
+@pytest.mark.slow
 def test_which_conversations_a_template_can_carry_is_known(family):
     assert tuple(verdict(family, way) for way in WAYS) == TABLE[family]
 

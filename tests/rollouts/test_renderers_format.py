@@ -172,6 +172,7 @@ def test_the_first_prompt_is_what_the_models_own_template_writes(family):
     assert list(by_hand.prompt(messages).ids) == list(by_template.prompt(messages).ids)
 
 
+@pytest.mark.slow
 def test_where_old_thoughts_would_be_dropped_history_is_kept_or_a_new_sequence_begun():
     thought = sampled("qwen3", "<think>\nhm\n</think>\n\nAn owl.<|im_end|>")
     for history, goes_on in (("keep", True), ("rewrite", False)):

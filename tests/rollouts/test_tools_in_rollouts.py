@@ -74,6 +74,7 @@ async def test_an_instance_lives_until_the_reward_has_seen_what_is_left_and_is_c
     assert history == ["made", "scored", "closed"]
 
 
+@pytest.mark.slow
 async def test_an_instance_is_closed_when_its_rollout_runs_out_of_time() -> None:
     tools, history = box()
     (trajectory,) = await play([tools], [("box_fill", {}), ("box_hang", {})], max_wall_seconds=1.0)

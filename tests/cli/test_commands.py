@@ -99,7 +99,7 @@ def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
     (evaluated,) = load_trajectories(RunDirectory("runs/last").trajectories_file(3, "eval"))
     assert evaluated.task["limit"] == 4
     out, _ = agentfly("eval", "runs/mine", "--checkpoint", "none", "run_dir=runs/first")
-    assert "held-out tasks, tiny" in out
+    assert "1 held-out task, tiny" in out
 
     agentfly("rollout", "runs/mine", "-n", "1", "run_dir=runs/shown")
     shown = RunDirectory("runs/shown")

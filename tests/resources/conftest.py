@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -225,6 +226,7 @@ def install_stand_in() -> Callable[[Path], Path]:
 
 
 def _processes_with(marker: str) -> list[int]:
+    alone = re.compile(rb"(?<![0-9A-Za-z])" + re.escape(marker.encode()) + rb"(?![0-9A-Za-z])")  # not inside an id
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -232,7 +234,7 @@ def _processes_with(marker: str) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if marker.encode() in command:
+            if alone.search(command):
                 found.append(int(entry.name))
     return found
 

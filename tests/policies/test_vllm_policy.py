@@ -113,6 +113,11 @@ async def test_a_server_that_cannot_be_trained_from_is_refused_before_the_first_
             pass
 
 
+async def test_a_server_whose_likeliest_tokens_tie_as_in_half_precision_is_used() -> None:
+    async with served(StandInVLLM("ties")) as policy:
+        assert (await policy.generate([5], PLAIN, rollout_id="r")).logprobs == (-1.0,) * PLAIN.max_tokens
+
+
 async def test_images_travel_with_one_placeholder_each_and_what_the_server_makes_of_them_is_checked() -> None:
     placed = PlacedImage(Image(b"png"), 1, 4)
     async with served(server := StandInVLLM()) as policy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +124,8 @@ class StandInVLLM(FarSide):
         spans = [{"version": first, "start": 0, "end": half}] if half else []
         spans.append({"version": self.label, "start": half, "end": len(ids)})
         cut = sampling["top_k"] == 1 and "raw log-probs" not in self.how
-        logprobs = [{"token_id": one, "logprob": 0.0 if cut else -self._bias(body)} for one in ids]
+        of_cut = math.log(0.5) if "ties" in self.how else 0.0
+        logprobs = [{"token_id": one, "logprob": of_cut if cut else -self._bias(body)} for one in ids]
         stopped = ids[-1] in sampling["stop_token_ids"]
         choice = {
             "token_ids": ids[:4] if "loses ids" in self.how and not cut else ids,

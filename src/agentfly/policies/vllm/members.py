@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from agentfly.errors import APIMalformed, APIRefused, ConfigError, PolicyError, PrerequisiteError
@@ -21,6 +22,8 @@ _RAW_LOGPROBS = (
     "returns log-probs of another distribution than it samples from, which cannot be trained on. Start vLLM with: "
     "--logprobs-mode processed_logprobs"
 )
+
+_MOST_ALIKE = 8
 
 
 class Member(ABC):
@@ -67,11 +70,11 @@ class Member(ABC):
         except APIRefused as error:
             raise PrerequisiteError(f"{self.name} {_NO_CONTROL} ({error}).") from error
         try:
-            # Cut to the most likely token, whatever is sampled has a log-prob of 0, unless the cut is left out of it.
-            sample = await server.generate([1, 2, 3], max_tokens=4, top_k=1)
+            # Cut to the most likely token, whatever is sampled has all probability, unless the cut is left out of it.
+            sample = await server.generate([1, 2, 3], max_tokens=8, top_k=1)
         except (APIRefused, APIMalformed) as error:
             raise PrerequisiteError(f"{self.name} {_NO_TOKEN_IDS} ({error}).") from error
-        if any(number < -1e-3 for number in sample.logprobs):
+        if not all(map(_is_of_the_likeliest, sample.logprobs)):
             raise ConfigError(f"{self.name} {_RAW_LOGPROBS}.")
 
     @abstractmethod
@@ -80,6 +83,14 @@ class Member(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Give the server back."""
+
+
+def _is_of_the_likeliest(logprob: float) -> bool:
+    """Whether a log-prob is 0, or that of one of a few tokens alike, all of which a cut to the likeliest keeps.
+
+    In half precision the two or three likeliest logits are often the same number.
+    """
+    return any(abs(logprob + math.log(alike)) < 1e-3 for alike in range(1, _MOST_ALIKE + 1))
 
 
 class LeasedMember(Member):

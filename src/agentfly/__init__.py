@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agentfly.rollouts.run import run as run
     from agentfly.rollouts.runner import Runner as Runner
     from agentfly.task import Task as Task
-    from agentfly.training.config import TrainConfig as TrainConfig
+    from agentfly.training.config.train_config import TrainConfig as TrainConfig
     from agentfly.training.train import train as train
     from agentfly.trajectory import Trajectory as Trajectory
 
@@ -72,7 +72,7 @@ _HOMES = {
     "Task": "agentfly.task",
     "ToolError": "agentfly.errors",
     "ToolResult": "agentfly.agents.tool",
-    "TrainConfig": "agentfly.training.config",
+    "TrainConfig": "agentfly.training.config.train_config",
     "Trajectory": "agentfly.trajectory",
     "VLLMPolicy": "agentfly.policies.vllm.policy",
     "Window": "agentfly.agents.memory.window",

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentfly.errors import ConfigError
 from agentfly.images import Image, PlacedImage
 from agentfly.policies.embedded.scoring import score_tokens
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learner import Learner, UpdateStopped
 from agentfly.training.rows import Row
 
@@ -77,7 +77,7 @@ def constant(rows: Sequence[Row], values: Sequence[float]) -> list[np.ndarray]:
 
 
 def learner_of(model: torch.nn.Module, temperature: float = 1.0, **settings: Any) -> Learner:
-    reference = copy.deepcopy(model) if settings.get("kl_coefficient") else None
+    reference = copy.deepcopy(model) if settings.get("kl") else None
     config = TrainConfig(**{"learning_rate": 1e-3, **settings})
     return Learner(model, config, temperature=temperature, reference=reference)
 
@@ -86,7 +86,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().float() for weight in model.parameters()])
 
 
-@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl_coefficient": 0.1}])
+@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl": {"coefficient": 0.1}}])
 @pytest.mark.parametrize("tokens", [1, 10, 14])
 def test_no_split_into_micro_batches_changes_the_update(settings: dict[str, float], tokens: int) -> None:
     whole, split = small_model(), small_model()
@@ -173,7 +173,7 @@ def test_the_divergence_penalty_pulls_back_to_the_policy_before_training() -> No
     model = small_model()
     rows = rows_of(model)
     nothing = constant(rows, [0.0] * 4)
-    learner = learner_of(model, kl_coefficient=10.0)
+    learner = learner_of(model, kl={"coefficient": 10.0})
     assert learner.learn(rows, nothing)["policy/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     with torch.no_grad():
         for weight in model.parameters():

@@ -15,7 +15,7 @@ from agentfly.events import EvaluationFinished, StepFinished
 from agentfly.rollouts.traits import agent_traits
 from agentfly.run_directory import RunDirectory
 from agentfly.training.checkpoints import Place
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.resume import FREE_TO_CHANGE, forget_after, require_same_run
 from agentfly.viewing.metrics import MetricsWriter
 

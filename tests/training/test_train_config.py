@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentfly.errors import ConfigError
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 
 
 @pytest.mark.parametrize(

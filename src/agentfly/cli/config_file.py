@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, T
 from pydantic_core import PydanticCustomError
 
 from agentfly.errors import ConfigError
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 
 
 class PolicyConfig(BaseModel):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from agentfly.errors import ConfigError
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.advantages import Floats
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES, ClipRange, TokenBatch, k3_divergence, token_mean
 from agentfly.training.rows import Row
 from agentfly.training.tally import Tally
@@ -49,7 +49,7 @@ class Learner:
         model: the model whose weights the policy samples from.
         config: the run's settings.
         temperature: divided the logits when the tokens were sampled.
-        reference: the policy before training, for the divergence from it; needed if ``config.kl_coefficient`` is set.
+        reference: the policy before training, for the divergence from it; needed if ``config.kl.coefficient`` is set.
 
     Attributes:
         steps: how many steps have been made, those before a resume included.
@@ -143,7 +143,7 @@ class Learner:
         A row whose advantages are all 0 has no gradient unless entropy or divergence count; it need not be
         differentiated, only measured.
         """
-        always = self._config.entropy_coefficient > 0 or self._config.kl_coefficient > 0
+        always = self._config.entropy_coefficient > 0 or self._config.kl.coefficient > 0
         learning: list[tuple[Row, Floats]] = []
         silent: list[tuple[Row, Floats]] = []
         for row, values in zip(rows, advantages, strict=True):
@@ -192,7 +192,7 @@ class Learner:
             loss = loss - self._config.entropy_coefficient * token_mean(entropy, mask, tokens)
             if batch.reference is not None:
                 divergence = k3_divergence(logprobs, batch.reference, mask)
-                loss = loss + self._config.kl_coefficient * token_mean(divergence, mask, tokens)
+                loss = loss + self._config.kl.coefficient * token_mean(divergence, mask, tokens)
                 tally.mean("policy/reference_kl", divergence)
         if batch.learns:
             loss.backward()  # type: ignore[no-untyped-call]

@@ -14,6 +14,26 @@ from agentfly.tokens import TokenSequence
 from agentfly.trajectory import Trajectory, Turn
 
 
+@dataclass(frozen=True, slots=True)
+class RowTurn:
+    """One turn of a row, as far as training wants to know it.
+
+    Attributes:
+        index: number of the turn in its trajectory.
+        start, stop: its sampled tokens in the row's ids.
+        reward: what the turn was worth by itself (the step reward); None where nothing said so.
+        anchor: names the state in which the turn was taken; empty where no state is known.
+        kind: ``act``, or ``memory`` for a turn that only wrote down what is to be remembered.
+    """
+
+    index: int
+    start: int
+    stop: int
+    reward: float | None = None
+    anchor: str = ""
+    kind: Literal["act", "memory"] = "act"
+
+
 @dataclass(frozen=True)
 class Row:
     """One token sequence of a trajectory that is trained on, with the reward it led to.
@@ -33,10 +53,8 @@ class Row:
         reward: the trajectory's reward.
         truncated: whether tokens were cut off the end.
         raw_logprobs: the log-probs at temperature 1 and without cuts, NaN where they are unknown; length T.
-        turn: number of the turn in its trajectory, if the row holds exactly one.
-        step_reward: what that turn was worth by itself; None where nothing said so, or the row holds several.
-        anchor: names the state in which that turn was taken; empty where the row holds several.
-        kind: ``act``, or ``memory`` for a row that holds nothing but what was written down to be remembered.
+        turns: the turns whose sampled tokens the row holds, in order: one under ``step``, all of a conversation (or
+            of a part of one) under ``chain``.
         agent: path of the subagent that spoke; empty for the agent itself.
         images: the images whose placeholders are among the ids.
     """
@@ -50,10 +68,7 @@ class Row:
     reward: float
     truncated: bool
     raw_logprobs: Sequence[float] | None = None
-    turn: int | None = None
-    step_reward: float | None = None
-    anchor: str = ""
-    kind: Literal["act", "memory"] = "act"
+    turns: tuple[RowTurn, ...] = ()
     agent: str = ""
     images: Sequence[PlacedImage] = ()
 
@@ -148,7 +163,6 @@ def _rows_of(trajectory: Trajectory) -> Iterator[Row]:
 
 def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn]) -> Row:
     assert trajectory.reward is not None
-    only = turns[0] if len(turns) == 1 else None
     return Row(
         ids=sequence.ids,
         loss_mask=sequence.loss_mask,
@@ -159,10 +173,11 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn])
         reward=trajectory.reward,
         truncated=sequence.truncated,
         raw_logprobs=sequence.raw_logprobs,
-        turn=only.index if only else None,
-        step_reward=only.reward if only else None,
-        anchor=only.anchor if only else "",
-        kind="act" if any(turn.kind == "act" for turn in turns) or not turns else "memory",
+        turns=tuple(map(_row_turn, turns)),
         agent=turns[0].agent if turns else "",
         images=tuple(sequence.images),
     )
+
+
+def _row_turn(turn: Turn) -> RowTurn:
+    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind)

@@ -17,7 +17,7 @@ from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
 from agentfly.viewing.metrics import recorded
 from agentfly.viewing.progress import ConsoleProgress

@@ -48,7 +48,7 @@ from agentfly.training.checkpoints import (
     write_model,
     write_place,
 )
-from agentfly.training.config import TrainConfig
+from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learner import Learner
 from agentfly.training.resume import forget_after, require_same_run
 from agentfly.training.rows import RowBatch, rows_from_trajectories
@@ -216,7 +216,7 @@ class Trainer:
         if saved is not None:
             require_same_run(saved, place)
         forget_after(self._run, saved.step if saved else None)
-        reference = copy.deepcopy(model).requires_grad_(False) if self._config.kl_coefficient > 0 else None
+        reference = copy.deepcopy(model).requires_grad_(False) if self._config.kl.coefficient > 0 else None
         if latest is not None:
             load_weights(model, latest)
         learner = Learner(model, self._config, temperature=self._temperature, reference=reference)

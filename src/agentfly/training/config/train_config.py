@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from agentfly.errors import ConfigError, did_you_mean
+from agentfly.errors import ConfigError
 from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.config.correction_config import CorrectionConfig
+from agentfly.training.config.critic_config import CriticConfig
+from agentfly.training.config.early_stop_config import EarlyStopConfig
+from agentfly.training.config.kl_config import KLConfig
+from agentfly.training.config.lora_config import LoRAConfig
+from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
+from agentfly.training.config.settings import Settings
 from agentfly.training.losses import LOSSES
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(Settings):
     """Every setting of a training run.
 
     Raises:
         ConfigError: a setting is unknown, out of its range, or contradicts another.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
     algorithm: str = "grpo"
     """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`."""
     loss: str = "ppo_clip"
     """What is minimised: a name in `agentfly.training.losses.LOSSES`."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_token_mean", "constant"] = "token_mean"
+    """How the tokens' losses become one: the mean over all tokens of a batch; the mean over its rows of each row's sum
+    (``sequence_mean``) or of each row's mean (``sequence_token_mean``); or the sum over tokens divided by
+    ``aggregation_tokens`` and the number of rows (Dr.GRPO)."""
+    aggregation_tokens: PositiveInt | None = None
+    """Number of tokens that a row's sum is divided by under ``constant``: the longest that rows can be."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """What the algorithm can be told."""
+    correction: CorrectionConfig | None = None
+    """Importance weights between the trainer's log-probs and the sampler's; None takes the ratio to the sampler's."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Other tasks in place of groups that teach nothing; None takes the groups as they come."""
+    overlong: OverlongConfig | None = None
+    """A penalty on long answers; None has none."""
+    max_row_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Rows of more tokens are cut there; None cuts none."""
 
     strategy: Literal["chain", "step"] = "chain"
     """How turns become token sequences: ``chain``, one that grows with the conversation, or ``step``, one for each."""
@@ -44,6 +55,9 @@ class TrainConfig(BaseModel):
     """Number of steps: each rolls out a batch and learns from it."""
     tasks_per_step: PositiveInt = 8
     """Number of tasks in a step."""
+    max_staleness: NonNegativeInt = 0
+    """Rollouts may run ahead of the update that they are trained in by so many versions of the weights. 0: rollouts and
+    updates take turns, and every token is trained under the weights that sampled it."""
     attempts: PositiveInt = 8
     """Number of rollouts of each task in a step: the size of a group."""
     temperature: PositiveFloat | None = None
@@ -51,6 +65,10 @@ class TrainConfig(BaseModel):
 
     learning_rate: PositiveFloat = 1e-5
     """Learning rate of AdamW, per update."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up: not at all, or down to ``final_learning_rate_share``."""
+    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the learning rate that is left after the last step, where the schedule falls."""
     warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises linearly to its full value."""
     weight_decay: NonNegativeFloat = 0.0
@@ -58,17 +76,29 @@ class TrainConfig(BaseModel):
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's Euclidean norm is scaled down to this."""
     updates_per_step: PositiveInt = 1
-    """Number of updates made with each batch, each from the whole batch."""
+    """Number of times each batch is learned from: epochs."""
+    mini_batches: PositiveInt = 1
+    """Number of parts, of whole trajectories, that a batch is divided into; each makes an update of its own, so that a
+    step makes ``updates_per_step`` times as many."""
     micro_batch_tokens: PositiveInt = 4096
     """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
     clip_low: NonNegativeFloat = 0.2
     """A sampled token's probability ratio is clipped below 1 minus this."""
     clip_high: NonNegativeFloat = 0.28
     """A sampled token's probability ratio is clipped above 1 plus this."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative, the loss of a token is at most this many times it (dual clip); None has none."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, in nats per token."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the divergence from the policy before training, in nats per token. 0 keeps no copy of that policy."""
+    kl: KLConfig = KLConfig()
+    """The divergence from the policy before training, as a penalty."""
+
+    lora: LoRAConfig | None = None
+    """Train adapters in place of all weights; None trains all."""
+    critic: CriticConfig = CriticConfig()
+    """The model of values, where the algorithm needs one."""
+    gradient_checkpointing: bool = False
+    """Compute activations twice in place of keeping them: less memory, more time, the same numbers."""
 
     eval_every_steps: PositiveInt | None = None
     """Held-out tasks are tried after every so many steps, besides before the first and after the last."""
@@ -76,6 +106,9 @@ class TrainConfig(BaseModel):
     """Number of rollouts of each held-out task in an evaluation."""
     eval_temperature: NonNegativeFloat = 0.0
     """Divides the logits in evaluations; 0 takes the most likely token."""
+
+    early_stop: EarlyStopConfig | None = None
+    """When evaluations end the run before its last step; None goes on to the end."""
 
     checkpoint_every_steps: PositiveInt = 10
     """A checkpoint is saved after every so many steps, besides after the last."""
@@ -106,15 +139,6 @@ class TrainConfig(BaseModel):
         names = ("dtype", "device", "threads", "seed", "max_concurrent_generations", "max_context_tokens")
         return {name: getattr(self, name) for name in names}
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explained(cls, value: Any, validate: Callable[[Any], Self]) -> Self:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            complaints = [_complaint(detail, cls.model_fields) for detail in error.errors()]
-            raise ConfigError("\n".join(complaints)) from None
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         algorithm = ALGORITHMS[self.algorithm]
@@ -138,10 +162,3 @@ class TrainConfig(BaseModel):
                 "are the same. Set eval_attempts=1, or eval_temperature above 0."
             )
         return self
-
-
-def _complaint(detail: ErrorDetails, known: Mapping[str, Any]) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"There is no training setting {name!r}. {did_you_mean(name, sorted(known))}"
-    return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

@@ -1,0 +1,42 @@
+"""Settings: the base of every group of training settings. Frozen, typed, and strict about names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from agentfly.errors import ConfigError, did_you_mean
+
+
+class Settings(BaseModel):
+    """A group of settings that says what is wrong with a value in its own words.
+
+    Raises:
+        ConfigError: a setting is unknown (the message has the nearest name), out of its range, or contradicts another.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    GROUP: ClassVar[str] = ""
+    """What the group is called among the training settings, such as ``kl``; empty for the training settings."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, value: Any, validate: Callable[[Any], Self]) -> Self:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            complaints = [_complaint(detail, cls.GROUP, cls.model_fields) for detail in error.errors()]
+            raise ConfigError("\n".join(complaints)) from None
+
+
+def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> str:
+    parts = [str(part) for part in detail["loc"]]
+    name = ".".join(([group] if group else []) + parts)
+    if detail["type"] == "extra_forbidden":
+        near = did_you_mean(parts[-1], sorted(known))
+        return f"There is no training setting {name!r}. {near}"
+    return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

@@ -267,6 +267,21 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsHandedOver(Event):
+    """Servers that sample for a trainer have its weights.
+
+    Attributes:
+        version: the version of the weights.
+        distance: how far the servers' log-probs of a probe are from the trainer's, in nats a token.
+        paused_s: seconds for which nothing was sampled.
+    """
+
+    version: int
+    distance: float
+    paused_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFinished(Event):
     step: int
     seconds: float

@@ -222,5 +222,5 @@ asyncio.run(serve())
 
 
 def test_an_endpoint_cannot_be_trained(project):
-    with pytest.raises(ConfigError, match="policy is for evaluations"):
+    with pytest.raises(ConfigError, match="cannot be trained from here"):
         cli.app(["train", str(project / "config.yaml"), "policy.base_url=http://localhost:1/v1"], standalone_mode=False)

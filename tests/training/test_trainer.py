@@ -160,26 +160,24 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
     assert metrics["policy/version"] == 0
 
 
-AWAITED = set(
-    [
-        "advantage",
-        "aggregation",
-        "aggregation_tokens",
-        "clip_dual",
-        "correction",
-        "critic",
-        "dynamic_sampling",
-        "early_stop",
-        "final_learning_rate_share",
-        "gradient_checkpointing",
-        "lora",
-        "max_row_tokens",
-        "max_staleness",
-        "mini_batches",
-        "overlong",
-        "schedule",
-    ]
-)
+AWAITED = {
+    "advantage",
+    "aggregation",
+    "aggregation_tokens",
+    "clip_dual",
+    "correction",
+    "critic",
+    "dynamic_sampling",
+    "early_stop",
+    "final_learning_rate_share",
+    "gradient_checkpointing",
+    "lora",
+    "max_row_tokens",
+    "max_staleness",
+    "mini_batches",
+    "overlong",
+    "schedule",
+}
 """Settings that are laid down and not read yet."""
 
 

@@ -48,7 +48,10 @@ class MemoryConfig(BaseModel):
 
 
 class VLLMConfig(BaseModel):
-    """The agent's model served by vLLM, for evaluations and rollouts; `agentfly.policies.vllm.policy.VLLMPolicy`."""
+    """The agent's model served by vLLM; `agentfly.policies.vllm.policy.VLLMPolicy`.
+
+    In training the model learns in this process, and the servers are handed its weights after each update.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -62,6 +65,11 @@ class VLLMConfig(BaseModel):
     """Addresses of servers that run already, in place of those."""
     api_key_env: str | None = None
     """The environment variable with the key of these."""
+    in_flight: Literal["drain", "mark"] = "drain"
+    """What an update does with running generations: it waits for their end, or they go on with the new weights."""
+    exchange: str | None = None
+    """Directory through which weights go to servers, seen by both under one path; that for temporary files if not
+    given."""
     raw_logprobs: bool = False
     """Whether log-probs at temperature 1 are told also where tokens are sampled otherwise."""
 
@@ -89,7 +97,7 @@ class RunConfig(BaseModel):
         ]
         | None
     ) = None
-    """What evaluations and rollouts ask: an endpoint, or ``vllm``; if not given, the model in this process."""
+    """What is sampled from: an endpoint (not in training), or ``vllm``; if not given, the model in this process."""
     memory: MemoryConfig | None = None
     """What the agent recalls of the conversation at each turn; as the agent says if not given."""
     tasks: str

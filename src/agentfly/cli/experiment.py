@@ -124,6 +124,19 @@ class Experiment:
 
         return OpenAIPolicy(settings.pop("base_url"), settings.pop("model"), **settings)
 
+    def training_policy(self) -> Policy | None:
+        """The servers that sample for a trainer; None where the model samples in this process, which the trainer loads.
+
+        Where adapters are trained, the servers are started with room for one.
+        """
+        if not isinstance(self.config.policy, VLLMConfig):
+            return None
+        settings = self.config.policy.model_dump()
+        lora = self.config.training.lora
+        if lora is not None:
+            settings["server"] = {"adapters": 1, "adapter_rank": lora.rank, **settings["server"]}
+        return self._vllm_policy(settings)
+
     def _vllm_policy(self, settings: dict[str, Any]) -> Policy:
         from agentfly.policies.vllm.policy import VLLMPolicy
         from agentfly.resources.models.spec import ModelServerSpec

@@ -64,17 +64,17 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     """
     from rich.console import Console
 
-    from agentfly.cli.config_file import save_config
+    from agentfly.cli.config_file import PolicyConfig, save_config
     from agentfly.cli.experiment import Experiment
     from agentfly.events import Event, EventStream, TrainingStarted
     from agentfly.run_directory import RunDirectory
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
-    if config.policy is not None:
+    if isinstance(config.policy, PolicyConfig):
         raise ConfigError(
-            "policy is for evaluations and rollouts: training samples from the model that it trains, in this process. "
-            "Leave it out, and name a model."
+            "policy: an endpoint's weights cannot be trained from here; it is for evaluations and rollouts. Leave it "
+            "out, and name a model that learns in this process, with 'policy: vllm' if vLLM is to sample from it."
         )
     experiment = Experiment.of(config)
     experiment.require_definitions([*experiment.tasks, *(experiment.eval_tasks or [])])
@@ -100,6 +100,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
                 resume=resumed is not None,
                 progress=True,
                 events=events,
+                policy=experiment.training_policy(),
                 **config.training.model_dump(),
             )
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM

@@ -25,8 +25,13 @@ class TrainablePolicy(Policy, Protocol):
         """The model that it samples from."""
         ...
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has been entered and not left."""
+        ...
+
     def exclusive(self) -> AbstractAsyncContextManager[object]:
-        """Nothing is sampled while the block runs."""
+        """The weights may be changed in the block: nothing is sampled by weights that are half changed."""
         ...
 
     def weights_updated(self, version: int | None = None) -> None:

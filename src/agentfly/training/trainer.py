@@ -22,12 +22,10 @@ from agentfly.events import (
     CheckpointSaved,
     EvaluationFinished,
     EventStream,
-    Progress,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
 )
-from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
@@ -54,6 +52,7 @@ from agentfly.training.resume import forget_after, require_same_run
 from agentfly.training.rows import RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
+from agentfly.training.trained_policy import trained_policy
 from agentfly.training.worker_thread import in_thread
 from agentfly.trajectory import Trajectory, save_trajectories
 
@@ -86,9 +85,9 @@ class Trainer:
     advantages, and updates the weights that the policy samples from. Rollouts and update alternate, so that every
     token is trained under the weights that sampled it.
 
-    A policy or engine that is given belongs to the caller, who enters and leaves it; one that is not given is made,
-    and released at the end. A run that is stopped, in whatever way, can be gone on with from its last checkpoint by
-    the same call with ``resume=True``.
+    A policy or engine that is given belongs to the caller; one that is not given is made, and released at the end. A
+    policy that is not in use yet is entered, and left at the end. A run that is stopped, in whatever way, can be gone
+    on with from its last checkpoint by the same call with ``resume=True``.
 
     Args:
         agent: the agent.
@@ -98,7 +97,8 @@ class Trainer:
         eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
         config: the settings.
         events: where events go.
-        policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given.
+        policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given. With a
+            `VLLMPolicy` the model learns in this process and its servers sample, with its weights.
         engine: schedules the resources; made if not given.
         subagent_policies: what subagents with another model speak by, by the model; loaded if not given.
         resume: go on from the last checkpoint in ``run_dir``; begin there if it has none.
@@ -177,17 +177,7 @@ class Trainer:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     async def _policy(self, owned: AsyncExitStack) -> TrainablePolicy:
-        policy = self._given_policy
-        if policy is None:
-            self._events.emit(Progress(what=f"loading {self._agent.model}"))
-            load = partial(load_policy, self._agent.model, **self._config.policy_settings)
-            policy = await owned.enter_async_context(await in_thread(load))
-        if not isinstance(policy, TrainablePolicy):
-            raise ConfigError(
-                f"A {type(policy).__name__} cannot be trained: its weights are not in this process. "
-                "Give the agent a model that is loaded here: a name, or a Hugging Face directory."
-            )
-        return policy
+        return await trained_policy(self._given_policy, self._agent.model, self._config, self._events, owned)
 
     async def _start(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
         """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""

@@ -143,6 +143,11 @@ class EmbeddedPolicy:
         """How many times the weights have been updated."""
         return self._version
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has been entered and not left."""
+        return self._sampler is not None
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

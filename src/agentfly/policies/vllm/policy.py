@@ -150,6 +150,11 @@ class VLLMPolicy:
         return self._version
 
     @property
+    def in_use(self) -> bool:
+        """Whether it has been entered and not left."""
+        return self._fleet is not None
+
+    @property
     def takes_images(self) -> bool:
         """Whether the model sees images."""
         return self._tokenizer.vision is not None

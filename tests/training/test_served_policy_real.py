@@ -1,0 +1,97 @@
+"""Training beside a real vLLM, on the processor: the model learns here, its servers sample with its weights.
+
+vLLM has an environment of its own. It is looked for where ``$AGENTFLY_VLLM_PYTHON`` says, and in ``.venv-vllm``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+import agentfly as af
+from agentfly.errors import PrerequisiteError
+from agentfly.events import Event, EventStream, WeightsHandedOver
+from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.resources.models.engine import probe_vllm
+from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.trainer import Trainer
+from agentfly.trajectory import load_trajectories
+
+PYTHON = os.environ.get(PYTHON_VARIABLE) or str(Path(__file__).parents[2] / ".venv-vllm")
+TASKS = [f"Say something about {number}." for number in range(6)]
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLLMPolicy]:
+    """One server, which an engine starts as fast as it can: not compiled, in two processes and not three."""
+    try:
+        probe_vllm(PYTHON)
+    except PrerequisiteError as missing:
+        pytest.skip(f"There is no vLLM. Make .venv-vllm with: make vllm. ({missing})")
+    spec = ModelServerSpec(
+        model="tiny",
+        python=PYTHON,
+        device="cpu",
+        dtype="float32",
+        kv_cache="64MiB",
+        adapters=1,
+        adapter_rank=8,
+        arguments=("--enforce-eager", "--distributed-executor-backend", "uni"),
+        env=(("OMP_NUM_THREADS", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")),
+        start_timeout_s=240,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLY_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        async with VLLMPolicy(spec) as policy:
+            yield policy
+
+
+@af.reward
+def later(context: af.Context) -> float:
+    """The later attempt is the better one, whatever it says: every batch has something to teach."""
+    return context.attempt / 2
+
+
+@pytest.mark.parametrize("settings", [{}], ids=["all weights"])
+async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_were_learned(
+    servers: VLLMPolicy, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    handed: list[WeightsHandedOver] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, WeightsHandedOver):
+            handed.append(event)
+
+    events = EventStream()
+    first = servers.version
+    config = TrainConfig(
+        steps=3, tasks_per_step=2, attempts=3, learning_rate=1e-2, dtype="float32", threads=1, device="cpu", **settings
+    )
+    trainer = Trainer(
+        af.Agent(model="tiny", max_turns=1, max_tokens_per_turn=8),
+        TASKS,
+        later,
+        run_dir=tmp_path,
+        config=config,
+        policy=servers,
+        events=events,
+    )
+    with events.subscribed(note):
+        result = await trainer.run()
+
+    assert servers.in_use  # it was given in use, and is given back so
+    assert [event.version for event in handed] == [first, first + 1, first + 2, first + 3]
+    assert max(event.distance for event in handed) < 0.002
+    for step in (1, 2, 3):
+        # so large a learning rate that log-probs of the weights before would be far off
+        assert result.metrics[step]["mismatch/logprob_diff_max"] < 1e-3
+    sampled = list(load_trajectories(tmp_path / "trajectories" / "train-000003.jsonl"))
+    versions = {version for one in sampled for sequence in one.sequences for version in sequence.versions}
+    assert versions == {-1, first + 2}

@@ -63,22 +63,41 @@ def score_tokens(
         ValueError: rows and targets do not fit together.
     """
     _check(rows, targets, temperature)
+    hidden = states_before(model, rows, targets, share_prefixes=share_prefixes)
+    if not len(hidden):
+        nothing = torch.zeros(0, device=model.device)
+        return TokenScores(nothing, nothing)
+    wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
+    return _score_hidden(output_layer(model), hidden, torch.tensor(wanted, device=model.device), temperature)
+
+
+def states_before(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    share_prefixes: bool = True,
+) -> torch.Tensor:
+    """Last hidden states at the positions right before chosen tokens: what the model knew when each was chosen.
+
+    Args:
+        model: a causal language model, or the decoder of one.
+        rows, targets, share_prefixes: see `score_tokens`.
+
+    Returns:
+        [N, hidden] in the order of the rows; N is the number of targets.
+    """
     enable_packed_attention(model)
-    device, dtype = model.device, model.dtype
     scored = [index for index, positions in enumerate(targets) if len(positions)]
     if not scored:
-        nothing = torch.zeros(0, device=device)
-        return TokenScores(nothing, nothing)
+        return torch.zeros(0, int(model.config.hidden_size), device=model.device, dtype=model.dtype)
     # What stands at or after a row's last target is not needed to score it.
     inputs = [rows[index][: targets[index][-1]] for index in scored]
-    packed = pack_rows(inputs, share_prefixes=share_prefixes, device=device, dtype=dtype)
+    packed = pack_rows(inputs, share_prefixes=share_prefixes, device=model.device, dtype=model.dtype)
     sources = torch.cat(
         [indices[torch.tensor(targets[index]) - 1] for index, indices in zip(scored, packed.row_indices, strict=True)]
-    ).to(device)
-    wanted = torch.tensor([rows[index][position] for index in scored for position in targets[index]], device=device)
-    hidden = packed_hidden(model, packed.ids, packed.positions, packed.plan)
-    head = output_layer(model)
-    return _score_hidden(head, hidden.index_select(0, sources), wanted, temperature)
+    ).to(model.device)
+    return packed_hidden(model, packed.ids, packed.positions, packed.plan).index_select(0, sources)
 
 
 def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temperature: float) -> None:

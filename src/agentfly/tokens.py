@@ -103,20 +103,23 @@ class TokenSequence:
             TokenInvariantError: there is not exactly one version, and one finite log-prob, for each id.
         """
         self._require_open()
-        count = len(ids)
+        try:
+            count = len(ids)
+            columns = array("i", ids), array("i", [version] * count if isinstance(version, int) else version)
+        except (TypeError, OverflowError) as error:
+            raise TokenInvariantError(f"Sampled ids and their versions are to be 32-bit integers: {error}.") from error
         for values in (logprobs, raw_logprobs):
             if values is not None and len(values) != count:
                 raise TokenInvariantError(f"{count} sampled ids came with {len(values)} log-probs; refusing them.")
             if values and not (math.isfinite(sum(values)) and max(values) <= 1e-6):
                 raise TokenInvariantError("A log-prob of a sampled token is not a finite number of at most 0.")
-        versions = array("i", [version]) * count if isinstance(version, int) else version
-        if not isinstance(version, int) and len(version) != count:
-            raise TokenInvariantError(f"{count} sampled ids came with {len(version)} versions; refusing them.")
-        self.ids.extend(ids)
+        if len(columns[1]) != count:
+            raise TokenInvariantError(f"{count} sampled ids came with {len(columns[1])} versions; refusing them.")
+        self.ids.extend(columns[0])
         self.origins.extend(array("b", [Origin.SAMPLED]) * count)
         self.logprobs.extend(logprobs if logprobs is not None else _UNKNOWN * count)
         self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else _UNKNOWN * count)
-        self.versions.extend(versions)
+        self.versions.extend(columns[1])
 
     def cut(self, length: int) -> None:
         """Cut ids and all that is known of them at one index, and flag the sequence as truncated.

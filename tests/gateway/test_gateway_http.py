@@ -179,6 +179,18 @@ async def test_the_token_is_asked_for_by_all_but_the_health(serving: Any) -> Non
             assert (await http.get(f"{base}/rollouts/r.0")).status_code == 401
 
 
+async def test_a_trajectory_is_returned_though_whoever_was_to_be_told_of_it_fails(
+    serving: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(trajectory: af.Trajectory) -> None:
+        raise OSError("no space left")
+
+    async with serving([ANSWER], on_finish=fails) as (gateway, client):
+        await say(client("r.0"), ASK)
+        assert gateway.finish("r.0", reward=1.0).reward == 1.0
+    assert "no space left" in caplog.text
+
+
 async def test_programs_in_other_languages_finish_by_http(serving: Any) -> None:
     told: list[af.Trajectory] = []
     async with serving([ANSWER], on_finish=told.append) as (gateway, client), httpx.AsyncClient() as http:

@@ -84,6 +84,17 @@ def test_logprobs_that_do_not_fit_the_sampled_ids_are_refused_and_nothing_is_add
     assert len(sequence) == 8
 
 
+@pytest.mark.parametrize(
+    ("ids", "version"), [([9.5], 0), (["9"], 0), ([2**40], 0), ([9], None), ([9], [None]), ([9], 1.5), (None, 0)]
+)
+def test_ids_and_versions_that_are_no_integers_are_refused_and_nothing_is_added(ids, version):
+    sequence = two_turns()
+    with pytest.raises(TokenInvariantError):
+        sequence.append_sampled(ids, [-0.1], version=version)
+    sequence.check()
+    assert len(sequence) == 8
+
+
 def test_a_finished_sequence_refuses_every_change():
     sequence = two_turns().freeze()
     for change in (

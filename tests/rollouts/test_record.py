@@ -69,6 +69,12 @@ def torn(run_dir, lines, rest=b'{"rollout_id": "torn'):
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]) + rest)
 
 
+async def test_a_result_is_shown_in_a_line_however_much_is_in_it(tmp_path):
+    result, _ = await roll(tmp_path)
+    assert repr(result).startswith(f"RunResult({len(result.trajectories)} trajectories, ")
+    assert len(repr(result)) < 120
+
+
 async def test_trajectories_are_saved_once_each_and_in_order(tmp_path):
     result, _ = await roll(tmp_path / "run", attempts=2, label="r")
     saved = list(load_trajectories(file_of(tmp_path / "run")))

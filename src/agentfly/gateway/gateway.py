@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import sys
@@ -24,6 +25,8 @@ from agentfly.trajectory import Failure, Trajectory
 
 if TYPE_CHECKING:
     from agentfly.gateway.http import Server
+
+logger = logging.getLogger(__name__)
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~@:-]{0,199}")
 _ATTEMPT = re.compile(r"(.+)\.(\d{1,9})")
@@ -57,7 +60,8 @@ class Gateway:
         max_tokens: the most tokens of an answer, also where a program asks for more; None for what the context holds.
         max_body_bytes: requests longer than this are refused.
         max_rollouts: rollouts that may be open at a time.
-        on_finish: is told every trajectory when its rollout is finished.
+        on_finish: is told every trajectory when its rollout is finished. If it raises, that is logged, and the
+            trajectory is returned all the same.
 
     Raises:
         ConfigError: a setting cannot be.
@@ -170,7 +174,10 @@ class Gateway:
         )
         self._forget(rollout_id)
         if self._on_finish is not None:
-            self._on_finish(trajectory)
+            try:
+                self._on_finish(trajectory)
+            except Exception:
+                logger.exception("What was to be told of the end of rollout %s failed.", rollout_id)
         return trajectory
 
     def discard(self, rollout_id: str) -> None:

@@ -22,10 +22,13 @@ from agentfly.run_directory import Kind, RunDirectory
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Trajectory
 
+_SHOWN = ("reward/mean", "unscored", "turns/mean")
+"""Metrics by which a result is shown."""
+
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """What came of rolling an agent out.
 
@@ -41,6 +44,11 @@ class RunResult:
     def rewards(self) -> list[float | None]:
         """The score of each trajectory; None where it is unscored."""
         return [trajectory.reward for trajectory in self.trajectories]
+
+    def __repr__(self) -> str:
+        """A line: the trajectories themselves would fill the screen."""
+        shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items() if name in _SHOWN)
+        return f"RunResult({len(self.trajectories)} trajectories{', ' if shown else ''}{shown})"
 
 
 async def run(

@@ -22,7 +22,8 @@ from agentfly.rollouts.runner import Runner
 from agentfly.rollouts.speaker import CallNumbers
 from agentfly.rollouts.tape import Tape
 from agentfly.rollouts.token_speaker import TokenSpeaker
-from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.advantages import ALGORITHMS, Evidence
+from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import rows_from_trajectories
 from agentfly.trajectory import FinishReason, ToolRecord
 
@@ -90,8 +91,8 @@ async def test_a_long_rollout_counts_once_in_the_baseline_of_its_group_however_m
         trajectory.group_id, trajectory.reward = "group", reward
     rows = rows_from_trajectories(trajectories).rows
     assert len(rows) == 6
-    advantages = ALGORITHMS["grpo_without_std"].estimate(rows)
-    assert [float(values[0]) for values in advantages] == [-0.5] + [0.5] * 5
+    advantages = ALGORITHMS["dr_grpo"].estimate(Evidence(rows), AdvantageConfig())
+    assert [float(values[0]) for values in advantages.values] == [-0.5] + [0.5] * 5
 
 
 # --- anchors -------------------------------------------------------------------------------------------------------

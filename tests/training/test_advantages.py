@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from agentfly.errors import ConfigError
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
-from agentfly.training.advantages import ALGORITHMS, Algorithm, by_group
+from agentfly.training.advantages import ALGORITHMS, Algorithm, Evidence
+from agentfly.training.advantages.outcome import by_group
+from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import Row, rows_from_trajectories
 from agentfly.trajectory import Trajectory
 
-GROUP_ESTIMATORS = ["grpo", "grpo_without_std", "rloo"]
+GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo"]
 
 
 def row(group: str, rollout: str, reward: float, mask: Sequence[int] = (0, 1, 1)) -> Row:
@@ -38,15 +40,19 @@ def group_of(rewards: Sequence[float], group: str = "g") -> list[Row]:
     return [row(group, f"{group}{number}", reward) for number, reward in enumerate(rewards)]
 
 
+def estimate(name: str, rows: Sequence[Row]) -> list[np.ndarray]:
+    return ALGORITHMS[name].estimate(Evidence(rows), AdvantageConfig()).values
+
+
 def first_values(name: str, rows: Sequence[Row]) -> list[float]:
-    return [float(values[0]) for values in ALGORITHMS[name].estimate(rows)]
+    return [float(values[0]) for values in estimate(name, rows)]
 
 
 @pytest.mark.parametrize(
     ("name", "rewards", "expected"),
     [
         ("grpo", [1, 0, 1, 0], [0.8660254, -0.8660254, 0.8660254, -0.8660254]),
-        ("grpo_without_std", [1, 0, 1, 0], [0.5, -0.5, 0.5, -0.5]),
+        ("dr_grpo", [1, 0, 1, 0], [0.5, -0.5, 0.5, -0.5]),
         ("rloo", [1, 0, 1, 0], [2 / 3, -2 / 3, 2 / 3, -2 / 3]),
         ("rloo", [3, 0, 0], [3, -1.5, -1.5]),
         ("reinforce", [1, 0, 0.25], [1, 0, 0.25]),
@@ -76,7 +82,7 @@ def test_a_baseline_counts_trajectories_and_not_rows_and_never_mixes_tasks() -> 
         *[row("y", "c", 1.0)] * 2,
         row("y", "d", 1.0),
     ]
-    assert first_values("grpo_without_std", rows) == [0.5, 0.5, 0.5, -0.5, 0.0, 0.0, 0.0]
+    assert first_values("dr_grpo", rows) == [0.5, 0.5, 0.5, -0.5, 0.0, 0.0, 0.0]
 
 
 def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_holds_it() -> None:
@@ -85,7 +91,7 @@ def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_hol
         row("g", "a", 1.4, (0, 0, 0, 0, 0, 1, 1)),
         row("g", "b", 0.0, (0, 1)),
     ]
-    first, second, other = ALGORITHMS["grpo_without_std"].estimate(rows)
+    first, second, other = estimate("dr_grpo", rows)
     assert first.tolist() == pytest.approx([0.7] * 4)
     assert second.tolist() == pytest.approx([0.7] * 2)
     assert other.tolist() == pytest.approx([-0.7])
@@ -103,19 +109,19 @@ def trajectory(number: int, reward: float | None, *, sampled: int = 2) -> Trajec
 def test_unscored_attempts_are_in_no_baseline() -> None:
     batch = rows_from_trajectories([trajectory(n, reward) for n, reward in enumerate([1.0, None, 0.0, math.nan])])
     assert [row.rollout_id for row in batch.rows] == ["r0", "r2"]
-    assert first_values("grpo_without_std", batch.rows) == [0.5, -0.5]
+    assert first_values("dr_grpo", batch.rows) == [0.5, -0.5]
     assert batch.left_out == {"unscored": 2}
 
 
 def test_a_group_without_any_score_gives_no_row() -> None:
     batch = rows_from_trajectories([trajectory(n, None) for n in range(3)])
     assert batch.rows == ()
-    assert ALGORITHMS["grpo"].estimate(batch.rows) == []
+    assert estimate("grpo", batch.rows) == []
 
 
 def test_an_attempt_without_sampled_tokens_does_not_move_the_baseline() -> None:
     batch = rows_from_trajectories([trajectory(0, 100.0, sampled=0), trajectory(1, 1.0), trajectory(2, 0.0)])
-    assert first_values("grpo_without_std", batch.rows) == [0.5, -0.5]
+    assert first_values("dr_grpo", batch.rows) == [0.5, -0.5]
     assert batch.left_out == {"no_sampled_tokens": 1}
 
 
@@ -147,7 +153,7 @@ def test_a_name_cannot_be_registered_twice() -> None:
 @pytest.mark.parametrize("rewards", [[1e-300, 0.0, 0.0], [1e308, 0.0, 0.0], [1e-200, 3e-200, 2e-200]])
 def test_rewards_of_any_size_give_finite_advantages_of_mean_0(rewards: list[float]) -> None:
     rows = [row("g", str(number), reward) for number, reward in enumerate(rewards)]
-    values = [advantages[0] for advantages in ALGORITHMS["grpo"].estimate(rows)]
+    values = [advantages[0] for advantages in estimate("grpo", rows)]
     assert all(math.isfinite(value) for value in values)
     assert values[0] != 0
     assert sum(values) == pytest.approx(0, abs=1e-9)

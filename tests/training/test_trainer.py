@@ -161,7 +161,6 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
 
 
 AWAITED = {
-    "advantage",
     "aggregation",
     "aggregation_tokens",
     "clip_dual",

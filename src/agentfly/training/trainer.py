@@ -35,7 +35,7 @@ from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
-from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.advantages import ALGORITHMS, Evidence
 from agentfly.training.batch_metrics import batch_metrics
 from agentfly.training.checkpoints import (
     Checkpoints,
@@ -267,13 +267,14 @@ class Trainer:
     ) -> dict[str, float]:
         batch = rows_from_trajectories(trajectories)
         _require_rows(batch)
-        advantages = ALGORITHMS[self._config.algorithm].estimate(batch.rows)
+        algorithm = ALGORITHMS[self._config.algorithm]
+        advantages = algorithm.estimate(Evidence(batch.rows), self._config.advantage)
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
         async with policy.exclusive():
             updates = learner.updates
             try:
-                learned = await in_thread(partial(learner.learn, batch.rows, advantages, stop), stop)
+                learned = await in_thread(partial(learner.learn, batch.rows, advantages.values, stop), stop)
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()

@@ -68,17 +68,18 @@ async def test_the_same_script_makes_the_same_turns_rewards_and_anchors_under_bo
     assert len(trajectory.sequences) == {"chain": 1, "step": 3}[strategy]
 
 
-async def test_rows_of_steps_know_their_turn_and_a_row_of_several_turns_knows_none():
-    [stepped] = await play([call("north"), call("south"), "done"], "step")
-    rows = rows_from_trajectories([stepped]).rows
-    assert [(row.turn, row.step_reward, row.anchor) for row in rows] == [
-        (turn.index, turn.reward, turn.anchor) for turn in stepped.turns
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_rows_know_the_turns_that_they_hold_and_where_their_tokens_are(strategy):
+    [trajectory] = await play([call("north"), call("south"), "done"], strategy)
+    rows = rows_from_trajectories([trajectory]).rows
+    assert [len(row.turns) for row in rows] == {"chain": [3], "step": [1, 1, 1]}[strategy]
+    assert [(turn.index, turn.reward, turn.anchor, turn.kind) for row in rows for turn in row.turns] == [
+        (turn.index, turn.reward, turn.anchor, "act") for turn in trajectory.turns
     ]
-    assert {(row.kind, row.agent, row.reward, row.rollout_id) for row in rows} == {("act", "", 1.0, stepped.rollout_id)}
-    [chained] = await play([call("north"), call("south"), "done"], "chain")
-    [row] = rows_from_trajectories([chained]).rows
-    assert (row.turn, row.step_reward, row.anchor) == (None, None, "")
-    assert [row.raw_logprobs[position] for position in row.targets] == [0.0] * len(row.targets)
+    assert {(row.agent, row.reward, row.rollout_id) for row in rows} == {("", 1.0, trajectory.rollout_id)}
+    for row in rows:
+        assert row.targets == [position for turn in row.turns for position in range(turn.start, turn.stop)]
+        assert [row.raw_logprobs[position] for position in row.targets] == [0.0] * len(row.targets)
 
 
 async def test_a_long_rollout_counts_once_in_the_baseline_of_its_group_however_many_rows_it_has():

@@ -53,6 +53,11 @@ class Task:
         return self.fields[name]
 
     @property
+    def content(self) -> str:
+        """All that the task is, as a text: tasks of the same content are the same."""
+        return json.dumps(self.to_row(), sort_keys=True, default=repr)
+
+    @property
     def messages(self) -> list[Message]:
         """The prompt as a list of messages; a message without text has the empty text."""
         if isinstance(self.prompt, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,19 +35,34 @@ def evaluate(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with an evaluation that was cut short; only overrides follow."),
     ] = None,
+    ks: Annotated[
+        str | None,
+        typer.Option("--k", metavar="K,…", help="The k of pass@k; 1, 2, 4, … up to the attempts if not given."),
+    ] = None,
+    all_tasks: Annotated[
+        bool, typer.Option("--all-tasks", help="Show every task, not only those solved least.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks."""
+    """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks.
+
+    Shows reward, success and pass@k with intervals clustered by task, and each task. training.eval_attempts is the
+    number of attempts at a task. What is kept can be set beside another evaluation: agentfly compare.
+    """
     from rich.console import Console
 
     from agentfly.cli.experiment import Experiment
     from agentfly.cli.kept_run import KeptRun
     from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
+    from agentfly.rollouts.scoreboard import Scoreboard, usual_ks
     from agentfly.viewing.counted import counted
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
+    from agentfly.viewing.score_tables import scores_table
 
     words = [*endpoint_asked(base_url), *(overrides or [])]
+    wanted = None if ks is None else _numbers(ks)
     kept = KeptRun.of("eval", source, words, checkpoint, resume)
     experiment = Experiment.of(kept.config)
     if experiment.eval_tasks is None:
@@ -56,14 +72,24 @@ def evaluate(
     events = EventStream()
     with kept.directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
         result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events, kept, directory))
-    console = Console()
-    console.print(
-        metrics_table(
-            result.metrics, f"{counted(len(experiment.eval_tasks), 'held-out task')}, {experiment.model_name}"
-        )
-    )
+    board = Scoreboard.of(result.trajectories)
+    ks_told = wanted or usual_ks(board.most_attempts)
     path = directory.trajectories_file(kept.step, "eval")
+    if as_json:
+        typer.echo(json.dumps({"trajectories": str(path), **board.to_json(ks_told)}, indent=2))
+        return
+    console = Console()
+    title = f"{counted(len(experiment.eval_tasks), 'held-out task')}, {experiment.model_name}"
+    console.print(metrics_table(result.metrics, title))
+    console.print(scores_table(board, ks_told, all_tasks=all_tasks))
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+def _numbers(ks: str) -> list[int]:
+    words = [word.strip() for word in ks.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"--k {ks}: it must be whole numbers of at least 1, for instance --k 1,4,8.")
+    return sorted({int(word) for word in words})
 
 
 async def _evaluated(

@@ -16,6 +16,7 @@ from agentfly import __version__, interruption
 from agentfly.cli import (
     bench,
     check,
+    compare,
     demo,
     doctor,
     evaluate,
@@ -42,6 +43,7 @@ app.command("demo")(demo.demo)
 app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
+app.command("compare")(compare.compare)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
 app.command("gateway")(gateway.gateway)
 app.command("rescore")(rescore.rescore)

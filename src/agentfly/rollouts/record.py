@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, TypeVar
 from agentfly.errors import ConfigError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.traits import differences
-from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory, trajectory_line
 
 T = TypeVar("T")
@@ -143,7 +142,7 @@ class RolloutRecord:
         if finished is None:
             return None
         trajectory = finished.trajectory
-        if _content(trajectory.task) != _content(group.task):
+        if trajectory.task.content != group.task.content:
             raise ConfigError(
                 f"The rollouts in {self.path} cannot be gone on with: the task {group.task.id!r} is another than it "
                 "was. Give tasks that have changed another id, or begin a new run."
@@ -274,7 +273,3 @@ def _held(path: Path) -> BinaryIO:
 
 def _has_finished(trajectory: Trajectory) -> bool:
     return trajectory.finish is not FinishReason.CANCELLED and not trajectory.infrastructure_failed
-
-
-def _content(task: Task) -> str:
-    return json.dumps(task.to_row(), sort_keys=True, default=repr)

@@ -1,0 +1,70 @@
+"""``agentfly compare``: two evaluations of the same tasks, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentfly.errors import ConfigError
+
+
+def compare(
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|FILE.jsonl", help="A run, by its last evaluation, or a file of one.")
+    ],
+    second: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN_DIR|FILE.jsonl]", help="Another; if not given, the run's first and last are."),
+    ] = None,
+    all_tasks: Annotated[
+        bool, typer.Option("--all-tasks", help="Show every task, not only those that differ most.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Compare two evaluations task by task: the difference with its interval, wins and losses.
+
+    Tasks that only one of them holds are left out and counted. To compare two models, evaluate each with agentfly
+    eval, and compare the two runs.
+    """
+    from rich.console import Console
+
+    from agentfly.rollouts.comparison import Comparison
+    from agentfly.trajectory import load_trajectories
+    from agentfly.viewing.score_tables import comparison_table
+
+    files = _first_and_last(first) if second is None else (_last(first), _last(second))
+    comparison = Comparison.of(*map(load_trajectories, files))
+    if as_json:
+        typer.echo(json.dumps({"files": [str(path) for path in files], **comparison.to_json()}, indent=2))
+        return
+    console = Console()
+    for name, path in zip(("first", "second"), files, strict=True):
+        console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
+    console.print(comparison_table(comparison, all_tasks=all_tasks))
+
+
+def _first_and_last(run: Path) -> tuple[Path, Path]:
+    files = _evaluations(run)
+    if len(files) < 2:
+        raise ConfigError(f"{run} holds one evaluation. Name another run, or a file, to compare it with.")
+    return files[0], files[-1]
+
+
+def _last(source: Path) -> Path:
+    return source if source.is_file() else _evaluations(source)[-1]
+
+
+def _evaluations(run: Path) -> list[Path]:
+    from agentfly.run_directory import RunDirectory
+
+    files = [path for _, path in RunDirectory(run).trajectory_files("eval")]
+    if not files:
+        what = "holds no evaluation" if run.is_dir() else "is not there"
+        raise ConfigError(
+            f"{run} {what}. Name the directory of a run of agentfly eval or train, or a file of trajectories such as "
+            "runs/mine/trajectories/eval-000060.jsonl."
+        )
+    return files

@@ -1,0 +1,127 @@
+"""Estimates: what some attempts at some tasks tell of all tasks of their kind. Pure functions of numbers.
+
+Attempts at one task are alike, so the tasks, not the attempts, are the independent observations: each task counts once,
+with the mean of its attempts, and intervals are clustered by task. More attempts make each task's mean surer; only more
+tasks make the estimate surer of the kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95
+"""How often intervals made in this way hold the true value."""
+
+_NORMAL_FROM = 2000
+"""With more degrees of freedom than this, Student's t is the normal distribution to four digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its interval at the level `LEVEL`.
+
+    Attributes:
+        mean: the mean over the tasks.
+        low, high: ends of the interval; None where one task alone tells nothing of others.
+        tasks: number of tasks.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+
+def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
+    """The mean over tasks of the mean of their attempts, with Student's t interval over the tasks.
+
+    Source: Miller, Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.2, with the t distribution
+    in place of the normal one, for few tasks.
+
+    Args:
+        scores: for each task, the scores of its attempts, at least one; at least one task.
+    """
+    means = [math.fsum(task) / len(task) for task in scores]
+    count = len(means)
+    mean = math.fsum(means) / count
+    if count == 1:
+        return Estimate(mean, None, None, 1)
+    reach = student_quantile(count - 1) * _standard_error(means, mean)
+    return Estimate(mean, mean - reach, mean + reach, count)
+
+
+def share_over_tasks(successes: Sequence[Sequence[bool]]) -> Estimate:
+    """The mean over tasks of the share of their attempts that succeeded, with a Wilson interval clustered by task.
+
+    Wilson's interval stays within 0 and 1 and has a width also where every attempt succeeded. It is given the number of
+    independent attempts that would vary as much as the tasks do: at least the tasks, at most the attempts. With
+    one attempt a task it is Wilson's own.
+
+    Source: Wilson, Probable inference, 1927; the number of independent attempts: Korn and Graubard, Confidence
+    intervals for proportions with small expected number of positive counts, 1998.
+
+    Args:
+        successes: for each task, whether its attempts succeeded, at least one; at least one task.
+    """
+    means = [sum(task) / len(task) for task in successes]
+    count, attempts = len(means), sum(map(len, successes))
+    share = math.fsum(means) / count
+    error = _standard_error(means, share) if count > 1 else math.inf
+    independent = share * (1 - share) / error**2 if error > 0 else float(attempts)
+    if share in (0.0, 1.0):
+        independent = float(count)
+    return Estimate(share, *_wilson(share, min(max(independent, count), attempts)), count)
+
+
+def pass_at_k(attempts: int, successes: int, k: int) -> float:
+    """Chance that at least one of ``k`` attempts at a task succeeds, without bias, from ``attempts`` of which some did.
+
+    Source: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374, equation 1:
+    1 - C(n - c, k) / C(n, k).
+
+    Raises:
+        ValueError: there are fewer attempts than ``k``, or more successes than attempts.
+    """
+    if not 1 <= k <= attempts or not 0 <= successes <= attempts:
+        raise ValueError(f"pass@{k} cannot be told from {successes} successes in {attempts} attempts.")
+    return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def student_quantile(degrees: int) -> float:
+    """How many standard errors the interval at `LEVEL` reaches to each side, with so many degrees of freedom."""
+    if degrees > _NORMAL_FROM:
+        return 1.959963984540054
+    low, high = 1.9, 13.0
+    while high - low > 1e-10:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, degrees) < LEVEL else (low, middle)
+    return (low + high) / 2
+
+
+def _student_within(t: float, degrees: int) -> float:
+    """Chance that a variable of Student's t distribution is within -t and t.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = degrees % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for number in range(1 + odd, degrees, 2):
+        total += term
+        term *= square * number / (number + 1)
+    return (2 / math.pi) * (angle + sine * total) if odd else sine * total
+
+
+def _wilson(share: float, count: float) -> tuple[float, float]:
+    z = 1.959963984540054
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, min(centre - reach, share)), min(1.0, max(centre + reach, share))
+
+
+def _standard_error(means: Sequence[float], mean: float) -> float:
+    count = len(means)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in means) / (count - 1) / count)

@@ -1,0 +1,134 @@
+"""Tables of scores: an evaluation task by task, and two evaluations side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agentfly.messages import text_of
+from agentfly.rollouts.comparison import Comparison, Difference
+from agentfly.rollouts.estimates import LEVEL, Estimate
+from agentfly.rollouts.scoreboard import Scoreboard, TaskScores
+from agentfly.viewing.counted import counted
+
+SHOWN_TASKS = 20
+"""How many tasks a table shows where not all are asked for."""
+
+_PROMPT_CHARS = 60
+
+
+def scores_table(board: Scoreboard, ks: Sequence[int], *, all_tasks: bool = False) -> RenderableType:
+    """The estimates of an evaluation, each task's scores, and what counts in none of them.
+
+    Args:
+        board: the scores.
+        ks: the values of k for pass@k.
+        all_tasks: show every task, not only those that were solved least.
+    """
+    estimates = {"reward": board.reward(), "success": board.success()}
+    estimates |= {f"pass@{k}": board.pass_at(k) for k in ks if k > 1}
+    table = Table()
+    for heading in ("over the tasks", "mean", f"{LEVEL:.0%} interval", "tasks"):
+        table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
+    for name, estimate in estimates.items():
+        table.add_row(name, *_cells(estimate))
+    return Group(table, _per_task(board, all_tasks), *_left_out(board.left_out))
+
+
+def comparison_table(
+    comparison: Comparison, names: tuple[str, str] = ("first", "second"), *, all_tasks: bool = False
+) -> RenderableType:
+    """Two evaluations side by side: means, the difference with its interval, wins, and the tasks that differ most."""
+    table = Table()
+    for heading in ("over the tasks", *names, "difference", f"{LEVEL:.0%} interval", "wins", "ties", "losses"):
+        table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
+    for name, one in (("reward", comparison.reward), ("success", comparison.success)):
+        table.add_row(name, *_compared(one))
+    lines = [
+        Text(f"{counted(len(comparison.pairs), 'task')} compared; wins are tasks in which {names[1]} did better"),
+        *_remark(comparison.without_scores, "left out, without a score in one of them"),
+        *_remark(comparison.only_first, f"left out, in {names[0]} only"),
+        *_remark(comparison.only_second, f"left out, in {names[1]} only"),
+    ]
+    return Group(table, _per_pair(comparison, names, all_tasks), *lines)
+
+
+def _cells(estimate: Estimate | None) -> tuple[str, str, str]:
+    if estimate is None:
+        return "none scored", "", "0"
+    return f"{estimate.mean:.4g}", _interval(estimate), str(estimate.tasks)
+
+
+def _interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "one task tells none"
+    return f"{estimate.low:.4g} … {estimate.high:.4g}"
+
+
+def _compared(one: Difference) -> list[str]:
+    numbers = [f"{one.first:.4g}", f"{one.second:.4g}", f"{one.difference.mean:+.4g}", _interval(one.difference)]
+    return [*numbers, str(one.wins), str(one.ties), str(one.losses)]
+
+
+def _per_task(board: Scoreboard, all_tasks: bool) -> RenderableType:
+    rows = list(board.tasks.items())
+    if not all_tasks and len(rows) > SHOWN_TASKS:
+        rows = sorted(rows, key=lambda row: (_solved(row[1]), row[0]))[:SHOWN_TASKS]
+    title = "each task" if len(rows) == len(board.tasks) else f"the {len(rows)} of {len(board.tasks)} solved least"
+    table = Table(title=title, title_justify="left")
+    for heading in ("task", "asked", "solved", "mean reward", "left out"):
+        table.add_column(heading, justify="left" if heading in ("task", "asked") else "right")
+    for name, scores in rows:
+        table.add_row(
+            Text(name),
+            Text(_asked(scores)),
+            f"{sum(scores.successes)} of {len(scores.successes)}",
+            _mean(scores.rewards),
+            ", ".join(f"{count} {cause}" for cause, count in sorted(scores.left_out.items())),
+        )
+    return table
+
+
+def _per_pair(comparison: Comparison, names: tuple[str, str], all_tasks: bool) -> RenderableType:
+    rows = sorted(comparison.pairs, key=lambda pair: -abs(_average(pair.second.rewards) - _average(pair.first.rewards)))
+    shown = rows if all_tasks else rows[:SHOWN_TASKS]
+    title = "each task" if len(shown) == len(rows) else f"the {len(shown)} of {len(rows)} that differ most"
+    table = Table(title=f"mean reward of {title}", title_justify="left")
+    for heading in ("task", "asked", *names, "difference"):
+        table.add_column(heading, justify="left" if heading in ("task", "asked") else "right")
+    for pair in shown:
+        first, second = _average(pair.first.rewards), _average(pair.second.rewards)
+        table.add_row(
+            Text(pair.task_id), Text(_asked(pair.first)), f"{first:.4g}", f"{second:.4g}", f"{second - first:+.4g}"
+        )
+    return table
+
+
+def _left_out(left_out: Mapping[str, int]) -> list[RenderableType]:
+    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(left_out.items()))
+    return [Text(f"in none of these numbers: {causes}", style="bold yellow")] if left_out else []
+
+
+def _remark(count: int, what: str) -> list[RenderableType]:
+    return [Text(f"{counted(count, 'task')} {what}", style="bold yellow")] if count else []
+
+
+def _asked(scores: TaskScores) -> str:
+    messages = scores.task.messages
+    said = " ".join(text_of(messages[-1]["content"]).split()) if messages else ""
+    return said if len(said) <= _PROMPT_CHARS else f"{said[: _PROMPT_CHARS - 1]}…"
+
+
+def _solved(scores: TaskScores) -> float:
+    return _average(scores.successes)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{_average(values):.4g}" if values else "none scored"
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,81 @@
+"""`agentfly compare`: two stored evaluations, found and shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfly.cli import main as cli
+from agentfly.run_directory import RunDirectory
+from agentfly.task import Task
+from agentfly.trajectory import FinishReason, Trajectory, save_trajectories
+
+
+def evaluation(run: RunDirectory, step: int, *rewards: float | None) -> Path:
+    path = run.ensure().trajectories_file(step, "eval")
+    save_trajectories(
+        [
+            Trajectory(f"r{n}", f"g{n}", Task(f"go {n}", id=f"task-{n}"), finish=FinishReason.DONE, reward=reward)
+            for n, reward in enumerate(rewards)
+        ],
+        path,
+    )
+    return path
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys):
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", "compare", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out + captured.err
+
+    return run
+
+
+def test_a_run_is_compared_with_itself_before_training(compare, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    first = evaluation(run, 0, 0.0, 0.0, 1.0)
+    evaluation(run, 10, 1.0, 1.0, 1.0)
+    last = evaluation(run, 20, 1.0, 0.0, 1.0)
+    code, out = compare(run.path, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["files"] == [str(first), str(last)]
+    assert told["reward"]["wins"] == 1
+    assert told["reward"]["difference"]["mean"] == pytest.approx(1 / 3)
+
+
+def test_two_runs_are_shown_side_by_side_with_what_is_left_out(compare, tmp_path):
+    evaluation(RunDirectory(tmp_path / "one"), 0, 0.0, None, 1.0, 0.5)
+    evaluation(RunDirectory(tmp_path / "other"), 0, 1.0, 0.25, 1.0)
+    code, out = compare(tmp_path / "one", tmp_path / "other")
+    assert code == 0
+    assert "2 tasks compared" in out
+    assert "1 task left out, without a score in one of them" in out
+    assert "1 task left out, in first only" in out
+    assert "task-0" in out
+    assert "+1" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "nowhere is not there"),
+        (["empty"], "holds no evaluation"),
+        (["once"], "holds one evaluation"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(compare, tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    RunDirectory("empty").ensure()
+    evaluation(RunDirectory("once"), 0, 1.0)
+    code, out = compare(*words)
+    assert code == 2
+    assert told in out

@@ -21,6 +21,7 @@ from agentfly.cli import (
     doctor,
     evaluate,
     gateway,
+    init,
     models,
     rescore,
     resources,
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
+app.command("init")(init.init)
 app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)

@@ -45,7 +45,7 @@ def agent(model: str) -> af.Agent:
         # then told of its tools.
         tool_prompt="" if model == "tiny" else None,
         max_turns=2,
-        max_tokens_per_turn=32,
+        max_tokens_per_turn=96,
     )
 
 

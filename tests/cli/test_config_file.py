@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from agentfly.cli.config_file import MemoryConfig, PolicyConfig, RunConfig, VLLMConfig, load_config, save_config
+from agentfly.cli.config_file import PolicyConfig, RunConfig, VLLMConfig, load_config, save_config
 from agentfly.errors import ConfigError
-from agentfly.training.config.settings import Settings
 from agentfly.training.config.train_config import TrainConfig
 
 MINIMAL = "agent: my_agent.py:agent\ntasks: tasks.jsonl\n"
@@ -53,6 +51,14 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
         (MINIMAL, ["training.max_concurent_rollouts=8"], "Did you mean 'max_concurrent_rollouts'?"),
         (MINIMAL, ["trainig.steps=8"], "Did you mean 'training'?"),
         (MINIMAL, ["steps=3"], "There is no key 'steps'. Did you mean 'training.steps'?"),
+        (MINIMAL, ["kl.coefficient=0.1"], "There is no key 'kl'. Did you mean 'training.kl'?"),
+        (
+            MINIMAL,
+            ["training.kl.coeficient=0.1"],
+            "There is no training setting 'kl.coeficient'. Did you mean 'kl.coef",
+        ),
+        (MINIMAL, ["training.lora.ranks=4"], "There is no training setting 'lora.ranks'. Did you mean 'lora.rank'?"),
+        (MINIMAL, ["training.kl=3"], "training: kl=3: input should be a valid dictionary"),
         (MINIMAL + "training: {steps: soon}\n", [], "training: steps='soon': input should be a valid integer"),
         (MINIMAL + "training: 3\n", [], "training"),
         ("agent: [1]\ntasks: t\n", [], "agent=[1]: input should be a valid string"),
@@ -125,22 +131,3 @@ def test_a_missing_file_is_told(tmp_path):
 
 def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
-
-
-def group_of(field) -> type[Settings] | None:
-    types = (field.annotation, *get_args(field.annotation))
-    return next((one for one in types if isinstance(one, type) and issubclass(one, Settings)), None)
-
-
-GROUPS = [group for field in TrainConfig.model_fields.values() if (group := group_of(field))]
-
-
-@pytest.mark.parametrize("model", [RunConfig, PolicyConfig, MemoryConfig, VLLMConfig, TrainConfig, *GROUPS])
-def test_the_guide_lists_every_field_with_its_default_and_meaning(model):
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "configuration.md").read_text()
-    for name, field in model.model_fields.items():
-        default = "needed" if field.is_required() else f"`{'null' if field.default is None else field.default}`"
-        default = "see below" if group_of(field) and field.default is not None else default
-        default = "" if name == "training" else default
-        row = f"| `{name}` | {default} | {' '.join(field.description.split())} |"
-        assert row in guide, f"docs/guides/configuration.md lacks the line\n{row}"

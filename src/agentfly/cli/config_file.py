@@ -161,16 +161,13 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write the resolved configuration, every field with the value in force."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(config_text(config), encoding="utf-8")
 
 
-def field_called(name: str) -> str | None:
-    """The whole key of the field that is called so, such as ``training.steps`` for ``steps``; None if none is."""
-    if name in RunConfig.model_fields:
-        return name
-    setting = name.removeprefix("training.")
-    return f"training.{setting}" if setting in TrainConfig.model_fields else None
+def config_text(config: RunConfig) -> str:
+    """The resolved configuration as YAML."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _can_be_followed(path: Path) -> bool:
@@ -219,12 +216,12 @@ def _change(override: str) -> Any:
 
 
 def _complaints(error: ValidationError) -> Iterator[str]:
+    from agentfly.cli.field_list import nearest_field  # which is made of the configuration
+
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"] if str(part)[0] != "(")
         if problem["type"] == "extra_forbidden":
-            near = field_called(where) or next(
-                iter(difflib.get_close_matches(where, RunConfig.model_fields, n=1)), None
-            )
+            near = nearest_field(where)
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
             yield f"  There is no key {where!r}. {hint}"
         elif problem["type"] == "missing":

@@ -28,7 +28,7 @@ class ConfiguredCommand(TyperCommand):
 
 
 def _refuse_field(option: str, value: str) -> None:
-    from agentfly.cli.config_file import field_called
+    from agentfly.cli.field_list import field_called
 
     field = field_called(option.removeprefix("--").replace("-", "_"))
     if field is not None:

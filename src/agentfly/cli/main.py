@@ -17,6 +17,7 @@ from agentfly.cli import (
     bench,
     check,
     compare,
+    config,
     demo,
     doctor,
     evaluate,
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("init")(init.init)
 app.command("check", cls=ConfiguredCommand)(check.check)
+app.command("config")(config.config)
 app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("compare")(compare.compare)

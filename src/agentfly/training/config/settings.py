@@ -37,6 +37,6 @@ def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> st
     parts = [str(part) for part in detail["loc"]]
     name = ".".join(([group] if group else []) + parts)
     if detail["type"] == "extra_forbidden":
-        near = did_you_mean(parts[-1], sorted(known))
-        return f"There is no training setting {name!r}. {near}"
+        within = name.removesuffix(parts[-1])
+        return f"There is no training setting {name!r}. {did_you_mean(name, [within + one for one in sorted(known)])}"
     return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

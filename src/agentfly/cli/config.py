@@ -1,0 +1,94 @@
+"""``agentfly config``: every field of a configuration, with its default and what it is for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from agentfly.cli.field_list import FieldGroup
+
+
+def config(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FIELD|CONFIG.yaml [key=value]...]",
+            help="A field or a group, such as training.kl or learning_rate; or a configuration to be resolved.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List every field of a configuration: what it takes, its default, and what it is for.
+
+    With a configuration file, print that configuration with every field in force.
+    """
+    from rich.console import Console
+
+    words = words or []
+    if words and Path(words[0]).is_file():
+        _print_resolved(Path(words[0]), words[1:])
+        return
+    groups = [group for word in words or [""] for group in _chosen(word)]
+    if as_json:
+        typer.echo(json.dumps([asdict(field) for group in groups for field in group.fields], indent=2))
+        return
+    console = Console()
+    for group in groups:
+        console.print(_table(group))
+
+
+def _chosen(word: str) -> list[FieldGroup]:
+    """The fields that a word names: all, a group and those within it, or single ones.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    from dataclasses import replace
+
+    from agentfly.cli.field_list import field_groups, nearest_field
+
+    groups = field_groups()
+    if not word:
+        return list(groups)
+    keys = {group.key for group in groups if group.key == word or group.key.endswith(f".{word}")}
+    within = [one for one in groups if one.key in keys or one.key.startswith(tuple(f"{key}." for key in keys))]
+    if within:
+        return within
+    named = [
+        replace(group, fields=fields)
+        for group in groups
+        if (fields := tuple(one for one in group.fields if word in (one.key, one.name)))
+    ]
+    if not named:
+        near = nearest_field(word)
+        cure = f"Did you mean {near!r}?" if near else "agentfly config lists all fields."
+        raise ConfigError(f"There is no field, and no configuration file, {word!r}. {cure}")
+    return named
+
+
+def _print_resolved(path: Path, overrides: list[str]) -> None:
+    from agentfly.cli.config_file import config_text, load_config
+
+    typer.echo(config_text(load_config(path, overrides)), nl=False)
+
+
+def _table(group: FieldGroup) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{group.key or 'the run'}: {group.about}", "bold"), title_justify="left", expand=True)
+    table.add_column("field", overflow="fold", ratio=3)
+    for heading, ratio in (("takes", 2), ("default", 2), ("what it is", 6)):
+        table.add_column(heading, overflow="fold", ratio=ratio)
+    for field in group.fields:
+        table.add_row(Text(field.key, "bold"), Text(field.kind), Text(field.default), Text(field.meaning))
+    return table

@@ -1,0 +1,152 @@
+"""The fields of a configuration, as a list: made of the classes that hold them, and so always complete."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from agentfly.cli.config_file import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ListedField:
+    """A field of a configuration.
+
+    Attributes:
+        key: its whole key, such as ``training.kl.coefficient``, as it is overridden on the command line.
+        kind: what it takes, in words: ``int > 0``, ``chain | step``, ``str or null``; a group is ``group``.
+        default: the value in force where it is not given; ``needed`` where it must be.
+        meaning: what it is for, from its docstring.
+    """
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """The key within its group."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldGroup:
+    """Fields that belong together.
+
+    Attributes:
+        key: what their keys begin with; empty for those of the run itself.
+        title: name of the class that holds them.
+        about: the first paragraph of its docstring.
+        fields: the fields, in their order.
+    """
+
+    key: str
+    title: str
+    about: str
+    fields: tuple[ListedField, ...]
+
+    def markdown(self) -> str:
+        """The fields as a table of Markdown."""
+        rows = ["| field | default | what it is |", "|---|---|---|"]
+        for field in self.fields:
+            default = field.default if field.default in ("needed", "see below") else f"`{field.default}`"
+            rows.append(f"| `{field.name}` | {default} | {field.meaning} |")
+        return "\n".join(rows)
+
+
+@cache
+def field_groups() -> tuple[FieldGroup, ...]:
+    """All fields that a configuration may have, in groups, each before those within it."""
+    return tuple(_groups(RunConfig, ""))
+
+
+def field_called(name: str) -> str | None:
+    """The whole key of the field that is called so, such as ``training.steps`` for ``steps``; None if none is."""
+    keys = [field.key for group in field_groups() for field in group.fields]
+    return next((key for key in keys if key == name or key.endswith(f".{name}")), None)
+
+
+def nearest_field(name: str) -> str | None:
+    """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
+    called = field_called(name) or field_called(name.rpartition(".")[2])
+    if called is not None:
+        return called
+    keys = [field.key for group in field_groups() for field in group.fields]
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    last = difflib.get_close_matches(name.rpartition(".")[2], [key.rpartition(".")[2] for key in keys], n=1)
+    return field_called(last[0]) if last else None
+
+
+def _groups(model: type[BaseModel], prefix: str) -> Iterator[FieldGroup]:
+    fields, within = [], []
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        groups = [one for one in _flat(info.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        within += [(group, f"{key}.") for group in groups]
+        fields.append(
+            ListedField(key, _kind(info), _default(info, bool(groups)), " ".join((info.description or "").split()))
+        )
+    about = " ".join((model.__doc__ or "").partition("\n\n")[0].split())
+    yield FieldGroup(prefix.rstrip("."), model.__name__, about, tuple(fields))
+    for group, inner in within:
+        yield from _groups(group, inner)
+
+
+def _default(info: FieldInfo, group: bool) -> str:
+    if info.is_required():
+        return "needed"
+    value = info.get_default(call_default_factory=True)
+    if value is None:
+        return "null"
+    return "see below" if group else str(value)
+
+
+def _kind(info: FieldInfo) -> str:
+    return _words(info.annotation) + _bounds(info.metadata)
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(arguments[0]) + _bounds(arguments[1:])
+    if origin in (Union, types.UnionType):
+        parts = list(dict.fromkeys(_words(one) for one in arguments if one is not type(None)))
+        return " | ".join(parts) + (" or null" if type(None) in arguments else "")
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is not None:
+        return "list" if origin in (tuple, list) else "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "group"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _bounds(constraints: Iterable[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    flat = [inner for one in constraints for inner in getattr(one, "metadata", None) or [one]]
+    told = [
+        f"{sign} {getattr(one, name)}"
+        for one in flat
+        for name, sign in signs.items()
+        if getattr(one, name, None) is not None
+    ]
+    return f" {', '.join(told)}" if told else ""
+
+
+def _flat(annotation: Any) -> Iterator[Any]:
+    """The types in an annotation, whatever is around them."""
+    arguments = get_args(annotation)
+    if not arguments or get_origin(annotation) is Literal:
+        yield annotation
+    for one in arguments if get_origin(annotation) is not Literal else ():
+        yield from _flat(one)

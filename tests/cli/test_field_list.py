@@ -1,0 +1,118 @@
+"""The list of fields: complete by its making, in the guide as it is, and what a slip is told from."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfly.cli import main as cli
+from agentfly.cli.field_list import field_called, field_groups, nearest_field
+from agentfly.training.config.train_config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {field.key: field for group in field_groups() for field in group.fields}
+
+
+@pytest.fixture
+def agentfly(monkeypatch, capsys):
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out + captured.err
+
+    return run
+
+
+def test_every_training_setting_is_listed_however_deep_it_lies():
+    assert {f"training.{name}" for name in TrainConfig.model_fields} <= set(FIELDS)
+    assert {"training.kl.coefficient", "training.lora.rank", "policy.base_url", "policy.servers"} <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "default"),
+    [
+        ("agent", "str", "needed"),
+        ("model", "str or null", "null"),
+        ("training", "group", "see below"),
+        ("training.lora", "group or null", "null"),
+        ("training.steps", "int > 0", "100"),
+        ("training.strategy", "chain | step", "chain"),
+        ("training.temperature", "float > 0 or null", "null"),
+        ("training.max_failure_share", "float >= 0, <= 1", "0.5"),
+    ],
+)
+def test_a_field_is_listed_with_what_it_takes_and_its_default(key, kind, default):
+    assert (FIELDS[key].kind, FIELDS[key].default) == (kind, default)
+
+
+def test_every_field_says_what_it_is_for():
+    assert [key for key, field in FIELDS.items() if not field.meaning] == []
+
+
+def test_the_guides_tables_are_those_of_the_fields():
+    guide = (ROOT / "docs" / "guides" / "configuration.md").read_text(encoding="utf-8")
+    written = runpy.run_path(str(ROOT / "scripts" / "configuration_guide.py"))["written"]
+    assert guide == written(guide), "the guide is not up to date: python scripts/configuration_guide.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("model", "model"),
+        ("steps", "training.steps"),
+        ("kl.coefficient", "training.kl.coefficient"),
+        ("kl_coefficient", None),
+    ],
+)
+def test_a_field_is_known_by_the_end_of_its_key(name, meant):
+    assert field_called(name) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("trainig.steps", "training.steps"),
+        ("training.kl.coeficient", "training.kl.coefficient"),
+        ("lora.rnak", "training.lora.rank"),
+        ("max_concurent_rollouts", "training.max_concurrent_rollouts"),
+        ("xyzzy", None),
+    ],
+)
+def test_the_nearest_field_is_the_one_that_was_likely_meant(name, meant):
+    assert nearest_field(name) == meant
+
+
+def test_all_fields_a_group_or_one_field_are_shown(agentfly):
+    code, out = agentfly("config", "--json")
+    assert code == 0
+    assert [field["key"] for field in json.loads(out)] == [f.key for group in field_groups() for f in group.fields]
+    _, out = agentfly("config", "kl", "--json")
+    assert {field["key"].rpartition(".")[0] for field in json.loads(out)} == {"training.kl"}
+    _, out = agentfly("config", "learning_rate")
+    assert "training.learning_rate" in out
+    assert "training.critic.learning_rate" in out
+    assert "Learning rate of AdamW" in out
+
+
+def test_a_field_that_there_is_not_is_told_with_the_nearest(agentfly):
+    code, out = agentfly("config", "leraning_rate")
+    assert code == 2
+    assert "Did you mean 'training.learning_rate'?" in out
+
+
+def test_a_configuration_is_shown_with_every_field_in_force(agentfly, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("agent: a.py:agent\ntasks: t.jsonl\ntraining: {steps: 5}\n")
+    _, out = agentfly("config", str(path), "training.kl.coefficient=0.01")
+    told = yaml.safe_load(out)
+    assert told["training"]["steps"] == 5
+    assert told["training"]["kl"]["coefficient"] == 0.01
+    assert told["training"]["attempts"] == 8

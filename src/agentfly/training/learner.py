@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from agentfly.errors import ConfigError
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.advantages import Floats
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.losses import LOSSES, ClipRange, TokenBatch, k3_divergence, token_mean
+from agentfly.training.losses import LOSSES
+from agentfly.training.losses.aggregation import Aggregation
+from agentfly.training.losses.divergence import k3_divergence
+from agentfly.training.losses.token_batch import ClipRange, TokenBatch
 from agentfly.training.rows import Row
 from agentfly.training.tally import Tally
 
@@ -30,9 +33,10 @@ class UpdateStopped(Exception):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that are scored at once, with the log-probs and advantages of their N sampled tokens, in order."""
+    """Rows that are scored at once, with the row, log-probs and advantages of their N sampled tokens, in order."""
 
     rows: Sequence[Row]
+    row: Tensor
     behaviour: Tensor
     advantages: Tensor
     reference: Tensor | None = None
@@ -69,7 +73,7 @@ class Learner:
         self._temperature = temperature
         self._reference = reference
         self._loss = LOSSES[config.loss]
-        self._clip = ClipRange(config.clip_low, config.clip_high)
+        self._clip = ClipRange(config.clip_low, config.clip_high, config.clip_dual)
         self._weights = list(model.parameters())
         self._masters = [
             weight if weight.dtype == torch.float32 else torch.nn.Parameter(weight.detach().float())
@@ -101,7 +105,12 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         batches = self._micro_batches(rows, advantages)
-        tokens = sum(len(row.targets) for row in rows)
+        aggregation = Aggregation(
+            self._config.aggregation,
+            tokens=sum(len(row.targets) for row in rows),
+            rows=sum(bool(row.targets) for row in rows),
+            row_tokens=self._config.aggregation_tokens or 1,
+        )
         tally = Tally()
         updates = self.updates
         try:
@@ -109,7 +118,7 @@ class Learner:
                 batches = [self._with_reference(batch, stop) for batch in batches]
             for number in range(self._config.updates_per_step):
                 for batch in batches:
-                    self._accumulate(batch, tokens, tally, stop, first=number == 0)
+                    self._accumulate(batch, aggregation, tally, stop, first=number == 0)
                 if any(batch.learns for batch in batches):
                     self._apply(tally)
         finally:
@@ -159,8 +168,10 @@ class Learner:
         device = self._weights[0].device
         behaviour = [logprob for row, _ in pairs for logprob in row.target_logprobs]
         advantages = [value for _, values in pairs for value in values.tolist()]
+        counts = torch.tensor([len(row.targets) for row, _ in pairs], device=device)
         return MicroBatch(
             rows=[row for row, _ in pairs],
+            row=torch.repeat_interleave(counts),
             behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
             advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
             learns=learns,
@@ -177,22 +188,24 @@ class Learner:
         _give_up_if(stop)
         with torch.no_grad():
             logprobs, _ = self._score(self._reference, batch.rows)
-        return MicroBatch(batch.rows, batch.behaviour, batch.advantages, logprobs, batch.learns)
+        return replace(batch, reference=logprobs)
 
     def _accumulate(
-        self, batch: MicroBatch, tokens: int, tally: Tally, stop: threading.Event | None, *, first: bool
+        self, batch: MicroBatch, aggregation: Aggregation, tally: Tally, stop: threading.Event | None, *, first: bool
     ) -> None:
-        """Add a micro-batch's share to the gradient of the whole batch's mean over ``tokens``."""
+        """Add a micro-batch's share to the gradient of the whole batch's loss."""
         _give_up_if(stop)
         with torch.set_grad_enabled(batch.learns):
             logprobs, entropy = self._score(self._model, batch.rows)
             mask = torch.ones_like(logprobs, dtype=torch.bool)
-            policy = self._loss(TokenBatch(logprobs, batch.behaviour, batch.advantages, mask), self._clip)
-            loss = token_mean(policy.loss, mask, tokens)
-            loss = loss - self._config.entropy_coefficient * token_mean(entropy, mask, tokens)
+            weights = torch.ones_like(batch.advantages)
+            tokens = TokenBatch(logprobs, batch.behaviour, batch.advantages, mask, batch.row, weights)
+            policy = self._loss(tokens, self._clip)
+            loss = aggregation(policy.loss * weights, mask, batch.row)
+            loss = loss - self._config.entropy_coefficient * aggregation(entropy, mask, batch.row)
             if batch.reference is not None:
                 divergence = k3_divergence(logprobs, batch.reference, mask)
-                loss = loss + self._config.kl.coefficient * token_mean(divergence, mask, tokens)
+                loss = loss + self._config.kl.coefficient * aggregation(divergence, mask, batch.row)
                 tally.mean("policy/reference_kl", divergence)
         if batch.learns:
             loss.backward()  # type: ignore[no-untyped-call]

@@ -83,7 +83,7 @@ class TrainConfig(Settings):
     micro_batch_tokens: PositiveInt = 4096
     """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
     clip_low: NonNegativeFloat = 0.2
-    """A sampled token's probability ratio is clipped below 1 minus this."""
+    """A sampled token's probability ratio is clipped below 1 minus this; 1 sets no bound."""
     clip_high: NonNegativeFloat = 0.28
     """A sampled token's probability ratio is clipped above 1 plus this."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
@@ -149,8 +149,13 @@ class TrainConfig(Settings):
                 f"that a group of fewer than {algorithm.min_attempts} teaches nothing. Raise attempts, or choose "
                 "another algorithm."
             )
-        if self.clip_low >= 1.0:
-            raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0, so that it must be below 1.")
+        if self.clip_low > 1.0:
+            raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0; set clip_low=1 for no bound below.")
+        if (self.aggregation == "constant") != (self.aggregation_tokens is not None):
+            raise ConfigError(
+                f"aggregation={self.aggregation} with aggregation_tokens={self.aggregation_tokens}: the number of "
+                "tokens is what aggregation=constant divides by, and no other aggregation. Set both, or neither."
+            )
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} is more than steps={self.steps}: the learning rate would never "

@@ -161,20 +161,6 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
 
 
 AWAITED = {
-AWAITED = {
-    "correction",
-    "critic",
-    "dynamic_sampling",
-    "early_stop",
-    "final_learning_rate_share",
-    "gradient_checkpointing",
-    "lora",
-    "max_row_tokens",
-    "max_staleness",
-    "mini_batches",
-    "overlong",
-    "schedule",
-}
     "correction",
     "critic",
     "dynamic_sampling",

@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 VLLM   := .venv-vllm
 BIN    := $(VENV)/bin
+ORACLES := $(VENV)/oracles
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 MODEL  ?=
 SEED   ?= 1
@@ -12,12 +13,12 @@ SEED   ?= 1
 # with CUDA: make demo TORCH=torch==2.13.0+cpu
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check format vllm clean
+.PHONY: demo test check format oracles vllm clean
 
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
-test: $(VENV)/dev.stamp  ## every test, slow ones included
+test: $(VENV)/dev.stamp oracles  ## every test, slow ones included
 	@$(BIN)/python scripts/fetch_tokenizers.py
 	@$(BIN)/python -m pytest
 
@@ -47,6 +48,16 @@ $(VENV)/train.stamp: pyproject.toml | $(BIN)/python
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/train.stamp
 	@echo "Installing what the tests need into $(VENV) ..."
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+oracles: $(ORACLES)/stamp  ## verl, whose advantages and losses the tests compare with
+
+# Beside the environment's packages, since verl asks for other versions of them, which its functions do not need, and
+# brings a package named `tests`. Without dependencies: these are all that the functions need besides.
+$(ORACLES)/stamp: | $(VENV)/dev.stamp
+	@echo "Installing verl to compare with into $(ORACLES) (260 MB) ..."
+	@$(PIP) install --no-deps --upgrade --target $(ORACLES) 'verl==0.9.1' 'tensordict==0.10.*' 'ray>=2.40,<3' \
+	  'codetiming>=1.4,<2' 'msgpack>=1,<2' 'orjson>=3,<4' 'pyvers<1'
 	@touch $@
 
 vllm: $(VLLM)/stamp  ## vLLM for processors, in an environment of its own, for model servers and their tests

@@ -31,7 +31,8 @@ from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.health import TooManyFailures
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.learner import Learner, UpdateStopped
+from agentfly.training.learning.learner import Learner
+from agentfly.training.learning.stopping import UpdateStopped
 from agentfly.training.train import train
 from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.trajectory import load_trajectories
@@ -165,14 +166,9 @@ AWAITED = {
     "critic",
     "dynamic_sampling",
     "early_stop",
-    "final_learning_rate_share",
-    "gradient_checkpointing",
-    "lora",
     "max_row_tokens",
     "max_staleness",
-    "mini_batches",
     "overlong",
-    "schedule",
 }
 """Settings that are laid down and not read yet."""
 
@@ -325,7 +321,7 @@ async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def learn(self: Learner, rows: Any, advantages: Any, stop: threading.Event) -> dict[str, float]:
+    def learn(self: Learner, rows: Any, advantages: Any, scores: Any, stop: threading.Event) -> dict[str, float]:
         begun.set()
         assert stop.wait(60)
         ended.set()
@@ -350,8 +346,8 @@ async def test_a_policy_hears_of_new_weights_also_from_a_step_that_was_cancelled
 ) -> None:
     learned, whole = threading.Event(), Learner.learn
 
-    def learn(self: Learner, rows: Any, advantages: Any, stop: threading.Event) -> dict[str, float]:
-        metrics = whole(self, rows, advantages)
+    def learn(self: Learner, rows: Any, advantages: Any, scores: Any, stop: threading.Event) -> dict[str, float]:
+        metrics = whole(self, rows, advantages, scores)
         learned.set()
         assert stop.wait(60)
         return metrics

@@ -14,9 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.policies.embedded.adapters import has_adapters
 from agentfly.policies.embedded.loading import quiet_transformers
+from agentfly.training.learning.adapters import load_adapters, save_adapters
 
-FORMAT = 2
+FORMAT = 3
 """Version of the trainer's files in a checkpoint."""
 
 
@@ -151,18 +153,28 @@ def read_learner(path: Path) -> dict[str, Any]:
 
 
 def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model, tokenizer and chat template as a Hugging Face directory."""
+    """Write model, tokenizer and chat template as a Hugging Face directory.
+
+    Of a model with adapters, only these are written, beside its configuration: `load_policy` finds the rest where the
+    model was loaded from.
+    """
     with quiet_transformers():
-        model.save_pretrained(path)
+        if has_adapters(model):
+            save_adapters(model, path)
+        else:
+            model.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Put the weights of the checkpoint at ``path`` into a model, in place.
+    """Put the weights of the checkpoint at ``path`` into a model, in place: its adapters, if it has any, else all.
 
     Raises:
         ConfigError: they are the weights of a model of another shape.
     """
+    if has_adapters(model):
+        load_adapters(model, path)
+        return
     with quiet_transformers():
         saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
     try:

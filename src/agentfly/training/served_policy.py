@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from agentfly.events import EventStream, WeightsHandedOver
 from agentfly.images import PlacedImage
+from agentfly.policies.embedded.adapters import merged_weights
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
@@ -117,7 +118,7 @@ class ServedPolicy:
 
     async def _hand_over(self, version: int) -> None:
         made = await self._servers.update_weights(
-            self._model.state_dict().items(), reference=model_reference(self._model), version=version
+            merged_weights(self._model), reference=model_reference(self._model), version=version
         )
         self._due = None
         self._events.emit(WeightsHandedOver(version=version, distance=made.distance, paused_s=made.paused_s))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,9 +46,9 @@ from agentfly.training.checkpoints import (
     write_place,
 )
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.learner import Learner
+from agentfly.training.learning.learner import Learner
 from agentfly.training.resume import forget_after, require_same_run
-from agentfly.training.rows import RowBatch, rows_from_trajectories
+from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.trained_policy import trained_policy
@@ -206,12 +205,11 @@ class Trainer:
         if saved is not None:
             require_same_run(saved, place)
         forget_after(self._run, saved.step if saved else None)
-        reference = copy.deepcopy(model).requires_grad_(False) if self._config.kl.coefficient > 0 else None
-        if latest is not None:
-            load_weights(model, latest)
-        learner = Learner(model, self._config, temperature=self._temperature, reference=reference)
+        needs_critic = ALGORITHMS[self._config.algorithm].needs_critic
+        learner = Learner(model, self._config, temperature=self._temperature, needs_critic=needs_critic)
         if latest is None or saved is None:
             return learner, None
+        load_weights(model, latest)
         learner.load_state(read_learner(latest))
         return learner, replace(saved, config=place.config)
 
@@ -267,18 +265,22 @@ class Trainer:
     ) -> dict[str, float]:
         batch = rows_from_trajectories(trajectories)
         _require_rows(batch)
-        algorithm = ALGORITHMS[self._config.algorithm]
-        advantages = algorithm.estimate(Evidence(batch.rows), self._config.advantage)
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
         async with policy.exclusive():
             updates = learner.updates
             try:
-                learned = await in_thread(partial(learner.learn, batch.rows, advantages.values, stop), stop)
+                learned = await in_thread(partial(self._learn, learner, batch.rows, stop), stop)
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
         return metrics | learned
+
+    def _learn(self, learner: Learner, rows: Sequence[Row], stop: threading.Event) -> dict[str, float]:
+        scores = learner.score(rows, stop)
+        evidence = Evidence(rows, values=scores.values, token_rewards=scores.token_rewards)
+        advantages = ALGORITHMS[self._config.algorithm].estimate(evidence, self._config.advantage)
+        return learner.learn(rows, advantages, scores, stop)
 
     async def _evaluate(self, runner: Runner, step: int) -> dict[str, float]:
         started = time.perf_counter()

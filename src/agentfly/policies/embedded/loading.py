@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.policies.embedded.adapters import base_of, merge_adapters
 from agentfly.policies.embedded.attention import enable_packed_attention
 from agentfly.policies.embedded.scoring import score_tokens
 
@@ -52,7 +53,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model in a directory, ready to run packed.
+    """The causal language model in a directory, ready to run packed. Adapters are merged into their base.
 
     Raises:
         PrerequisiteError: the directory holds no such model.
@@ -60,13 +61,21 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrain
     """
     try:
         _refuse_unsupported(path, AutoConfig.from_pretrained(path, local_files_only=True))
-        with quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model: PreTrainedModel = _weights_of(path, dtype)
     except (OSError, ValueError, KeyError) as error:
         raise PrerequisiteError(f"{path} holds no causal language model that transformers can load: {error}") from error
     model = model.to(device).eval()  # type: ignore[arg-type]
     enable_packed_attention(model)
     _prove_packed(model, path)
+    return model
+
+
+def _weights_of(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    base = base_of(path)
+    if base is not None:
+        return merge_adapters(_weights_of(base, dtype), path)
+    with quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     return model
 
 

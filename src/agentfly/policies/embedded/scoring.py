@@ -64,11 +64,7 @@ def score_tokens(
     """
     _check(rows, targets, temperature)
     hidden = states_before(model, rows, targets, share_prefixes=share_prefixes)
-    if not len(hidden):
-        nothing = torch.zeros(0, device=model.device)
-        return TokenScores(nothing, nothing)
-    wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
-    return _score_hidden(output_layer(model), hidden, torch.tensor(wanted, device=model.device), temperature)
+    return score_states(model, hidden, rows, targets, temperature=temperature)
 
 
 def states_before(
@@ -100,6 +96,19 @@ def states_before(
     return packed_hidden(model, packed.ids, packed.positions, packed.plan).index_select(0, sources)
 
 
+def score_states(
+    model: PreTrainedModel,
+    states: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+) -> TokenScores:
+    """What the model's output layer makes of what `states_before` gave; the arguments are those of `score_tokens`."""
+    wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
+    return _score_hidden(output_layer(model), states, torch.tensor(wanted, device=model.device), temperature)
+
+
 def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temperature: float) -> None:
     if len(rows) != len(targets):
         raise ValueError(f"score_tokens got {len(rows)} rows but targets for {len(targets)}.")
@@ -121,6 +130,9 @@ def _score_hidden(head: nn.Linear, hidden: torch.Tensor, wanted: torch.Tensor, t
         scores: tuple[torch.Tensor, torch.Tensor] = _LogProbAndEntropy.apply(logits, tokens)  # type: ignore[no-untyped-call]
         return scores
 
+    if not len(hidden):
+        nothing = torch.zeros(0, device=hidden.device)
+        return TokenScores(nothing, nothing)
     if len(hidden) * head.out_features <= WHOLE_LOGITS:
         return TokenScores(*score(hidden, wanted))
     size = max(1, CHUNK_LOGITS // head.out_features)

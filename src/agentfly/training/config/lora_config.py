@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from agentfly.training.config.settings import Settings
 
@@ -19,7 +19,7 @@ class LoRAConfig(Settings):
 
     rank: PositiveInt = 16
     """Rank of the adapters."""
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveInt = 32
     """The adapters' output is scaled by this over the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' input that is dropped while training. Above 0, trained and sampled log-probs differ."""

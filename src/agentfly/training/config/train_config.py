@@ -18,6 +18,8 @@ from agentfly.training.config.sampling_config import DynamicSamplingConfig, Over
 from agentfly.training.config.settings import Settings
 from agentfly.training.losses import LOSSES
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class TrainConfig(Settings):
     """Every setting of a training run.
@@ -72,7 +74,11 @@ class TrainConfig(Settings):
     warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises linearly to its full value."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW, per update and unit of learning rate."""
+    """Decoupled weight decay of AdamW, per update and unit of learning rate, on matrices."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of AdamW's means of the gradients and of their squares, per update: beta 1 and beta 2."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """Added to the root of AdamW's mean of the squares."""
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's Euclidean norm is scaled down to this."""
     updates_per_step: PositiveInt = 1

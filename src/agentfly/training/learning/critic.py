@@ -1,0 +1,165 @@
+"""Critic: the model of values, which expects from the state in which a token is chosen what is still to come."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfly.policies.embedded.scoring import states_before
+from agentfly.training.advantages import Floats
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.learning.activation_checkpointing import checkpointed
+from agentfly.training.learning.batch_tokens import by_row, flat
+from agentfly.training.learning.mini_batches import micro_batches, mini_batches
+from agentfly.training.learning.optimizer import Optimizer
+from agentfly.training.learning.stopping import give_up_if
+from agentfly.training.learning.value_loss import value_loss
+from agentfly.training.rows import Row
+from agentfly.training.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+class Critic:
+    """A copy of the policy's decoder with one output, in units of reward, and an optimizer of its own.
+
+    The value that belongs to a sampled token is read one position before it, in the state in which it was chosen: it
+    knows nothing of the choice. Before it has learned, every value is 0.
+
+    Args:
+        model: the policy's model, with the weights it has before training and without adapters.
+        config: the run's settings.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+        self._decoder: PreTrainedModel = copy.deepcopy(decoder).requires_grad_()
+        self._head = nn.Linear(int(model.config.hidden_size), 1, device=model.device)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        self._config = config
+        self._optimizer = Optimizer(
+            [*self._decoder.parameters(), *self._head.parameters()],
+            betas=config.adam_betas,
+            epsilon=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+    def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> list[Floats]:
+        """For each row, the values that belong to its sampled tokens.
+
+        Raises:
+            UpdateStopped: ``stop`` was set.
+        """
+        parts = [torch.zeros(0)]
+        with torch.no_grad():
+            for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
+                give_up_if(stop)
+                parts.append(self._values([rows[index] for index in part]).cpu())
+        return by_row(torch.cat(parts), rows)
+
+    def learn(
+        self,
+        rows: Sequence[Row],
+        values: Sequence[Floats],
+        returns: Sequence[Floats],
+        seed: str,
+        stop: threading.Event | None = None,
+    ) -> dict[str, float]:
+        """Bring the values nearer to the returns; returns metrics. One update for each mini-batch and epoch.
+
+        Args:
+            rows: the rows of a batch.
+            values: what `score` said of them.
+            returns: what it should have said, as the advantages' estimator found.
+            seed: where the draw of mini-batches comes from.
+            stop: when it is set, learning gives up between two micro-batches.
+
+        Raises:
+            UpdateStopped: ``stop`` was set.
+        """
+        tally = Tally()
+        with self._learning():
+            for epoch in range(self._config.critic.updates_per_step):
+                for part in mini_batches(rows, self._config.mini_batches, f"{seed}/{epoch}"):
+                    self._update(part, rows, values, returns, tally, stop)
+        explained = explained_variance(flat(values, torch.device("cpu")), flat(returns, torch.device("cpu")))
+        return {
+            "critic/learning_rate": self._config.critic.learning_rate,
+            "critic/explained_variance": explained,
+            **tally.metrics(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on exactly from here, the critic's weights included."""
+        return {
+            "decoder": self._decoder.state_dict(),
+            "head": self._head.state_dict(),
+            "optimizer": self._optimizer.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._decoder.load_state_dict(state["decoder"])
+        self._head.load_state_dict(state["head"])
+        self._optimizer.load_state(state["optimizer"])
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        with self._optimizer.gathering(), checkpointed(self._decoder):
+            yield
+
+    def _values(self, rows: Sequence[Row]) -> Tensor:
+        states = states_before(self._decoder, [row.ids for row in rows], [row.targets for row in rows])
+        values: Tensor = self._head(states.float())[:, 0]
+        return values
+
+    def _update(
+        self,
+        part: Sequence[int],
+        rows: Sequence[Row],
+        values: Sequence[Floats],
+        returns: Sequence[Floats],
+        tally: Tally,
+        stop: threading.Event | None,
+    ) -> None:
+        tokens = sum(len(rows[index].targets) for index in part)
+        if not tokens:
+            return
+        for indices in micro_batches(rows, part, self._config.micro_batch_tokens):
+            give_up_if(stop)
+            now = self._values([rows[index] for index in indices])
+            before = flat([values[index] for index in indices], now.device)
+            wanted = flat([returns[index] for index in indices], now.device)
+            mask = torch.ones_like(now, dtype=torch.bool)
+            loss = value_loss(now, before, wanted, mask, self._config.critic.clip_value)
+            (loss.loss.sum() / tokens).backward()  # type: ignore[no-untyped-call]
+            tally.mean("critic/loss", loss.loss)
+            tally.mean("critic/clip_fraction", loss.clipped)
+            tally.mean("critic/value_mean", now)
+            tally.mean("critic/return_mean", wanted)
+        norm = self._optimizer.update(self._config.critic.learning_rate)
+        if math.isfinite(norm):
+            tally.mean("critic/grad_norm", torch.tensor([norm]))
+        else:
+            logger.warning("The critic's gradient is not finite (norm %s); its weights stay.", norm)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Share of the variance of returns that values account for: 1 is perfect, 0 no better than their mean, below worse.
+
+    0 where all returns are equal, of which there is no variance to explain.
+    """
+    if len(returns) < 2 or not float(spread := returns.double().var()):
+        return 0.0
+    return 1.0 - float((returns.double() - values.double()).var() / spread)

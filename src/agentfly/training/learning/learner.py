@@ -1,0 +1,333 @@
+"""Learner: what a batch of rows teaches, put into the weights that the policy samples from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentfly.errors import ConfigError
+from agentfly.policies.embedded.attention import output_layer
+from agentfly.policies.embedded.scoring import score_states, score_tokens, states_before
+from agentfly.training.advantages import Advantages, Floats
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.learning.activation_checkpointing import checkpointed, enable_checkpointing
+from agentfly.training.learning.adapters import adapter_dropout, add_adapters, refuse_adapters
+from agentfly.training.learning.batch_tokens import BatchTokens, by_row, flat
+from agentfly.training.learning.critic import Critic
+from agentfly.training.learning.full_divergence import full_divergence
+from agentfly.training.learning.learning_rate import rate_share
+from agentfly.training.learning.mini_batches import micro_batches, mini_batches
+from agentfly.training.learning.optimizer import Optimizer
+from agentfly.training.learning.policy_metrics import tally_mismatch, tally_policy
+from agentfly.training.learning.reference import Reference
+from agentfly.training.learning.scores import Scores
+from agentfly.training.learning.stopping import give_up_if
+from agentfly.training.losses import LOSSES
+from agentfly.training.losses.aggregation import Aggregation
+from agentfly.training.losses.divergence import k3_divergence
+from agentfly.training.losses.token_batch import ClipRange, TokenBatch
+from agentfly.training.rows import Row
+from agentfly.training.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step learns from, and at what rate; its metrics are gathered in the tally."""
+
+    rows: Sequence[Row]
+    tokens: BatchTokens
+    rate: float
+    stop: threading.Event | None
+    tally: Tally = field(default_factory=Tally)
+
+
+class Learner:
+    """Updates a model in place: all its weights, or adapters that it puts into it.
+
+    Made before the weights of a checkpoint are loaded, since the policy before training is what the model is then.
+
+    Args:
+        model: the model whose weights the policy samples from.
+        config: the run's settings.
+        temperature: divided the logits when the tokens were sampled.
+        needs_critic: whether the advantages are made of a critic's values.
+
+    Attributes:
+        steps: how many steps have been made, those before a resume included.
+
+    Raises:
+        ConfigError: the model cannot be trained as the settings say.
+        PrerequisiteError: a package is missing.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: TrainConfig, *, temperature: float, needs_critic: bool = False
+    ) -> None:
+        refuse_adapters(model)
+        self._model = model
+        self._config = config
+        self._temperature = temperature
+        self._loss = LOSSES[config.loss]
+        self._clip = ClipRange(config.clip_low, config.clip_high, config.clip_dual)
+        if config.gradient_checkpointing:  # before the rest, which copies the model
+            enable_checkpointing(model)
+        self._critic = Critic(model, config) if needs_critic else None
+        if config.lora is None:
+            model.requires_grad_()
+        else:
+            add_adapters(model, config.lora, seed=config.seed)
+        self._kl_coefficient = config.kl.coefficient
+        self._reference = Reference(model, adapters=config.lora is not None) if config.kl.coefficient > 0 else None
+        self._optimizer = Optimizer(
+            [weight for weight in model.parameters() if weight.requires_grad],
+            betas=config.adam_betas,
+            epsilon=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.steps = 0
+
+    @property
+    def updates(self) -> int:
+        """How many times this object has changed the policy's weights."""
+        return self._optimizer.updates
+
+    def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> Scores:
+        """What models say of a batch before it is learned from. Blocks.
+
+        Args:
+            rows: the rows, those of one group side by side.
+            stop: when it is set, scoring gives up between two micro-batches.
+
+        Raises:
+            UpdateStopped: ``stop`` was set.
+            ConfigError: a row holds images, of which the learner's models see but the placeholders.
+        """
+        _require_no_images(rows)
+        old = reference = penalties = None
+        if self._config.correction is not None:
+            old = self._each(rows, stop, lambda part: self._logprobs(self._model, part))
+        if self._reference is not None and self._config.kl.estimator != "full":
+            with self._reference.model() as model:
+                reference = self._each(rows, stop, lambda part: self._logprobs(model, part))
+        if self._reference is not None and self._config.kl.where == "reward":
+            penalties = [-self._kl_coefficient * each for each in self._divergence(rows, old, reference, stop)]
+        return Scores(
+            old_logprobs=old,
+            reference_logprobs=reference,
+            values=None if self._critic is None else self._critic.score(rows, stop),
+            token_rewards=penalties,
+        )
+
+    def learn(
+        self, rows: Sequence[Row], advantages: Advantages, scores: Scores, stop: threading.Event | None = None
+    ) -> dict[str, float]:
+        """Make one step: ``updates_per_step`` times ``mini_batches`` updates. Blocks; returns the step's metrics.
+
+        A mini-batch that has nothing to teach (no row, or advantages that are all 0 while neither entropy nor
+        divergence counts) is measured, and makes no update.
+
+        Args:
+            rows: the rows, those of one group side by side.
+            advantages: how their sampled tokens were judged.
+            scores: what `score` said of the rows.
+            stop: when it is set, the step gives up between two micro-batches.
+
+        Raises:
+            UpdateStopped: ``stop`` was set.
+            ConfigError: a row holds images.
+        """
+        _require_no_images(rows)
+        config, seed = self._config, f"{self._config.seed}/{self.steps}"
+        rate = config.learning_rate * rate_share(config, self.steps)
+        tokens = BatchTokens.of(rows, advantages.values, scores, self._model.device)
+        step = _Step(rows, tokens, rate, stop)
+        if scores.token_rewards is not None:
+            penalties = flat(scores.token_rewards, torch.device("cpu"))
+            step.tally.mean("policy/reference_kl", -penalties / self._kl_coefficient)
+        updates, skipped = self._optimizer.updates, self._optimizer.skipped
+        with self._learning():
+            for epoch in range(config.updates_per_step):
+                for part in mini_batches(rows, config.mini_batches, f"{seed}/{epoch}"):
+                    self._update(step, part, measure=epoch == 0, fresh=self._optimizer.updates == updates)
+        made = {
+            "policy/grad_norm": 0.0,
+            **step.tally.metrics(),
+            "policy/learning_rate": rate,
+            "policy/updates": float(self._optimizer.updates - updates),
+            "policy/updates_skipped": float(self._optimizer.skipped - skipped),
+        }
+        if self._critic is not None:
+            assert scores.values is not None
+            assert advantages.returns is not None
+            made |= self._critic.learn(rows, scores.values, advantages.returns, seed, stop)
+        self.steps += 1
+        return made
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the model's weights to go on exactly from here."""
+        return {
+            "steps": self.steps,
+            "kl_coefficient": self._kl_coefficient,
+            "optimizer": self._optimizer.state(),
+            "critic": None if self._critic is None else self._critic.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. The model's weights must have been loaded before."""
+        self.steps = state["steps"]
+        self._kl_coefficient = state["kl_coefficient"]
+        self._optimizer.load_state(state["optimizer"])
+        if self._critic is not None:
+            self._critic.load_state(state["critic"])
+
+    # --- before the update --------------------------------------------------------------------------------------------
+
+    def _each(
+        self, rows: Sequence[Row], stop: threading.Event | None, score: Callable[[Sequence[Row]], Tensor]
+    ) -> list[Floats]:
+        """One number for each sampled token of the rows, micro-batch by micro-batch, without gradients."""
+        parts = [torch.zeros(0)]
+        with torch.no_grad():
+            for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
+                give_up_if(stop)
+                parts.append(score([rows[index] for index in part]).cpu())
+        return by_row(torch.cat(parts), rows)
+
+    def _divergence(
+        self,
+        rows: Sequence[Row],
+        old: Sequence[Floats] | None,
+        reference: Sequence[Floats] | None,
+        stop: threading.Event | None,
+    ) -> list[Floats]:
+        """The divergence from the policy before training, at each sampled token, before the update."""
+        if reference is None:
+            return self._each(rows, stop, lambda part: self._full_divergence(part, self._states(self._model, part)))
+        tokens = BatchTokens.of(rows, reference, Scores(old, reference), torch.device("cpu"))
+        assert tokens.reference is not None
+        return by_row(k3_divergence(tokens.old, tokens.reference, tokens.mask), rows)
+
+    # --- one update ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
+        dropout = self._config.lora.dropout if self._config.lora else 0.0
+        devices = [self._model.device] if self._model.device.type == "cuda" else []
+        with (
+            self._optimizer.gathering(),
+            checkpointed(self._model),
+            adapter_dropout(self._model) if dropout else nullcontext(),
+            torch.random.fork_rng(devices, enabled=bool(dropout)),
+        ):
+            if dropout:
+                torch.manual_seed(1_000_003 * self._config.seed + self.steps)
+            yield
+
+    def _update(self, step: _Step, part: Sequence[int], *, measure: bool, fresh: bool) -> None:
+        """One update from the rows of a mini-batch; those that teach nothing are at most measured."""
+        here = step.tokens.of_rows(part)
+        aggregation = Aggregation(
+            self._config.aggregation,
+            tokens=int(here.mask.sum()),
+            rows=len(set(here.row[here.mask].tolist())),
+            row_tokens=self._config.aggregation_tokens or 1,
+        )
+        teaching = self._teaching(step, part)
+        silent = [index for index in part if index not in teaching] if measure else []
+        for indices, learns in ((list(teaching), True), (silent, False)):
+            for micro in micro_batches(step.rows, indices, self._config.micro_batch_tokens):
+                give_up_if(step.stop)
+                with torch.set_grad_enabled(learns):
+                    loss = self._part_of_loss(step, micro, aggregation, fresh=fresh)
+                if learns:
+                    loss.backward()  # type: ignore[no-untyped-call]
+        if not teaching:
+            return
+        norm = self._optimizer.update(step.rate)
+        if math.isfinite(norm):
+            step.tally.mean("policy/grad_norm", torch.tensor([norm]))
+        else:
+            logger.warning("The gradient of step %d is not finite (norm %s); the weights stay.", self.steps + 1, norm)
+
+    def _teaching(self, step: _Step, part: Sequence[int]) -> dict[int, None]:
+        """The rows of a part that have a gradient: all with sampled tokens, where entropy or divergence count."""
+        if self._critic is not None and self.steps < self._config.critic.warmup_steps:
+            return {}
+        always = self._config.entropy_coefficient > 0 or self._penalised
+        counts = (step.tokens.mask if always else (step.tokens.advantages != 0) & step.tokens.mask).tolist()
+        starts = step.tokens.starts
+        return {index: None for index in part if any(counts[starts[index] : starts[index + 1]])}
+
+    @property
+    def _penalised(self) -> bool:
+        """Whether the divergence from the policy before training is part of the loss."""
+        return self._reference is not None and self._config.kl.where == "loss"
+
+    def _part_of_loss(self, step: _Step, part: Sequence[int], aggregation: Aggregation, *, fresh: bool) -> Tensor:
+        """What some rows add to the loss of a mini-batch."""
+        tokens, tally = step.tokens.of_rows(part), step.tally
+        logprobs, entropy, divergence = self._measured([step.rows[index] for index in part], tokens)
+        batch = TokenBatch(logprobs, tokens.old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
+        policy = self._loss(batch, self._clip)
+        loss = aggregation(policy.loss * tokens.weights, tokens.mask, tokens.row)
+        if self._config.entropy_coefficient > 0:
+            loss = loss - self._config.entropy_coefficient * aggregation(entropy, tokens.mask, tokens.row)
+        if divergence is not None:
+            loss = loss + self._kl_coefficient * aggregation(divergence, tokens.mask, tokens.row)
+            tally.mean("policy/reference_kl", divergence[tokens.mask])
+        tally_policy(tally, batch, policy, entropy, self._clip)
+        if fresh:
+            tally_mismatch(tally, logprobs, tokens.behaviour, tokens.mask)
+        return loss
+
+    def _measured(self, rows: Sequence[Row], tokens: BatchTokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies, and, where it counts in the loss, the divergence from the policy before training."""
+        states = self._states(self._model, rows)
+        scores = score_states(
+            self._model,
+            states,
+            [row.ids for row in rows],
+            [row.targets for row in rows],
+            temperature=self._temperature,
+        )
+        if not self._penalised:
+            return scores.logprobs, scores.entropy, None
+        if tokens.reference is None:
+            return scores.logprobs, scores.entropy, self._full_divergence(rows, states)
+        return scores.logprobs, scores.entropy, k3_divergence(scores.logprobs, tokens.reference, tokens.mask)
+
+    def _states(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+        return states_before(model, [row.ids for row in rows], [row.targets for row in rows])
+
+    def _logprobs(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+        ids, targets = [row.ids for row in rows], [row.targets for row in rows]
+        return score_tokens(model, ids, targets, temperature=self._temperature).logprobs
+
+    def _full_divergence(self, rows: Sequence[Row], states: Tensor) -> Tensor:
+        assert self._reference is not None
+        with self._reference.model() as model, torch.no_grad():
+            reference = self._states(model, rows)
+            head = output_layer(model)
+        return full_divergence(output_layer(self._model), states, head, reference, self._temperature)
+
+
+def _require_no_images(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.images:
+            raise ConfigError(
+                f"Rollout {row.rollout_id} holds {row.images[0].image.label}, and the learner trains language models "
+                "without eyes: it would train on placeholders of pixels that nobody saw. Train without images."
+            )

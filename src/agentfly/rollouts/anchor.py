@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agentfly.images import Image
 from agentfly.messages import Message, images_of, text_of
-from agentfly.trajectory import ToolRecord
+from agentfly.trajectory import ToolRecord, Trajectory, Turn
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
@@ -18,7 +20,7 @@ def anchor_of(state: Any) -> str:
 
     Numbers count by their value (``1`` is ``1.0``), tuples as lists.
     """
-    return _hash_of(_plain(state))
+    return _hash(_CANONICAL.encode(_plain(state)))
 
 
 class Situation:
@@ -35,7 +37,7 @@ class Situation:
         asked = [message for message in opening if message["role"] != "system"]
         self._states: list[Any] = []
         self._seen: list[Any] = [  # nothing but texts
-            [one["role"], text_of(one["content"]), [image.url for image in images_of(one["content"])]] for one in asked
+            [one["role"], text_of(one["content"]), _names(images_of(one["content"]))] for one in asked
         ]
         self._anchor: str | None = None
 
@@ -43,8 +45,13 @@ class Situation:
     def anchor(self) -> str:
         """The anchor of a turn that is taken now."""
         if self._anchor is None:
-            self._anchor = _hash_of([_plain(self._states), self._seen])
+            self._anchor = _hash(self.text)
         return self._anchor
+
+    @property
+    def text(self) -> str:
+        """What the anchor is a hash of: the state as JSON, images by their own hashes."""
+        return _CANONICAL.encode([_plain(self._states), self._seen])
 
     def changed(self, results: Sequence[ToolRecord]) -> None:
         """A turn's calls were answered."""
@@ -52,12 +59,39 @@ class Situation:
         if states:
             self._states, self._seen = states, []
         else:
-            self._seen = [[result.observation, [image.url for image in result.images]] for result in results]
+            self._seen = [[result.observation, _names(result.images)] for result in results]
         self._anchor = None
 
 
-def _hash_of(plain: Any) -> str:
-    text = _CANONICAL.encode(plain)
+def states_of(trajectory: Trajectory) -> list[str]:
+    """For each turn, the state in which it was taken as text, of which its anchor is the hash.
+
+    It is worked out from the trajectory. Empty where a turn has no anchor.
+    """
+    situations: dict[str, Situation] = {}
+    states = []
+    for turn in trajectory.turns:
+        if turn.conversation not in situations:
+            situations[turn.conversation] = Situation(_opening(trajectory, turn))
+        situation = situations[turn.conversation]
+        states.append(situation.text if turn.anchor else "")
+        if turn.results:
+            situation.changed(turn.results)
+    return states
+
+
+def _opening(trajectory: Trajectory, first: Turn) -> Sequence[Message]:
+    if not first.conversation:
+        return trajectory.task.messages
+    messages = trajectory.subagents.get(first.conversation, [])
+    return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _names(images: Iterable[Image]) -> list[str]:
+    return [_hash(image.url) for image in images]
+
+
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
 
 

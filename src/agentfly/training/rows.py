@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from agentfly.images import PlacedImage
+from agentfly.rollouts.anchor import states_of
 from agentfly.tokens import TokenSequence
 from agentfly.trajectory import Trajectory, Turn
 
@@ -24,6 +25,7 @@ class RowTurn:
         reward: what the turn was worth by itself (the step reward); None where nothing said so.
         anchor: names the state in which the turn was taken; empty where no state is known.
         kind: ``act``, or ``memory`` for a turn that only wrote down what is to be remembered.
+        state: the state that the anchor names, as text.
     """
 
     index: int
@@ -32,6 +34,7 @@ class RowTurn:
     reward: float | None = None
     anchor: str = ""
     kind: Literal["act", "memory"] = "act"
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,16 +155,16 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
 
 
 def _rows_of(trajectory: Trajectory) -> Iterator[Row]:
-    turns: dict[int, list[Turn]] = {}
-    for turn in trajectory.turns:
-        turns.setdefault(turn.sequence, []).append(turn)
+    turns: dict[int, list[tuple[Turn, str]]] = {}
+    for turn, state in zip(trajectory.turns, states_of(trajectory), strict=True):
+        turns.setdefault(turn.sequence, []).append((turn, state))
     for number, sequence in enumerate(trajectory.sequences):
         within = turns.get(number, [])
-        if sequence.sampled_count and not any(turn.policy for turn in within):
+        if sequence.sampled_count and not any(turn.policy for turn, _ in within):
             yield _row(trajectory, sequence, within)
 
 
-def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn]) -> Row:
+def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[tuple[Turn, str]]) -> Row:
     assert trajectory.reward is not None
     return Row(
         ids=sequence.ids,
@@ -173,11 +176,11 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[Turn])
         reward=trajectory.reward,
         truncated=sequence.truncated,
         raw_logprobs=sequence.raw_logprobs,
-        turns=tuple(map(_row_turn, turns)),
-        agent=turns[0].agent if turns else "",
+        turns=tuple(_row_turn(turn, state) for turn, state in turns),
+        agent=turns[0][0].agent if turns else "",
         images=tuple(sequence.images),
     )
 
 
-def _row_turn(turn: Turn) -> RowTurn:
-    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind)
+def _row_turn(turn: Turn, state: str) -> RowTurn:
+    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from agentfly.training.advantages.algorithm import Algorithm
-from agentfly.training.advantages.outcome import by_group, dr_grpo, grpo, reinforce, rloo
+from agentfly.training.advantages.gigpo import gigpo
+from agentfly.training.advantages.outcome import DR_GRPO, GRPO, OPO, RANKING, REINFORCE, RLOO
+from agentfly.training.advantages.token_returns import gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from agentfly.training.registry import Registry
 
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
 """Register your own with ``ALGORITHMS.register("mine", Algorithm(estimate))``."""
 
-ALGORITHMS.register("grpo", Algorithm(by_group(grpo), min_attempts=2))
-ALGORITHMS.register("dr_grpo", Algorithm(by_group(dr_grpo), min_attempts=2))
-ALGORITHMS.register("rloo", Algorithm(by_group(rloo), min_attempts=2))
-ALGORITHMS.register("reinforce", Algorithm(by_group(reinforce)))
+ALGORITHMS.register("grpo", Algorithm(GRPO, min_attempts=2))
+ALGORITHMS.register("dr_grpo", Algorithm(DR_GRPO, min_attempts=2))
+ALGORITHMS.register("rloo", Algorithm(RLOO, min_attempts=2))
+ALGORITHMS.register("opo", Algorithm(OPO, min_attempts=2))
+ALGORITHMS.register("ranking", Algorithm(RANKING, min_attempts=2))
+ALGORITHMS.register("gigpo", Algorithm(gigpo, min_attempts=2))
+ALGORITHMS.register("reinforce", Algorithm(REINFORCE))
+ALGORITHMS.register("reinforce_plus_plus", Algorithm(reinforce_plus_plus))
+ALGORITHMS.register("reinforce_plus_plus_baseline", Algorithm(reinforce_plus_plus_baseline, min_attempts=2))
+ALGORITHMS.register("remax", Algorithm(remax, needs_greedy=True))
+ALGORITHMS.register("gae", Algorithm(gae, needs_critic=True))

@@ -1,0 +1,100 @@
+"""GiGPO: besides whole trajectories, turns that were taken in the same state are compared with one another.
+
+Source: Group-in-Group Policy Optimization, https://arxiv.org/abs/2505.10978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentfly.training.advantages.algorithm import Advantages, Evidence, Floats
+from agentfly.training.advantages.anchor_groups import anchor_groups
+from agentfly.training.advantages.attempts import Attempt, attempts_by_group
+from agentfly.training.advantages.outcome import DR_GRPO, GRPO, dr_grpo, grpo
+from agentfly.training.advantages.timeline import turn_indices
+from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.rows import Row, RowTurn
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn in which the agent acted.
+
+    Attributes:
+        rollout_id: the trajectory.
+        turn: the turn.
+        coming: the return: its own reward and those of later steps, discounted.
+    """
+
+    rollout_id: str
+    turn: RowTurn
+    coming: float
+
+
+def gigpo(evidence: Evidence, config: AdvantageConfig) -> Advantages:
+    """The trajectory's advantage in its group plus, at each turn, the turn's among those taken in the same state.
+
+    The episode advantage is that of ``grpo`` (of ``dr_grpo`` without ``divide_by_std``) and counts trajectories. The
+    step advantage is the same function of the steps' returns within an anchor group: the steps, of one task's group
+    only, that were taken in the same state, whether by one trajectory or by several. A step that is alone in its state
+    has the step advantage 0.
+
+    A step's return is its own reward and those of later steps, discounted by ``step_discount`` a step. Where no turn of
+    a group has a reward of its own, the trajectory's reward is its last step's. Steps are the agent's own turns that
+    act: those in which memory is written, and those of subagents, have the episode advantage alone. Under the strategy
+    ``chain``, where a row holds many turns, the tokens of each have their own turn's advantage; ``step`` gives the same
+    numbers.
+    Source: equations 3 (episode), 5 (returns), 6 (anchor groups), 7 (step) and 8 (both) of the paper.
+    """
+    within, of_episodes = (grpo, GRPO) if config.divide_by_std else (dr_grpo, DR_GRPO)
+    judged: dict[tuple[str, str, int], float] = {}
+    for group_id, attempts in attempts_by_group(evidence).items():
+        steps = _steps_of_group(evidence.rows, attempts, config.step_discount)
+        for alike in anchor_groups([step.turn for step in steps], config):
+            values = within(_returns([steps[number] for number in alike])).tolist()
+            for number, value in zip(alike, values, strict=True):
+                judged[group_id, steps[number].rollout_id, steps[number].turn.index] = value
+    episodes = of_episodes(evidence, config).values
+    return Advantages(
+        [
+            episode + config.step_weight * _at_tokens(row, judged)
+            for row, episode in zip(evidence.rows, episodes, strict=True)
+        ]
+    )
+
+
+def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: float) -> list[Step]:
+    """The steps of all trajectories of a group, with their returns."""
+    turns = [_own_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
+    rewarded = any(turn.reward is not None for taken in turns for turn in taken)
+    steps = []
+    for attempt, taken in zip(attempts, turns, strict=True):
+        rewards = [turn.reward or 0.0 for turn in taken]
+        if taken and not rewarded:
+            rewards[-1] = rows[attempt.rows[0]].reward
+        coming = 0.0
+        for turn, reward in zip(reversed(taken), reversed(rewards), strict=True):
+            coming = reward + discount * coming
+            steps.append(Step(attempt.rollout_id, turn, coming))
+    return steps
+
+
+def _own_turns(rows: Sequence[Row]) -> list[RowTurn]:
+    """The turns in which the agent itself acted, in time."""
+    taken = [turn for row in rows if not row.agent for turn in row.turns if turn.kind == "act"]
+    return sorted(taken, key=lambda turn: turn.index)
+
+
+def _returns(steps: Sequence[Step]) -> Floats:
+    import numpy as np
+
+    return np.array([step.coming for step in steps], dtype=np.float64)
+
+
+def _at_tokens(row: Row, judged: Mapping[tuple[str, str, int], float]) -> Floats:
+    """The step advantage of its turn at each sampled token of a row."""
+    import numpy as np
+
+    turns = turn_indices(row).tolist()
+    return np.array([judged.get((row.group_id, row.rollout_id, turn), 0.0) for turn in turns], dtype=np.float64)

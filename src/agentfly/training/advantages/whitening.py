@@ -1,0 +1,26 @@
+"""Whitening: advantages of mean 0 and variance 1 over the sampled tokens of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentfly.training.advantages.algorithm import Floats
+
+_ROUNDING = 1e-9
+"""Values that differ by less than this share of the largest are equal."""
+
+
+def whitened(values: Sequence[Floats]) -> list[Floats]:
+    """Values less their mean, over their sample standard deviation; both count every sampled token of the batch alike.
+
+    So long trajectories weigh more in both than short ones. This is how REINFORCE++
+    (https://arxiv.org/abs/2501.03262) normalizes over a batch, and how verl 0.9 does it (``masked_whiten``,
+    with the divisor N - 1), but that verl adds 1e-8 to the variance. Where all values are equal, all become 0.
+    """
+    import numpy as np
+
+    tokens = np.concatenate([np.empty(0), *values])
+    if not len(tokens) or np.ptp(tokens) <= _ROUNDING * abs(tokens).max():
+        return [value * 0.0 for value in values]
+    mean, std = tokens.mean(), tokens.std(ddof=1)
+    return [(value - mean) / std for value in values]

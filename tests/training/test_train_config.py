@@ -27,6 +27,10 @@ from agentfly.training.config.train_config import TrainConfig
         ({"steps": 5, "warmup_steps": 6}, "warmup_steps=6 is more than steps=5"),
         ({"eval_attempts": 4}, "all attempts at a task are the same"),
         ({"temperature": 0.0}, "temperature=0.0: input should be greater than 0"),
+        ({"kl": {"target_nats": 0.1}}, "Set kl.coefficient to where it begins"),
+        ({"kl": {"coefficient": 0.1, "where": "reward", "gradient": "k2"}}, "a reward has no gradient"),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "the gradient of k1 is 0 on average"),
+        ({"correction": {"mode": "mask", "upper": 0.5}}, "below the smallest weight, 2.0"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:

@@ -98,18 +98,6 @@ def test_scores_in_chunks_equal_scores_at_once(
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_gradient_checkpointing_changes_nothing(make_model: Callable[..., PreTrainedModel]) -> None:
-    model = make_model()
-    rows, targets = grouped_rows()
-    expected = gradients(model, score_tokens(model, rows, targets).logprobs, None)
-    model.train()
-    model.gradient_checkpointing_enable()
-    for found, wanted in zip(
-        gradients(model, score_tokens(model, rows, targets).logprobs, None), expected, strict=True
-    ):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
 def test_a_plain_call_of_the_model_still_respects_its_padding_mask(make_model: Callable[..., PreTrainedModel]) -> None:
     model, untouched = make_model(), make_model()
     score_tokens(model, [[1, 2, 3]], [[1, 2]])

@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.embedded.adapters import has_adapters
+from agentfly.policies.embedded.adapters import has_adapters, load_adapters, save_adapters
 from agentfly.policies.embedded.loading import quiet_transformers
-from agentfly.training.learning.adapters import load_adapters, save_adapters
 
 FORMAT = 3
 """Version of the trainer's files in a checkpoint."""

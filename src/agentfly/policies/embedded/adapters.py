@@ -1,4 +1,4 @@
-"""Models of which a directory holds low-rank adapters only: found, and loaded as plain models with them merged in."""
+"""Low-rank adapters of peft in a directory: written, read, and merged into the model that they belong to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError
 
 ADAPTER_FOLDER = "adapter"
 """Folder of a model's directory in which adapters are, in the files of peft."""
+
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of weights in its files."""
 
 
 def base_of(path: Path) -> Path | None:
@@ -45,21 +49,53 @@ def merge_adapters(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         PrerequisiteError: peft is not installed.
     """
     try:
-        from peft import PeftModel
+        from peft import LoraConfig, LoraModel
     except ImportError as error:
         raise PrerequisiteError(
             f"{path} holds adapters, which are read by the package peft: pip install 'agentfly-rl[train]'."
         ) from error
-    merged: PreTrainedModel = PeftModel.from_pretrained(
-        model, str(path / ADAPTER_FOLDER), autocast_adapter_dtype=False
-    ).merge_and_unload()
+    tuner = LoraModel(model, LoraConfig.from_pretrained(str(path / ADAPTER_FOLDER)), "default")
+    load_adapters(model, path)
+    merged: PreTrainedModel = tuner.merge_and_unload()  # type: ignore[assignment]
     merged.name_or_path = str(path)
     return merged
 
 
+def save_adapters(model: PreTrainedModel, path: Path) -> None:
+    """Write a model's adapters into a directory: its configuration, and peft's files in a folder beside it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    model.config.save_pretrained(path)
+    folder = path / ADAPTER_FOLDER
+    configs: Any = model.peft_config
+    configs["default"].save_pretrained(folder)
+    weights = {f"{_PREFIX}{name}": weight.contiguous() for name, weight in get_peft_model_state_dict(model).items()}
+    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def load_adapters(model: PreTrainedModel, path: Path) -> None:
+    """Put the adapters in ``path`` into those of a model, in place.
+
+    Raises:
+        ConfigError: they are adapters of another model, or there are none.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    file = path / ADAPTER_FOLDER / _WEIGHTS
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no adapters: it is of a run that trained all weights.")
+    saved = {name.removeprefix(_PREFIX): weight for name, weight in load_file(file).items()}
+    own = get_peft_model_state_dict(model)
+    if {name: each.shape for name, each in saved.items()} != {name: each.shape for name, each in own.items()}:
+        raise ConfigError(f"{path} holds adapters of another model, rank or modules.")
+    set_peft_model_state_dict(model, saved)
+
+
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether adapters have been put into the model."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return bool(getattr(model, "peft_config", None))
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.embedded.adapters import ADAPTER_FOLDER, has_adapters
+from agentfly.policies.embedded.adapters import has_adapters
 from agentfly.training.config.lora_config import LoRAConfig
 
 
@@ -28,30 +28,28 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> No
     """
     refuse_adapters(model)
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise PrerequisiteError(
             "Training adapters (lora) needs the package peft: pip install 'agentfly-rl[train]'."
         ) from error
-    modules = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    asked = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
+        task_type="CAUSAL_LM",
+        # An absolute path, so that the adapters find their model from wherever they are loaded.
+        base_model_name_or_path=str(Path(model.name_or_path or "").resolve()),
+    )
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
-            model.add_adapter(
-                LoraConfig(
-                    r=config.rank,
-                    lora_alpha=config.alpha,
-                    lora_dropout=config.dropout,
-                    target_modules=modules,
-                    task_type="CAUSAL_LM",
-                )
-            )
+            inject_adapter_in_model(asked, model)
         except ValueError as error:
             raise ConfigError(
                 f"lora.target_modules={config.target_modules!r} does not fit {type(model).__name__}: {error}"
             ) from error
-    # An absolute path, so that the adapters find their model from wherever they are loaded.
-    model.peft_config["default"].base_model_name_or_path = str(Path(model.name_or_path or "").resolve())
     model.eval()  # type: ignore[no-untyped-call]
 
 
@@ -71,11 +69,16 @@ def refuse_adapters(model: PreTrainedModel) -> None:
 @contextmanager
 def adapters_disabled(model: PreTrainedModel) -> Iterator[None]:
     """In the block the model computes as if it had no adapters."""
-    model.disable_adapters()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(enabled=False)
     try:
         yield
     finally:
-        model.enable_adapters()
+        for layer in layers:
+            layer.enable_adapters(enabled=True)
 
 
 @contextmanager
@@ -93,29 +96,3 @@ def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.eval()
-
-
-def save_adapters(model: PreTrainedModel, path: Path) -> None:
-    """Write a model's adapters into a checkpoint: its configuration, and peft's files in a folder beside it."""
-    model.config.save_pretrained(path)
-    model.save_pretrained(path / ADAPTER_FOLDER)
-
-
-def load_adapters(model: PreTrainedModel, path: Path) -> None:
-    """Put the adapters of the checkpoint at ``path`` into those of a model, in place.
-
-    Raises:
-        ConfigError: they are adapters of another model, or there are none.
-    """
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    file = path / ADAPTER_FOLDER / "adapter_model.safetensors"
-    if not file.is_file():
-        raise ConfigError(f"The checkpoint {path} holds no adapters: it is of a run that trained all weights.")
-    saved = {name.removeprefix("base_model.model."): weight for name, weight in load_file(file).items()}
-    own = model.get_adapter_state_dict()
-    shapes = {name: weight.shape for name, weight in own.items()}
-    if {name: weight.shape for name, weight in saved.items()} != shapes:
-        raise ConfigError(f"The checkpoint {path} holds adapters of another model, rank or modules than this run's.")
-    set_peft_model_state_dict(model, saved)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -84,6 +85,23 @@ async def test_a_command_that_ends_its_group_or_asks_the_shell_to_end_does_not_e
         await box.run(command, timeout=20, new_process=beside)
         assert (await box.run("echo alive")).stdout == "alive\n"
         assert (await box.run("echo beside", new_process=True)).stdout == "beside\n"
+
+
+async def test_a_command_that_a_dying_session_has_read_of_and_not_begun_is_run_by_the_next(box: Container) -> None:
+    allowed = os.sched_getaffinity(0)
+    here = {min(allowed)}
+    await box.run("kept=5")
+    session = box._sandbox.shell._session
+    try:
+        os.sched_setaffinity(0, here)
+        os.sched_setaffinity(session, here)
+        os.sched_setscheduler(session, os.SCHED_IDLE, os.sched_param(0))  # it finds the signal and the request together
+        await asyncio.sleep(0.01)
+        os.kill(session, signal.SIGTERM)
+        assert (await box.run("echo alive $kept; echo once >> file")).stdout == "alive 5\n"
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert (await box.run("cat file")).stdout == "once\n"
 
 
 async def test_secrets_of_the_host_and_of_its_processes_cannot_be_read(box: Container) -> None:

@@ -9,7 +9,8 @@
 # and the starter lines of three numbers: of a command, which has a script to itself, of its pipes, and that of its
 # input, or 0. What both report to the host, one line each:
 #
-#   h PID ID     a session is ready; its process id inside, and the command that it found asked of the one before, or 0
+#   h PID ID     a session is ready; its process id inside, and the command that the one before was asked and did not
+#                begin, or 0
 #   f PID        the starter is ready
 #   b ID PID     command ID begins in process PID, which is its own
 #   d ID N       command ID is done with exit code N
@@ -51,11 +52,12 @@ __agentfly_connect() {
 }
 
 # Write down the variables, functions and directory of a session that ends, for the next one. Not those of bash itself,
-# some of which cannot be set.
+# some of which cannot be set. A signal that came before the next command may end the session after it has read of it.
 __agentfly_keep() {
     builtin set +eux
     local __agentfly_name
     {
+        ((__agentfly_ran)) || [[ $__agentfly_id != 0* ]] || builtin echo "__agentfly_stale=$__agentfly_id"
         for __agentfly_name in $(IFS=$' \n' builtin compgen -v); do
             case $__agentfly_name in
             __agentfly_* | BASH* | COMP_* | DIRSTACK | EPOCH* | EUID | FUNCNAME | GROUPS | HISTCMD | LINENO | OPTERR | \
@@ -83,6 +85,7 @@ while :; do
         (
             set +m
             exec 0<&200 1>&201 200<&- 201>&- 202<&-
+            __agentfly_id=0 __agentfly_stale=0 __agentfly_ran=0
             if [[ -f /tmp/.session ]]; then
                 . /tmp/.session </dev/null >/dev/null
                 rm -f /tmp/.session
@@ -90,7 +93,6 @@ while :; do
             unset __agentfly_session __agentfly_starter __agentfly_code
             trap __agentfly_keep EXIT
             trap 'exit 143' TERM
-            __agentfly_id=0 __agentfly_stale=0
             while builtin read -r -N 8 __agentfly_id; do
                 [[ $__agentfly_id != 0* ]] || __agentfly_stale=$__agentfly_id
                 [[ $__agentfly_id != g* ]] || ((10#${__agentfly_id:1} != __agentfly_number)) || break
@@ -101,7 +103,6 @@ while :; do
                     __agentfly_connect "$__agentfly_id"
                     continue
                 }
-                __agentfly_ran=0
                 {
                     __agentfly_ran=1
                     builtin . /run/agentfly/command
@@ -109,6 +110,7 @@ while :; do
                 __agentfly_code=$?
                 ((__agentfly_ran)) || exit 126 # a command before has closed what this one needs
                 builtin echo "d $__agentfly_id $__agentfly_code" || exit
+                __agentfly_ran=0
             done
         ) &
         __agentfly_session=$!

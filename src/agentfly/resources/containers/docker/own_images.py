@@ -59,15 +59,25 @@ class OwnImages:
 
     async def remove_dropped(self, client: Docker) -> None:
         """Remove the images of no more use. Those that cannot be removed yet are tried again later."""
-        for _ in range(len(self._dropped)):
-            name = self._dropped.popleft()
-            try:
-                await remove_image(client, name)
-            except ResourceError as error:
-                logger.debug("%s", error)  # a container still uses it
-                self._dropped.append(name)
-            else:
-                self._made.pop(name, None)
+        left: list[str] = []
+        try:
+            while (name := self._next_dropped()) is not None:  # others may be removing some meanwhile
+                left.append(name)
+                try:
+                    await remove_image(client, name)
+                except ResourceError as error:
+                    logger.debug("%s", error)  # a container still uses it
+                else:
+                    left.pop()
+                    self._made.pop(name, None)
+        finally:
+            self._dropped.extend(left)
+
+    def _next_dropped(self) -> str | None:
+        try:
+            return self._dropped.popleft()
+        except IndexError:
+            return None
 
     def _remove_all(self, pid: int) -> None:
         if pid != os.getpid():  # a fork that comes to its end, whose parent needs them still

@@ -145,11 +145,10 @@ def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
 def attend(first: int) -> int:
     """Wait until the program has ended, and everything with it. Its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == first:
-            break
+    while (ended := _next_to_end()) != first:
+        os.waitpid(ended, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, status = os.waitpid(first, 0)  # not before: until then its process id is nobody else's, and can be signalled
     while left := below(os.getpid()):
         stopped: set[int] = set()
         while fresh := left - stopped:  # none gets away by forking: all are stopped before any dies
@@ -164,6 +163,13 @@ def attend(first: int) -> int:
             break
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def _next_to_end() -> int:
+    """Wait until a child has ended; its process id. It is still to be waited for."""
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_pid
 
 
 def below(pid: int) -> set[int]:

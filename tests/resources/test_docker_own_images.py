@@ -1,0 +1,78 @@
+"""The images that this process has made in an engine, once they are of no more use. No engine is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentfly.errors import ResourceError
+from agentfly.resources.containers.docker import own_images
+from agentfly.resources.containers.docker.own_images import OwnImages
+
+
+class Engine:
+    """A stand-in for an engine's client, which takes a moment to remove an image, and refuses those in use."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.in_use: set[str] = set()
+        self.images = SimpleNamespace(delete=self.delete)
+
+    async def delete(self, name: str, *, force: bool) -> None:
+        assert force
+        self.asked[name] += 1
+        await asyncio.sleep(0)
+        if name in self.in_use:
+            raise ResourceError(f"{name} is in use by a container.")
+
+
+@pytest.fixture
+def engine() -> Any:
+    return Engine()
+
+
+@pytest.fixture
+def own() -> OwnImages:
+    own = OwnImages()
+    for name in ("one", "two", "three"):
+        own.drop(name)
+    return own
+
+
+async def test_boxes_that_end_at_once_remove_each_image_once(own: OwnImages, engine: Any) -> None:
+    await asyncio.gather(*(own.remove_dropped(engine) for _ in range(4)))
+    assert engine.asked == {"one": 1, "two": 1, "three": 1}
+
+
+async def test_an_image_in_use_is_tried_again_by_the_next_who_comes(own: OwnImages, engine: Any) -> None:
+    engine.in_use = {"two"}
+    await asyncio.gather(own.remove_dropped(engine), own.remove_dropped(engine))
+    engine.in_use = set()
+    await own.remove_dropped(engine)
+    await own.remove_dropped(engine)
+    assert engine.asked["one"] == engine.asked["three"] == 1
+    assert engine.asked["two"] in (2, 3)  # the second of the two may have come by once more
+
+
+async def test_an_image_whose_removal_is_cancelled_is_not_forgotten(
+    own: OwnImages, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def hangs(client: Any, name: str) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_images, "remove_image", hangs)
+        removing = asyncio.create_task(own.remove_dropped(engine))
+        await begun.wait()
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+    await own.remove_dropped(engine)
+    assert engine.asked == {"one": 1, "two": 1, "three": 1}

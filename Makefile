@@ -18,9 +18,10 @@ TORCH  ?= torch==2.13.0
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
+# A slow test that fails is run once more (tests/conftest.py says why); so many at most, for more is no accident.
 test: $(VENV)/dev.stamp oracles  ## every test, slow ones included
 	@$(BIN)/python scripts/fetch_tokenizers.py
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --reruns 1 --max-suite-reruns 8
 
 check: $(VENV)/dev.stamp  ## format, lint, types, import contracts and the fast tests
 	@$(BIN)/ruff format --check .

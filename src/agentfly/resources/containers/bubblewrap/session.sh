@@ -21,7 +21,10 @@
 (($1 == 0)) || ulimit -u "$1"
 (($2 == 0)) || ulimit -d "$2"
 set --
-trap : HUP INT QUIT USR1 USR2 ALRM TERM # where it is not the kernel's process 1, it would end by one of them
+# Where it is not the kernel's process 1, it would end by one of these. It ignores them, for bash may forget of a child
+# that it has ended if a trap runs just then; what is not to ignore them says so.
+__agentfly_signals="HUP INT QUIT USR1 USR2 ALRM TERM"
+trap '' $__agentfly_signals
 exec 200<&0 201>&1 202<>/run/agentfly/starts </dev/null >/dev/null 2>&1
 
 # Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), of which no program
@@ -85,12 +88,13 @@ while :; do
         (
             set +m
             exec 0<&200 1>&201 200<&- 201>&- 202<&-
+            trap - $__agentfly_signals
             __agentfly_id=0 __agentfly_stale=0 __agentfly_ran=0
             if [[ -f /tmp/.session ]]; then
                 . /tmp/.session </dev/null >/dev/null
                 rm -f /tmp/.session
             fi
-            unset __agentfly_session __agentfly_starter __agentfly_code
+            unset __agentfly_session __agentfly_starter __agentfly_code __agentfly_signals
             trap __agentfly_keep EXIT
             trap 'exit 143' TERM
             while builtin read -r -N 8 __agentfly_id; do
@@ -118,7 +122,6 @@ while :; do
     if ! kill -0 "$__agentfly_starter"; then
         (
             exec 200<&-
-            trap '' TERM
             printf 'f %s\n' "$BASHPID" >&201
             while read -r -u 202 id pipes input; do
                 [[ $id ]] || continue
@@ -126,7 +129,7 @@ while :; do
                     printf 'b %s %s\n' "$id" "$BASHPID" >&201
                     set -m
                     (
-                        trap - TERM
+                        trap - $__agentfly_signals
                         exec 201>&- 202<&- >"/run/agentfly/$pipes.out" 2>"/run/agentfly/$pipes.err"
                         ((input == 0)) || exec <"/run/agentfly/$input.in"
                         exec /bin/bash "/run/agentfly/$id.sh"

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
-from agentfly.training.advantages import ALGORITHMS, Algorithm, Evidence
+from agentfly.training.advantages import ALGORITHMS, Advantages, Algorithm, Evidence
 from agentfly.training.advantages.outcome import by_group
 from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.rows import Row, rows_from_trajectories
+from agentfly.training.rows import Row, RowTurn, rows_from_trajectories
 from agentfly.trajectory import Trajectory
 
-GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo"]
+GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "ranking"]
+OUTCOME_ESTIMATORS = [*GROUP_ESTIMATORS, "reinforce", "reinforce_plus_plus_baseline"]
 
 
 def row(group: str, rollout: str, reward: float, mask: Sequence[int] = (0, 1, 1)) -> Row:
@@ -56,6 +60,10 @@ def first_values(name: str, rows: Sequence[Row]) -> list[float]:
         ("rloo", [1, 0, 1, 0], [2 / 3, -2 / 3, 2 / 3, -2 / 3]),
         ("rloo", [3, 0, 0], [3, -1.5, -1.5]),
         ("reinforce", [1, 0, 0.25], [1, 0, 0.25]),
+        ("opo", [1, 0, 1, 0], [0.5, -0.5, 0.5, -0.5]),
+        ("ranking", [7, 0, 0.5], [0.5, -0.5, 0]),
+        ("ranking", [3, 1, 1, 0], [0.5, 0, 0, -0.5]),
+        ("ranking", [2, 2, 0], [0.25, 0.25, -0.5]),
     ],
 )
 def test_advantages_of_one_group_are_those_worked_by_hand(
@@ -83,6 +91,44 @@ def test_a_baseline_counts_trajectories_and_not_rows_and_never_mixes_tasks() -> 
         row("y", "d", 1.0),
     ]
     assert first_values("dr_grpo", rows) == [0.5, 0.5, 0.5, -0.5, 0.0, 0.0, 0.0]
+    assert first_values("grpo", rows) == pytest.approx([math.sqrt(0.5)] * 3 + [-math.sqrt(0.5), 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("name", OUTCOME_ESTIMATORS)
+def test_rows_without_a_sampled_token_move_nothing(name: str) -> None:
+    others = [row("g", "b", 1.0), row("g", "c", 0.0)]
+    silent, *found = estimate(name, [row("g", "a", 100.0, (0, 0)), *others])
+    assert silent.shape == (0,)
+    assert [values.tolist() for values in found] == [values.tolist() for values in estimate(name, others)]
+
+
+def test_a_rollout_without_a_sampled_token_is_in_no_baseline() -> None:
+    rows = [row("g", "a", 100.0, (0, 0)), row("g", "b", 1.0), row("g", "c", 0.0)]
+    assert [values.tolist() for values in estimate("dr_grpo", rows)] == [[], [0.5, 0.5], [-0.5, -0.5]]
+
+
+@pytest.mark.parametrize("name", OUTCOME_ESTIMATORS)
+@given(data=st.data())
+def test_how_trajectories_are_laid_out_in_rows_changes_nothing(name: str, data: st.DataObject) -> None:
+    """The rows in another order, and trajectories in more rows."""
+    tokens = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=6))
+    rewards = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(tokens), max_size=len(tokens)))
+    whole, parts = [], []
+    for number, (count, reward) in enumerate(zip(tokens, rewards, strict=True)):
+        group = "xy"[number % 2]
+        whole.append(row(group, str(number), reward, [0, *[1] * count]))
+        cut = data.draw(st.integers(1, count))
+        parts += [row(group, str(number), reward, [0, 0, *[1] * size]) for size in (cut, count - cut)]
+    parts = data.draw(st.permutations(parts))
+    expected = {one.rollout_id: values[0] for one, values in zip(whole, estimate(name, whole), strict=True)}
+    for part, values in zip(parts, estimate(name, parts), strict=True):
+        assert values.tolist() == pytest.approx([expected[part.rollout_id]] * len(part.targets), abs=1e-12)
+
+
+def test_opo_weighs_each_attempt_by_its_sampled_tokens() -> None:
+    rows = [row("g", "a", 1.0, (0, 1, 1)), row("g", "a", 1.0, (0, 1)), row("g", "b", 0.0, (0, 1))]
+    # The baseline is (3 * 1 + 1 * 0) / 4.
+    assert first_values("opo", rows) == [0.25, 0.25, -0.75]
 
 
 def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_holds_it() -> None:
@@ -95,6 +141,80 @@ def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_hol
     assert first.tolist() == pytest.approx([0.7] * 4)
     assert second.tolist() == pytest.approx([0.7] * 2)
     assert other.tolist() == pytest.approx([-0.7])
+
+
+# --- from token to token ----------------------------------------------------------------------------------------------
+
+
+def judge(name: str, evidence: Evidence, **config: float) -> Advantages:
+    return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))
+
+
+def turn_row(rollout: str, reward: float, turn: int, mask: Sequence[int], group: str = "g") -> Row:
+    return replace(row(group, rollout, reward, mask), turns=(RowTurn(turn, 0, len(mask)),))
+
+
+def test_reinforce_plus_plus_takes_the_penalties_from_each_token_on() -> None:
+    rows = [row("g", "a", 1.0, (0, 1, 0, 1)), row("h", "b", 0.0, (0, 1))]
+    penalties = [np.array([-0.25, -0.5]), np.array([-0.5])]
+    found = judge("reinforce_plus_plus", Evidence(rows, token_rewards=penalties), discount=0.5)
+    returns = np.array([-0.25 + 0.5 * 0.5, 1.0 - 0.5, -0.5])  # of mean 0 and sample variance 1/4
+    assert np.concatenate(found.values).tolist() == pytest.approx((returns / 0.5).tolist())
+
+
+def test_whitening_counts_tokens_so_that_a_long_trajectory_weighs_more() -> None:
+    rows = [row("g", "a", 1.0, (0, 1, 1, 1)), row("h", "b", 0.0, (0, 1))]
+    assert first_values("reinforce_plus_plus", rows) == pytest.approx([0.5, -1.5])  # mean 3/4, variance 1/4
+    grouped = [row("g", "a", 1.0, (0, 1, 1, 1)), row("g", "b", 0.0, (0, 1))]
+    assert first_values("reinforce_plus_plus_baseline", grouped) == pytest.approx([0.5, -1.5])
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_makes_equal_values_and_a_single_token_zero(name: str) -> None:
+    assert first_values(name, [row("g", "a", 0.1 + 0.2, (0, 1))]) == [0.0]
+    assert first_values(name, [row("g", str(number), reward) for number, reward in enumerate([0.3, 0.1 + 0.2])]) == [
+        0,
+        0,
+    ]
+    assert estimate(name, []) == []
+
+
+def test_remax_compares_with_the_greedy_rollout_of_the_same_task() -> None:
+    rows = [row("g", "a", 1.0), row("g", "b", 0.0), row("h", "c", 1.0)]
+    found = judge("remax", Evidence(rows, baselines={"g": 0.75, "h": 1.0}))
+    assert [values.tolist() for values in found.values] == [[0.25, 0.25], [-0.75, -0.75], [0.0, 0.0]]
+    with pytest.raises(UsageError, match="group 'h'"):
+        judge("remax", Evidence(rows, baselines={"g": 0.75}))
+
+
+def test_gae_looks_from_the_last_token_of_a_row_to_the_first_of_the_next_turn() -> None:
+    """The later turn's row comes first in the batch; what was read between the sampled tokens takes no time."""
+    rows = [turn_row("a", 1.0, 1, (0, 0, 1)), turn_row("a", 1.0, 0, (0, 1, 0, 1))]
+    values = [np.array([0.5]), np.array([0.25, 0.0])]
+    found = judge("gae", Evidence(rows, values=values), discount=0.5, gae_lambda=0.5)
+    # Surprises in time: 0.5 * 0 - 0.25, 0.5 * 0.5 - 0, 1 - 0.5. To each comes a quarter of the next advantage.
+    last, second, first = 0.5, 0.25 + 0.5 / 4, -0.25 + 0.375 / 4
+    assert found.returns is not None
+    assert [one.tolist() for one in found.returns] == [[last + 0.5], pytest.approx([first + 0.25, second])]
+    mean, std = np.mean([first, second, last]), np.std([first, second, last], ddof=1)
+    assert np.concatenate(found.values).tolist() == pytest.approx([(one - mean) / std for one in (last, first, second)])
+
+
+def test_turns_of_a_subagent_stand_where_they_were_taken() -> None:
+    """The agent's row holds turns 0 and 2, its subagent's turn 1: the reward comes at the end of turn 2."""
+    own = replace(row("g", "a", 1.0, (0, 1, 0, 1)), turns=(RowTurn(0, 1, 2), RowTurn(2, 3, 4)))
+    subagent = replace(turn_row("a", 1.0, 1, (0, 1)), agent="helper")
+    found = judge("gae", Evidence([own, subagent], values=[np.zeros(2), np.zeros(1)]), discount=0.5)
+    assert found.returns is not None
+    assert [one.tolist() for one in found.returns] == [[0.25, 1.0], [0.5]]
+
+
+def test_gae_needs_values() -> None:
+    with pytest.raises(UsageError, match="critic"):
+        judge("gae", Evidence([row("g", "a", 1.0)]))
+
+
+# --- what is judged ---------------------------------------------------------------------------------------------------
 
 
 def trajectory(number: int, reward: float | None, *, sampled: int = 2) -> Trajectory:
@@ -150,10 +270,18 @@ def test_a_name_cannot_be_registered_twice() -> None:
         ALGORITHMS.register("grpo", Algorithm(by_group(lambda rewards: rewards)))
 
 
+def test_the_names_of_the_algorithms_are_known_without_numpy() -> None:
+    code = (
+        "import sys; sys.modules.update(numpy=None, torch=None); "
+        "from agentfly.training.config.train_config import TrainConfig; print(TrainConfig(algorithm='gigpo').algorithm)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "gigpo\n"
+
+
 @pytest.mark.parametrize("rewards", [[1e-300, 0.0, 0.0], [1e308, 0.0, 0.0], [1e-200, 3e-200, 2e-200]])
 def test_rewards_of_any_size_give_finite_advantages_of_mean_0(rewards: list[float]) -> None:
-    rows = [row("g", str(number), reward) for number, reward in enumerate(rewards)]
-    values = [advantages[0] for advantages in estimate("grpo", rows)]
+    values = first_values("grpo", group_of(rewards))
     assert all(math.isfinite(value) for value in values)
     assert values[0] != 0
     assert sum(values) == pytest.approx(0, abs=1e-9)

@@ -13,7 +13,7 @@ from agentfly.task import Task
 from agentfly.tokens import TokenSequence
 from agentfly.training.batch_metrics import batch_metrics
 from agentfly.training.rows import Row, rows_from_trajectories
-from agentfly.trajectory import Failure, Trajectory
+from agentfly.trajectory import Failure, Trajectory, Turn
 
 
 def sequence(*, logprobs_known: bool = True) -> TokenSequence:
@@ -97,17 +97,20 @@ def test_arrays_of_different_lengths_are_no_row() -> None:
 
 
 def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
-    groups = {"varied": [1.0, 0.0], "equal": [1.0, 1.0, 1.0], "single": [0.5, None], "empty": [None]}
+    groups = {"varied": [1.0, 0.0], "equal": [0.1 + 0.2, 0.3, 0.3], "single": [0.5, None], "empty": [None]}
     trajectories = [
         trajectory(number, group_id=group, reward=reward)
         for group, rewards in groups.items()
         for number, reward in enumerate(rewards)
     ]
+    trajectories[0].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True, anchor="there")]
+    trajectories[1].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True)]
     metrics = batch_metrics(trajectories, rows_from_trajectories(trajectories), version=6)
     assert metrics["groups"] == 4
     assert metrics["groups/singleton_share"] == 0.25
     assert metrics["groups/zero_variance_share"] == 0.25
     assert metrics["groups/empty_share"] == 0.25
+    assert metrics["anchors/singleton_share"] == 0.5
     assert metrics["left_out/unscored"] == 2
     assert metrics["rows"] == 6
     assert metrics["rows/sampled_tokens"] == 18

@@ -11,16 +11,13 @@ from typing import TypeAlias
 from agentfly.training.advantages.algorithm import Advantages, Estimator, Evidence, Floats
 from agentfly.training.advantages.attempts import Attempt, attempts_by_group, spread
 from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.equality import ROUNDING, are_equal
 
 OutcomeEstimator: TypeAlias = "Callable[[Floats], Floats]"
 """From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
 
 GroupEstimator: TypeAlias = "Callable[[Sequence[Attempt]], Floats]"
 """From the trajectories of one group to their advantages, shape [G]."""
-
-_ROUNDING = 1e-9
-"""Rewards that differ by less than this share of the largest are equal: their difference is rounding, and dividing by
-its standard deviation would make it as large as a real one."""
 
 
 def by_group(outcome: OutcomeEstimator) -> Estimator:
@@ -65,7 +62,7 @@ def dr_grpo(rewards: Floats) -> Floats:
     Without the standard deviation, tasks that are almost always or almost never solved weigh no more than others.
     Source: Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    if rewards.max() - rewards.min() <= _ROUNDING * abs(rewards).max():
+    if are_equal(rewards.min(), rewards.max()):
         return rewards * 0.0
     return rewards - float((rewards / 2).mean()) * 2
 
@@ -97,8 +94,10 @@ def ranking(rewards: Floats) -> Floats:
     count = len(rewards)
     if count < 2:
         return rewards * 0.0
-    worse = (rewards[:, None] > rewards[None, :]).sum(axis=1)
-    alike = (rewards[:, None] == rewards[None, :]).sum(axis=1)
+    better_by = rewards[:, None] - rewards[None, :]
+    rounding = ROUNDING * abs(rewards).max()
+    worse = (better_by > rounding).sum(axis=1)
+    alike = (abs(better_by) <= rounding).sum(axis=1)
     places: Floats = (worse + (alike - 1) / 2) / (count - 1) - 0.5
     return places
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentfly.training.advantages.algorithm import Floats
-
-_ROUNDING = 1e-9
-"""Values that differ by less than this share of the largest are equal."""
+from agentfly.training.equality import are_equal
 
 
 def whitened(values: Sequence[Floats]) -> list[Floats]:
@@ -20,7 +18,7 @@ def whitened(values: Sequence[Floats]) -> list[Floats]:
     import numpy as np
 
     tokens = np.concatenate([np.empty(0), *values])
-    if not len(tokens) or np.ptp(tokens) <= _ROUNDING * abs(tokens).max():
+    if not len(tokens) or are_equal(tokens.min(), tokens.max()):
         return [value * 0.0 for value in values]
     mean, std = tokens.mean(), tokens.std(ddof=1)
     return [(value - mean) / std for value in values]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentfly.training.advantages import Floats
 from agentfly.training.learning.scores import Scores
+from agentfly.training.losses.correction import correct
 from agentfly.training.rows import Row
 
 
@@ -27,6 +28,7 @@ class BatchTokens:
         reference: log-probs under the policy before training, where they were asked for; float32 [N].
         row: int64, the row of each; [N].
         starts: for each row, the index of its first token here, and at the end N.
+        places: int64, the index of each in the tokens that these were taken from; [N].
     """
 
     behaviour: Tensor
@@ -37,6 +39,7 @@ class BatchTokens:
     reference: Tensor | None
     row: Tensor
     starts: list[int]
+    places: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Row], advantages: Sequence[Floats], scores: Scores, device: torch.device) -> BatchTokens:
@@ -52,7 +55,15 @@ class BatchTokens:
             reference=None if scores.reference_logprobs is None else flat(scores.reference_logprobs, device),
             row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts, dtype=torch.int64)).to(device),
             starts=np.cumsum([0, *counts]).tolist(),
+            places=torch.arange(len(behaviour), device=device),
         )
+
+    def corrected(self, config: CorrectionConfig | None) -> tuple[BatchTokens, dict[str, float]]:
+        """The tokens as rollout correction weighs them or leaves them out, with its metrics; as they are without it."""
+        if config is None:
+            return self, {}
+        correction = correct(self.old, self.behaviour, self.mask, self.row, config)
+        return replace(self, weights=correction.weights, mask=correction.mask), correction.metrics
 
     def of_rows(self, indices: Sequence[int]) -> BatchTokens:
         """The tokens of some rows, in that order; rows are counted from 0 again."""
@@ -69,6 +80,7 @@ class BatchTokens:
             reference=None if self.reference is None else self.reference[where],
             row=numbers.to(where.device),
             starts=np.cumsum([0, *counts]).tolist(),
+            places=where,
         )
 
 

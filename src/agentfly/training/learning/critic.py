@@ -22,7 +22,7 @@ from agentfly.training.learning.batch_tokens import by_row, flat
 from agentfly.training.learning.mini_batches import micro_batches, mini_batches
 from agentfly.training.learning.optimizer import Optimizer
 from agentfly.training.learning.stopping import give_up_if
-from agentfly.training.learning.value_loss import value_loss
+from agentfly.training.losses.value_loss import value_loss
 from agentfly.training.rows import Row
 from agentfly.training.tally import Tally
 

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError
-from agentfly.policies.embedded.attention import output_layer
 from agentfly.policies.embedded.scoring import score_states, score_tokens, states_before
 from agentfly.training.advantages import Advantages, Floats
 from agentfly.training.config.train_config import TrainConfig
@@ -23,17 +22,16 @@ from agentfly.training.learning.activation_checkpointing import checkpointed, en
 from agentfly.training.learning.adapters import adapter_dropout, add_adapters, refuse_adapters
 from agentfly.training.learning.batch_tokens import BatchTokens, by_row, flat
 from agentfly.training.learning.critic import Critic
-from agentfly.training.learning.full_divergence import full_divergence
 from agentfly.training.learning.learning_rate import rate_share
 from agentfly.training.learning.mini_batches import micro_batches, mini_batches
 from agentfly.training.learning.optimizer import Optimizer
-from agentfly.training.learning.policy_metrics import tally_mismatch, tally_policy
-from agentfly.training.learning.reference import Reference
+from agentfly.training.learning.policy_metrics import tally_policy
+from agentfly.training.learning.penalty import Penalty
 from agentfly.training.learning.scores import Scores
 from agentfly.training.learning.stopping import give_up_if
 from agentfly.training.losses import LOSSES
 from agentfly.training.losses.aggregation import Aggregation
-from agentfly.training.losses.divergence import k3_divergence
+from agentfly.training.losses.mismatch import mismatch_metrics
 from agentfly.training.losses.token_batch import ClipRange, TokenBatch
 from agentfly.training.rows import Row
 from agentfly.training.tally import Tally
@@ -50,6 +48,16 @@ class _Step:
     rate: float
     stop: threading.Event | None
     tally: Tally = field(default_factory=Tally)
+    own: Tensor = field(init=False)
+    """Log-probs under the weights before the first update, NaN where they were not looked at; float32 [N]."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own", torch.full_like(self.tokens.behaviour, math.nan))
+
+    def mismatch(self) -> dict[str, float]:
+        """How far the trainer's log-probs are from those under which the tokens were sampled, where it looked."""
+        seen = self.tokens.mask & ~self.own.isnan()
+        return mismatch_metrics(self.own, self.tokens.behaviour, seen, self.tokens.row)
 
 
 class Learner:
@@ -87,8 +95,11 @@ class Learner:
             model.requires_grad_()
         else:
             add_adapters(model, config.lora, seed=config.seed)
-        self._kl_coefficient = config.kl.coefficient
-        self._reference = Reference(model, adapters=config.lora is not None) if config.kl.coefficient > 0 else None
+        self._penalty = (
+            Penalty(model, config.kl, temperature=temperature, adapters=config.lora is not None)
+            if config.kl.coefficient > 0
+            else None
+        )
         self._optimizer = Optimizer(
             [weight for weight in model.parameters() if weight.requires_grad],
             betas=config.adam_betas,
@@ -115,19 +126,19 @@ class Learner:
             ConfigError: a row holds images, of which the learner's models see but the placeholders.
         """
         _require_no_images(rows)
-        old = reference = penalties = None
+        penalty = self._penalty
+        old = reference = token_rewards = None
         if self._config.correction is not None:
-            old = self._each(rows, stop, lambda part: self._logprobs(self._model, part))
-        if self._reference is not None and self._config.kl.estimator != "full":
-            with self._reference.model() as model:
-                reference = self._each(rows, stop, lambda part: self._logprobs(model, part))
-        if self._reference is not None and self._config.kl.where == "reward":
-            penalties = [-self._kl_coefficient * each for each in self._divergence(rows, old, reference, stop)]
+            old = self._each(rows, stop, self._logprobs)
+        if penalty is not None and penalty.needs_logprobs:
+            reference = self._each(rows, stop, penalty.logprobs)
+        if penalty is not None and penalty.in_reward:
+            token_rewards = self._token_rewards(penalty, rows, old, reference, stop)
         return Scores(
             old_logprobs=old,
             reference_logprobs=reference,
             values=None if self._critic is None else self._critic.score(rows, stop),
-            token_rewards=penalties,
+            token_rewards=token_rewards,
         )
 
     def learn(
@@ -150,12 +161,11 @@ class Learner:
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
-        rate = config.learning_rate * rate_share(config, self.steps)
-        tokens = BatchTokens.of(rows, advantages.values, scores, self._model.device)
-        step = _Step(rows, tokens, rate, stop)
-        if scores.token_rewards is not None:
+        tokens, mismatch = BatchTokens.of(rows, advantages.values, scores, self._model.device).corrected(config.correction)
+        step = _Step(rows, tokens, config.learning_rate * rate_share(config, self.steps), stop)
+        if self._penalty is not None and scores.token_rewards is not None:
             penalties = flat(scores.token_rewards, torch.device("cpu"))
-            step.tally.mean("policy/reference_kl", -penalties / self._kl_coefficient)
+            step.tally.mean("policy/reference_kl", -penalties / self._penalty.coefficient.value)
         updates, skipped = self._optimizer.updates, self._optimizer.skipped
         with self._learning():
             for epoch in range(config.updates_per_step):
@@ -163,11 +173,16 @@ class Learner:
                     self._update(step, part, measure=epoch == 0, fresh=self._optimizer.updates == updates)
         made = {
             "policy/grad_norm": 0.0,
+            **(mismatch or step.mismatch()),
             **step.tally.metrics(),
-            "policy/learning_rate": rate,
+            "policy/learning_rate": step.rate,
             "policy/updates": float(self._optimizer.updates - updates),
             "policy/updates_skipped": float(self._optimizer.skipped - skipped),
         }
+        if self._penalty is not None:
+            made["policy/kl_coefficient"] = self._penalty.coefficient.value
+            if self._optimizer.updates > updates:
+                self._penalty.coefficient = self._penalty.coefficient.after(made["policy/reference_kl"], len(rows))
         if self._critic is not None:
             assert scores.values is not None
             assert advantages.returns is not None
@@ -179,7 +194,7 @@ class Learner:
         """What a checkpoint needs beside the model's weights to go on exactly from here."""
         return {
             "steps": self.steps,
-            "kl_coefficient": self._kl_coefficient,
+            "kl_coefficient": None if self._penalty is None else self._penalty.coefficient.value,
             "optimizer": self._optimizer.state(),
             "critic": None if self._critic is None else self._critic.state(),
         }
@@ -187,7 +202,8 @@ class Learner:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned. The model's weights must have been loaded before."""
         self.steps = state["steps"]
-        self._kl_coefficient = state["kl_coefficient"]
+        if self._penalty is not None:
+            self._penalty.coefficient = replace(self._penalty.coefficient, value=state["kl_coefficient"])
         self._optimizer.load_state(state["optimizer"])
         if self._critic is not None:
             self._critic.load_state(state["critic"])
@@ -205,19 +221,26 @@ class Learner:
                 parts.append(score([rows[index] for index in part]).cpu())
         return by_row(torch.cat(parts), rows)
 
-    def _divergence(
+    def _logprobs(self, rows: Sequence[Row]) -> Tensor:
+        ids, targets = [row.ids for row in rows], [row.targets for row in rows]
+        return score_tokens(self._model, ids, targets, temperature=self._temperature).logprobs
+
+    def _token_rewards(
         self,
+        penalty: Penalty,
         rows: Sequence[Row],
         old: Sequence[Floats] | None,
         reference: Sequence[Floats] | None,
         stop: threading.Event | None,
     ) -> list[Floats]:
-        """The divergence from the policy before training, at each sampled token, before the update."""
+        """What the penalty takes from the reward of each token."""
         if reference is None:
-            return self._each(rows, stop, lambda part: self._full_divergence(part, self._states(self._model, part)))
-        tokens = BatchTokens.of(rows, reference, Scores(old, reference), torch.device("cpu"))
-        assert tokens.reference is not None
-        return by_row(k3_divergence(tokens.old, tokens.reference, tokens.mask), rows)
+            divergences = self._each(rows, stop, lambda part: penalty.estimate(part, None, None))
+        else:
+            here = torch.device("cpu")
+            before = flat([row.target_logprobs for row in rows] if old is None else old, here)
+            divergences = by_row(penalty.estimate(rows, before, flat(reference, here)), rows)
+        return [-penalty.coefficient.value * each for each in divergences]
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
@@ -266,62 +289,34 @@ class Learner:
         """The rows of a part that have a gradient: all with sampled tokens, where entropy or divergence count."""
         if self._critic is not None and self.steps < self._config.critic.warmup_steps:
             return {}
-        always = self._config.entropy_coefficient > 0 or self._penalised
+        always = self._config.entropy_coefficient > 0 or self._penalty_in_loss is not None
         counts = (step.tokens.mask if always else (step.tokens.advantages != 0) & step.tokens.mask).tolist()
         starts = step.tokens.starts
         return {index: None for index in part if any(counts[starts[index] : starts[index + 1]])}
 
     @property
-    def _penalised(self) -> bool:
-        """Whether the divergence from the policy before training is part of the loss."""
-        return self._reference is not None and self._config.kl.where == "loss"
+    def _penalty_in_loss(self) -> Penalty | None:
+        return None if self._penalty is None or self._penalty.in_reward else self._penalty
 
     def _part_of_loss(self, step: _Step, part: Sequence[int], aggregation: Aggregation, *, fresh: bool) -> Tensor:
         """What some rows add to the loss of a mini-batch."""
-        tokens, tally = step.tokens.of_rows(part), step.tally
-        logprobs, entropy, divergence = self._measured([step.rows[index] for index in part], tokens)
-        batch = TokenBatch(logprobs, tokens.old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
+        tokens, tally, rows = step.tokens.of_rows(part), step.tally, [step.rows[index] for index in part]
+        ids, targets = [row.ids for row in rows], [row.targets for row in rows]
+        states = states_before(self._model, ids, targets)
+        scores = score_states(self._model, states, ids, targets, temperature=self._temperature)
+        batch = TokenBatch(scores.logprobs, tokens.old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
         loss = aggregation(policy.loss * tokens.weights, tokens.mask, tokens.row)
         if self._config.entropy_coefficient > 0:
-            loss = loss - self._config.entropy_coefficient * aggregation(entropy, tokens.mask, tokens.row)
-        if divergence is not None:
-            loss = loss + self._kl_coefficient * aggregation(divergence, tokens.mask, tokens.row)
+            loss = loss - self._config.entropy_coefficient * aggregation(scores.entropy, tokens.mask, tokens.row)
+        if (penalty := self._penalty_in_loss) is not None:
+            divergence = penalty.divergence(rows, states, scores.logprobs, tokens.reference, tokens.mask)
+            loss = loss + penalty.coefficient.value * aggregation(divergence, tokens.mask, tokens.row)
             tally.mean("policy/reference_kl", divergence[tokens.mask])
-        tally_policy(tally, batch, policy, entropy, self._clip)
+        tally_policy(tally, batch, policy, scores.entropy, self._clip)
         if fresh:
-            tally_mismatch(tally, logprobs, tokens.behaviour, tokens.mask)
+            step.own[tokens.places] = scores.logprobs.detach()
         return loss
-
-    def _measured(self, rows: Sequence[Row], tokens: BatchTokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies, and, where it counts in the loss, the divergence from the policy before training."""
-        states = self._states(self._model, rows)
-        scores = score_states(
-            self._model,
-            states,
-            [row.ids for row in rows],
-            [row.targets for row in rows],
-            temperature=self._temperature,
-        )
-        if not self._penalised:
-            return scores.logprobs, scores.entropy, None
-        if tokens.reference is None:
-            return scores.logprobs, scores.entropy, self._full_divergence(rows, states)
-        return scores.logprobs, scores.entropy, k3_divergence(scores.logprobs, tokens.reference, tokens.mask)
-
-    def _states(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
-        return states_before(model, [row.ids for row in rows], [row.targets for row in rows])
-
-    def _logprobs(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
-        ids, targets = [row.ids for row in rows], [row.targets for row in rows]
-        return score_tokens(model, ids, targets, temperature=self._temperature).logprobs
-
-    def _full_divergence(self, rows: Sequence[Row], states: Tensor) -> Tensor:
-        assert self._reference is not None
-        with self._reference.model() as model, torch.no_grad():
-            reference = self._states(model, rows)
-            head = output_layer(model)
-        return full_divergence(output_layer(self._model), states, head, reference, self._temperature)
 
 
 def _require_no_images(rows: Sequence[Row]) -> None:

@@ -29,11 +29,3 @@ def tally_policy(tally: Tally, batch: TokenBatch, policy: TokenLoss, entropy: Te
     tally.mean("policy/ratio_mean", ratio)
     tally.maximum("policy/ratio_max", ratio)
     tally.mean("policy/kl", k3_divergence(batch.old, batch.logprobs, mask)[mask])
-
-
-def tally_mismatch(tally: Tally, logprobs: Tensor, behaviour: Tensor, mask: Tensor) -> None:
-    """Count how far the trainer's log-probs, before any update, are from those under which tokens were sampled."""
-    difference = (logprobs - behaviour).abs()[mask]
-    tally.mean("mismatch/logprob_diff_mean", difference)
-    tally.maximum("mismatch/logprob_diff_max", difference)
-    tally.mean("mismatch/kl", k3_divergence(behaviour, logprobs, mask)[mask])

@@ -72,8 +72,11 @@ def constant(rows: Sequence[Row], values: Sequence[float]) -> list[np.ndarray]:
     return [np.full(len(row.targets), value) for row, value in zip(rows, values, strict=True)]
 
 
-def learner_of(model: torch.nn.Module, temperature: float = 1.0, **settings: Any) -> Learner:
-    return Learner(model, TrainConfig(**{"learning_rate": 1e-3, **settings}), temperature=temperature)
+def learner_of(
+    model: torch.nn.Module, temperature: float = 1.0, *, needs_critic: bool = False, **settings: Any
+) -> Learner:
+    config = TrainConfig(**{"learning_rate": 1e-3, **settings})
+    return Learner(model, config, temperature=temperature, needs_critic=needs_critic)
 
 
 def learn(

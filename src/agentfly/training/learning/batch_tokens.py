@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentfly.training.advantages import Floats
+from agentfly.training.config.correction_config import CorrectionConfig
 from agentfly.training.learning.scores import Scores
 from agentfly.training.losses.correction import correct
 from agentfly.training.rows import Row

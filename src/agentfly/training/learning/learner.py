@@ -25,8 +25,8 @@ from agentfly.training.learning.critic import Critic
 from agentfly.training.learning.learning_rate import rate_share
 from agentfly.training.learning.mini_batches import micro_batches, mini_batches
 from agentfly.training.learning.optimizer import Optimizer
-from agentfly.training.learning.policy_metrics import tally_policy
 from agentfly.training.learning.penalty import Penalty
+from agentfly.training.learning.policy_metrics import tally_policy
 from agentfly.training.learning.scores import Scores
 from agentfly.training.learning.stopping import give_up_if
 from agentfly.training.losses import LOSSES
@@ -161,7 +161,9 @@ class Learner:
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
-        tokens, mismatch = BatchTokens.of(rows, advantages.values, scores, self._model.device).corrected(config.correction)
+        tokens, mismatch = BatchTokens.of(rows, advantages.values, scores, self._model.device).corrected(
+            config.correction
+        )
         step = _Step(rows, tokens, config.learning_rate * rate_share(config, self.steps), stop)
         if self._penalty is not None and scores.token_rewards is not None:
             penalties = flat(scores.token_rewards, torch.device("cpu"))

@@ -1,0 +1,128 @@
+"""The divergence from the policy before training, in the loss and in the reward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentfly.policies.embedded import scoring
+from agentfly.training.advantages import Advantages
+from agentfly.training.learning import penalty as penalty_module
+from tests.training.small_learning import constant, learn, learner_of, rows_of, small_model, weights
+
+
+def moved(model: torch.nn.Module, by: float = 0.02) -> None:
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(by * torch.randn(weight.shape, generator=draw))
+
+
+def all_logprobs(model: torch.nn.Module, ids: list[int], positions: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double()
+    return (logits[torch.tensor(positions) - 1] / temperature).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_variance", "full"])
+def test_each_estimate_in_the_reward_is_what_it_says(estimator: str) -> None:
+    model = small_model()
+    settings = {"kl": {"coefficient": 0.5, "estimator": estimator, "where": "reward"}}
+    learner = learner_of(model, 0.7, **settings)
+    before = copy.deepcopy(model)
+    moved(model)
+    rows = rows_of(model, 0.7)
+    found = learner.score(rows).token_rewards
+    assert found is not None
+    for row, values in zip(rows, found, strict=True):
+        own, other = (all_logprobs(each, list(row.ids), row.targets, 0.7) for each in (model, before))
+        tokens = torch.tensor([row.ids[position] for position in row.targets])[:, None]
+        difference = (own - other).gather(1, tokens)[:, 0]
+        expected = {
+            "k1": difference,
+            "k2": difference.square() / 2,
+            "k3": (-difference).exp() - 1 + difference,
+            "low_variance": ((-difference).exp() - 1 + difference).clamp(max=10.0),
+            "full": (own.exp() * (own - other)).sum(dim=-1),
+        }[estimator]
+        assert values.tolist() == pytest.approx((-0.5 * expected).tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+@pytest.mark.parametrize(
+    "kl", [{"estimator": "k2"}, {"estimator": "k3"}, {"estimator": "full"}, {"estimator": "k1", "gradient": "k2"}]
+)
+def test_in_the_loss_it_pulls_back_to_the_policy_before_training(kl: dict[str, Any], lora: dict[str, Any]) -> None:
+    model = small_model()
+    learner = learner_of(model, lora=lora, kl={"coefficient": 10.0, **kl}, learning_rate=2e-3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if lora is None or "lora_B" in name:
+                weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    rows = rows_of(model)
+    nothing = constant(rows, [0.0] * 4)
+    measured = [abs(learn(learner, rows, nothing)["policy/reference_kl"]) for _ in range(6)]
+    assert measured[0] > 1e-4
+    assert measured[-1] < measured[0]
+
+
+def test_the_full_divergence_makes_its_logits_in_chunks_and_gives_the_same_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = []
+    for chunk in (scoring.CHUNK_LOGITS, 80):  # two tokens of a vocabulary of 40
+        monkeypatch.setattr(penalty_module, "CHUNK_LOGITS", chunk)
+        model = small_model()
+        rows = rows_of(model)
+        learner = learner_of(model, kl={"coefficient": 1.0, "estimator": "full"})
+        moved(model)
+        learn(learner, rows, constant(rows, [1.0, -1.0, 0.0, 0.0]))
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], atol=1e-5, rtol=1e-5)
+
+
+def test_in_the_reward_it_has_no_gradient_of_its_own() -> None:
+    model = small_model()
+    learner = learner_of(model, kl={"coefficient": 10.0, "where": "reward"})
+    moved(model)
+    rows = rows_of(model)
+    before = weights(model)
+    metrics = learn(learner, rows, constant(rows, [0.0] * 4))
+    assert torch.equal(weights(model), before)
+    scores = learner.score(rows)
+    assert scores.token_rewards is not None
+    mean = -np.concatenate(scores.token_rewards).mean() / 10.0
+    assert metrics["policy/reference_kl"] == pytest.approx(mean)
+    assert mean > 1e-3
+
+
+@pytest.mark.parametrize(("target", "grows"), [(1e-6, True), (1e3, False)])
+def test_an_adaptive_coefficient_follows_the_divergence_and_is_gone_on_with(target: float, grows: bool) -> None:
+    settings = {"kl": {"coefficient": 0.1, "target_nats": target, "horizon_rows": 8}}
+    model = small_model()
+    learner = learner_of(model, **settings)
+    moved(model)
+    rows = rows_of(model)
+    for _ in range(2):
+        last = learn(learner, rows, constant(rows, [1, -1, 1, -1]))
+    assert last["policy/kl_coefficient"] == pytest.approx(0.1 * (1.1 if grows else 0.9))
+    other = small_model()
+    resumed = learner_of(other, **settings)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state(learner.state())
+    again = learn(resumed, rows, constant(rows, [1, -1, 1, -1]))
+    assert again["policy/kl_coefficient"] == pytest.approx(0.1 * (1.1 if grows else 0.9) ** 2)
+
+
+def test_without_a_coefficient_no_reference_is_kept_or_asked() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    learner = learner_of(model)
+    scores = learner.score(rows)
+    assert (scores.reference_logprobs, scores.token_rewards) == (None, None)
+    metrics = learner.learn(rows, Advantages(constant(rows, [1.0] * 4)), scores)
+    assert "policy/reference_kl" not in metrics

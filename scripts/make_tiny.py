@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,14 +155,16 @@ def toy_dialogue(chance: random.Random) -> list[Message]:
     return messages
 
 
-KINDS = {stockroom_dialogue: STOCKROOM_ROWS, toy_dialogue: TOY_ROWS}
+Kinds = dict[Callable[[random.Random], list[Message]], int]
+
+KINDS: Kinds = {stockroom_dialogue: STOCKROOM_ROWS, toy_dialogue: TOY_ROWS}
 """The kinds of dialogue, and how many of each a step learns from."""
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str], call_pieces: str = CALL_PIECES) -> PreTrainedTokenizerFast:
     """Byte-level BPE whose tokens never cross the border of a word, so that a word is the same token everywhere."""
     bpe = Tokenizer(models.BPE())
-    borders = pre_tokenizers.Split(Regex(CALL_PIECES + r"|[A-Za-z]+|[0-9]|\n| ?[^A-Za-z0-9\s]+ ?|\s"), "isolated")
+    borders = pre_tokenizers.Split(Regex(call_pieces + r"|[A-Za-z]+|[0-9]|\n| ?[^A-Za-z0-9\s]+ ?|\s"), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [borders, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -188,7 +190,10 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(dialogue: list[Message], tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
-    """Ids of a dialogue as a rollout would have them, and for each whether an assistant samples it."""
+    """Ids of a dialogue as a rollout would have them, and for each whether an assistant samples it.
+
+    A message with a key ``remembered`` was sampled in an earlier dialogue; nothing is learned from it.
+    """
     start, end = tokenizer.convert_tokens_to_ids([START, END])
     ids: list[int] = []
     sampled: list[bool] = []
@@ -199,14 +204,15 @@ def encode(dialogue: list[Message], tokenizer: PreTrainedTokenizerFast) -> tuple
         content = tokenizer.encode(message["content"], split_special_tokens=not by_model)
         after = tokenizer.encode("\n")
         ids += [*header, *content, end, *after]
-        sampled += [False] * len(header) + [by_model] * (len(content) + 1) + [False] * len(after)
+        said = by_model and "remembered" not in message
+        sampled += [False] * len(header) + [said] * (len(content) + 1) + [False] * len(after)
     return ids, sampled
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(vocabulary: int) -> LlamaForCausalLM:
     """Two layers, hidden size 128."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
@@ -222,12 +228,14 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each step the stockroom dialogues and then the toy ones, as ids and labels of shape [rows, width]."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, kinds: Kinds, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For each step the dialogues of each kind, as ids and labels of shape [rows, width]."""
     chance = random.Random(SEED)
     pad = tokenizer.pad_token_id
-    for _ in range(STEPS):
-        for kind, count in KINDS.items():
+    for _ in range(steps):
+        for kind, count in kinds.items():
             rows = [encode(kind(chance), tokenizer) for _ in range(count)]
             width = max(len(ids) for ids, _ in rows)
             ids = torch.full((count, width), pad)
@@ -238,14 +246,14 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, 
             yield ids, labels
 
 
-def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, kinds: Kinds, steps: int = STEPS) -> None:
     """Supervised steps on what assistants say in the dialogues."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=STEPS, pct_start=0.1)
-    source = batches(tokenizer)
-    for step in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=steps, pct_start=0.1)
+    source = batches(tokenizer, kinds, steps)
+    for step in range(steps):
         losses = []
-        for _ in range(2):
+        for _ in kinds:
             ids, labels = next(source)
             logits = model(ids).logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -255,25 +263,25 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> N
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 20 == 0 or step == STEPS - 1:
-            print(f"step {step:4d}  loss: stockroom {losses[0]}, toys {losses[1]}", flush=True)
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss of each kind: {', '.join(losses)}", flush=True)
 
 
-def main(directory: Path = HOME) -> None:
-    """Make the model and save it in Hugging Face form."""
+def make(directory: Path, kinds: Kinds, call_pieces: str = CALL_PIECES, steps: int = STEPS) -> None:
+    """Make a model that knows dialogues of these kinds, and save it in Hugging Face form."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     chance = random.Random(SEED)
-    told = [message for _ in range(500) for kind in KINDS for message in kind(chance)]
-    tokenizer = make_tokenizer([f"{message['role']}\n{message['content']}\n" for message in told])
-    model = make_model()
+    told = [message for _ in range(500) for kind in kinds for message in kind(chance)]
+    tokenizer = make_tokenizer([f"{message['role']}\n{message['content']}\n" for message in told], call_pieces)
+    model = make_model(len(tokenizer))
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    warm_start(model, tokenizer)
+    warm_start(model, tokenizer, kinds, steps)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     print(f"{directory}: made in {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    make(Path(sys.argv[1]) if sys.argv[1:] else HOME, KINDS)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentfly.cli.study import study
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 app = typer.Typer(help="Measure what AgentFly costs on this machine.", no_args_is_help=True)
+app.command("study")(study)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
 

@@ -2,7 +2,8 @@
 
 A model is always a Hugging Face directory (config, safetensors, tokenizer, chat template). It can be named by
 
-* a name of the catalogue: ``tiny`` is part of this package; ``smollm2-135m`` is fetched when it is first needed;
+* a name of the catalogue: ``tiny`` and ``tiny-depot`` are part of this package; ``smollm2-135m`` is fetched when it is
+  first needed;
 * a local directory;
 * a Hugging Face id such as ``Qwen/Qwen2.5-0.5B-Instruct``, taken from its local cache or fetched.
 """
@@ -45,14 +46,21 @@ class CatalogModel:
 
 def list_models() -> list[CatalogModel]:
     """The models of the catalogue."""
-    tiny, smollm2 = _tiny_path(), cache_dir() / "smollm2-135m"
+    smollm2 = cache_dir() / "smollm2-135m"
     return [
         CatalogModel(
             name="tiny",
             summary="half a million parameters, made for tests; plays the tool-call format and learns in minutes",
             parameters=500_000,
             licence="Apache-2.0",
-            path=tiny if tiny.is_dir() else None,
+            path=_shipped("tiny"),
+        ),
+        CatalogModel(
+            name="tiny-depot",
+            summary="half a million parameters, made for studies; walks about in the depot and rarely arrives",
+            parameters=500_000,
+            licence="Apache-2.0",
+            path=_shipped("tiny-depot"),
         ),
         CatalogModel(
             name="smollm2-135m",
@@ -74,8 +82,8 @@ def find_model(name: str | Path, *, report: Report | None = None) -> Path:
         ConfigError: there is no model of that name.
         PrerequisiteError: the model cannot be had: no network, no disk space, no access, a package is missing.
     """
-    if isinstance(name, str) and name == "tiny":
-        return _tiny_path()
+    if isinstance(name, str) and name in ("tiny", "tiny-depot"):
+        return _shipped(name)
     if isinstance(name, str) and name == "smollm2-135m":
         from agentfly.policies.smollm2 import get_smollm2
 
@@ -106,8 +114,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfly" / "models"
 
 
-def _tiny_path() -> Path:
-    return Path(__file__).parent / "models" / "tiny"
+def _shipped(name: str) -> Path:
+    """The directory of a model that is part of this package."""
+    return Path(__file__).parent / "models" / name
 
 
 def _checked_directory(path: Path) -> Path:

@@ -48,6 +48,7 @@ from agentfly.training.checkpoints import (
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learning.learner import Learner
 from agentfly.training.resume import forget_after, require_same_run
+from agentfly.training.retokenization import retokenized
 from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
 from agentfly.training.trainable_policy import TrainablePolicy
@@ -265,6 +266,9 @@ class Trainer:
     ) -> dict[str, float]:
         batch = rows_from_trajectories(trajectories)
         _require_rows(batch)
+        told: dict[str, float] = {}
+        if self._config.retokenize:
+            batch, told = await retokenized(batch, policy, self._temperature)
         metrics = batch_metrics(trajectories, batch, policy.version)
         stop = threading.Event()
         async with policy.exclusive():
@@ -274,7 +278,7 @@ class Trainer:
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
-        return metrics | learned
+        return metrics | learned | told
 
     def _learn(self, learner: Learner, rows: Sequence[Row], stop: threading.Event) -> dict[str, float]:
         scores = learner.score(rows, stop)

@@ -4,7 +4,7 @@ Two turns, a sandbox, and a rule that is nowhere written down: it is learned. `a
 """
 
 from agentfly.tasks.stockroom.about import ABOUT
-from agentfly.tasks.stockroom.agent import action_agent, hermes_agent
+from agentfly.tasks.stockroom.agent import action_agent, hermes_agent, thoughtful_agent
 from agentfly.tasks.stockroom.oracle import oracle
 from agentfly.tasks.stockroom.reward import stockroom_reward
 from agentfly.tasks.stockroom.shop import (
@@ -12,6 +12,7 @@ from agentfly.tasks.stockroom.shop import (
     eval_tasks_with_examples,
     train_tasks,
     train_tasks_with_examples,
+    train_tasks_with_thoughts,
 )
 from agentfly.tasks.stockroom.tools import check, order
 
@@ -25,6 +26,8 @@ __all__ = [
     "oracle",
     "order",
     "stockroom_reward",
+    "thoughtful_agent",
     "train_tasks",
     "train_tasks_with_examples",
+    "train_tasks_with_thoughts",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from agentfly.agents.agent import Agent
@@ -17,6 +18,15 @@ def hermes_agent(model: str | Path = "tiny") -> Agent:
         tool_prompt="",
         max_turns=3,
         max_tokens_per_turn=24,
+    )
+
+
+def thoughtful_agent(model: str | Path = "smollm2-135m") -> Agent:
+    """An agent that thinks aloud before it acts; for `train_tasks_with_thoughts`."""
+    return dataclasses.replace(
+        action_agent(model),
+        system_prompt="You keep the stockroom. Think aloud, then give one action.",
+        max_tokens_per_turn=48,
     )
 
 

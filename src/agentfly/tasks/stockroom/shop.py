@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 from agentfly.messages import Message
 from agentfly.task import Task
@@ -40,6 +41,25 @@ EXAMPLES: tuple[Message, ...] = (
 )
 """Two played tasks about other items, for a pretrained model: they show it how calls are written."""
 
+THOUGHTFUL_EXAMPLES: tuple[Message, ...] = tuple(
+    {**message, "content": f"{thought}{message['content']}"}
+    for message, thought in zip(
+        EXAMPLES,
+        (
+            "",
+            "The flour is what they ask about, so I had better look at its shelf before I order.\n",
+            "",
+            "Not a single bag is left on the shelf, and so we need as many crates as we can get.\n",
+            "",
+            "They want to know how much oil there is, which I cannot tell without a look.\n",
+            "",
+            "There is plenty of oil for the whole week, so nothing has to be brought today.\n",
+        ),
+        strict=True,
+    )
+)
+"""The same with a thought before each call, so that most of what a model says is free text."""
+
 
 def train_tasks() -> list[Task]:
     """96 tasks: every item, at each of the three levels it is trained at, in every trained wording."""
@@ -63,12 +83,17 @@ def eval_tasks() -> list[Task]:
 
 def train_tasks_with_examples() -> list[Task]:
     """`train_tasks`, each after `EXAMPLES`."""
-    return [_with_examples(task) for task in train_tasks()]
+    return [_after(EXAMPLES, task) for task in train_tasks()]
 
 
 def eval_tasks_with_examples() -> list[Task]:
     """`eval_tasks`, each after `EXAMPLES`."""
-    return [_with_examples(task) for task in eval_tasks()]
+    return [_after(EXAMPLES, task) for task in eval_tasks()]
+
+
+def train_tasks_with_thoughts() -> list[Task]:
+    """`train_tasks`, each after `THOUGHTFUL_EXAMPLES`."""
+    return [_after(THOUGHTFUL_EXAMPLES, task) for task in train_tasks()]
 
 
 def _held_out(item: str, level: str) -> bool:
@@ -85,5 +110,5 @@ def _task(item: str, level: str, request: str) -> Task:
     return Task(prompt=request.format(item=item, other=other), fields={"item": item, "stock": stock})
 
 
-def _with_examples(task: Task) -> Task:
-    return Task(prompt=[*EXAMPLES, *task.messages], fields=task.fields)
+def _after(examples: Sequence[Message], task: Task) -> Task:
+    return Task(prompt=[*examples, *task.messages], fields=task.fields)

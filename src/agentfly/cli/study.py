@@ -1,0 +1,77 @@
+"""``agentfly bench study``: training runs that differ in one thing, under several seeds, laid beside one another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from agentfly.benchmarks.studies.study import Study
+
+
+def study(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="chain-vs-step, grpo-vs-gigpo or retokenization; or one of your own, as path/file.py:NAME.",
+        ),
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override in all runs.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm, with the seeds 1, 2, …")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one processor thread.")] = 2,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where its files go; studies/STUDY if not given.")
+    ] = None,
+) -> None:
+    """Compare ways of training: make the runs of a study, then its table and its curves.
+
+    Runs that are finished in DIR are not made again, and those that were stopped go on. In DIR are then the runs,
+    curves.svg, table.md and findings.json.
+    """
+    from agentfly import interruption
+    from agentfly.benchmarks.studies.findings import Findings
+    from agentfly.benchmarks.studies.picture import draw, require_matplotlib
+    from agentfly.benchmarks.studies.run_study import run_study
+
+    chosen = _study(name)
+    out = out or Path("studies") / chosen.name
+    require_matplotlib()
+
+    def report(line: str) -> None:
+        typer.echo(line, err=True)
+
+    runs = interruption.run(run_study(chosen, out, seeds=seeds, workers=workers, words=words or (), report=report))
+    findings = Findings.of(chosen, runs)
+    draw(chosen, runs, out / "curves.svg")
+    (out / "table.md").write_text(findings.as_markdown() + "\n", encoding="utf-8")
+    (out / "findings.json").write_text(json.dumps(findings.as_json(), indent=2) + "\n", encoding="utf-8")
+    typer.echo(findings.as_markdown())
+    report(f"{out}: curves.svg, table.md, findings.json, and the runs")
+
+
+def _study(name: str) -> Study:
+    """The study of a name, or the one that a reference names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from agentfly.benchmarks.studies.catalog import STUDIES
+    from agentfly.benchmarks.studies.study import Study
+    from agentfly.cli.references import load_reference
+
+    if ":" not in name:
+        if name not in STUDIES:
+            raise ConfigError(f"There is no study {name!r}. {did_you_mean(name, sorted(STUDIES))}")
+        return STUDIES[name]
+    found = load_reference(name, base=Path.cwd(), field="study")
+    if not isinstance(found, Study):
+        raise ConfigError(f"{name} is a {type(found).__name__}, and not a Study.")
+    return found

@@ -1,0 +1,23 @@
+"""The depot: fetch something from where it is kept and bring it to another room. A task of many steps, for studies.
+
+An errand takes three to six right steps in a small world, whose states are met again and again, by other attempts and
+by the same one. Only the end of an errand is rewarded. `agentfly bench study` compares ways of learning on it.
+"""
+
+from agentfly.tasks.depot.agent import depot_agent, forgetful_depot_agent
+from agentfly.tasks.depot.errands import eval_tasks, train_tasks
+from agentfly.tasks.depot.oracle import oracle
+from agentfly.tasks.depot.reward import depot_reward
+from agentfly.tasks.depot.tools import go, put, take
+
+__all__ = [
+    "depot_agent",
+    "depot_reward",
+    "eval_tasks",
+    "forgetful_depot_agent",
+    "go",
+    "oracle",
+    "put",
+    "take",
+    "train_tasks",
+]

@@ -1,0 +1,145 @@
+"""Re-tokenization: what was sampled as its tokenizer spells it stays; anything else becomes what text is encoded to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError
+from agentfly.images import Image, PlacedImage
+from agentfly.policies.catalog import find_model
+from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.policies.load import load_policy
+from agentfly.rollouts.audit import audit_tokens
+from agentfly.run_directory import RunDirectory
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.retokenization import retokenize, with_own_logprobs
+from agentfly.training.rows import Row, RowTurn
+from agentfly.training.trainer import Trainer
+from agentfly.trajectory import load_trajectories
+
+
+@reward
+def later(context: Context) -> float:
+    """The later attempt is the better one, whatever it says."""
+    return context.attempt / 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer.load(find_model("tiny"))
+
+
+def row_of(*parts: list[int]) -> Row:
+    """A row of parts that are prompt or observation, sampled, prompt or observation, …; each sampled token is sure."""
+    ids = [token for part in parts for token in part]
+    mask = [number % 2 for number, part in enumerate(parts) for _ in part]
+    starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    return Row(
+        ids=ids,
+        loss_mask=mask,
+        logprobs=[-float(place) if sampled else math.nan for place, sampled in enumerate(mask)],
+        versions=[3 if sampled else -1 for sampled in mask],
+        group_id="g",
+        rollout_id="r",
+        reward=1.0,
+        truncated=False,
+        turns=tuple(
+            RowTurn(index=number // 2, start=starts[number], stop=starts[number] + len(part), anchor=f"state {number}")
+            for number, part in enumerate(parts)
+            if number % 2
+        ),
+    )
+
+
+def spelled(tokenizer: HFTokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.hf.encode(text, add_special_tokens=False)
+    return ids
+
+
+def test_rows_that_spell_their_text_as_the_tokenizer_does_stay_as_they_are(tokenizer):
+    row = row_of(
+        spelled(tokenizer, "<|im_start|>user\nHow is the tea?<|im_end|>\n<|im_start|>assistant\n"),
+        spelled(tokenizer, "check it<|im_end|>"),
+        spelled(tokenizer, "\n<|im_start|>tool\nlow<|im_end|>\n<|im_start|>assistant\n"),
+        spelled(tokenizer, "order two<|im_end|>"),
+    )
+    again = retokenize([row], tokenizer.hf)
+    assert (again.changed_rows, again.lost_tokens, again.foreign_tokens) == (0, 0, 0)
+    (same,) = again.rows
+    assert (list(same.ids), list(same.loss_mask)) == (list(row.ids), list(row.loss_mask))
+    assert same.target_logprobs == row.target_logprobs
+    assert same.turns == row.turns
+    assert set(again.metrics.values()) == {0.0}
+
+
+def test_a_word_sampled_in_letters_becomes_the_word_and_has_no_log_prob_of_its_own(tokenizer):
+    opening = spelled(tokenizer, "<|im_start|>assistant\n")
+    letters = [spelled(tokenizer, letter)[0] for letter in "honey"]
+    end = spelled(tokenizer, "<|im_end|>")
+    (word,) = spelled(tokenizer, "honey")
+    row = row_of(opening, [*letters, *end], spelled(tokenizer, "\n"))
+    again = retokenize([row], tokenizer.hf)
+    (changed,) = again.rows
+    assert list(changed.ids) == [*opening, word, *end, *spelled(tokenizer, "\n")]
+    assert list(changed.loss_mask) == [0] * len(opening) + [1, 1] + [0] * len(spelled(tokenizer, "\n"))
+    assert math.isnan(changed.target_logprobs[0])
+    assert changed.target_logprobs[1] == row.target_logprobs[-1]  # the end of the turn is the token it was
+    assert changed.turns == (replace(row.turns[0], stop=len(opening) + 2),)
+    assert (again.changed_rows, again.sampled_tokens, again.lost_tokens, again.foreign_tokens) == (1, 6, 5, 1)
+
+
+def test_a_character_that_merges_with_what_was_rendered_before_it_is_not_trained(tokenizer):
+    fast = tokenizer.hf
+    pair = next(  # a token of two characters whose halves are tokens too
+        token
+        for token in range(len(fast))
+        if len(text := fast.decode([token])) == 2 and text.isalpha() and spelled(tokenizer, text) == [token]
+    )
+    first, second = (spelled(tokenizer, half)[0] for half in fast.decode([pair]))
+    row = row_of([first], [second, *spelled(tokenizer, "<|im_end|>")])
+    (changed,) = retokenize([row], fast).rows
+    assert list(changed.ids) == [pair, *spelled(tokenizer, "<|im_end|>")]
+    assert list(changed.loss_mask) == [0, 1]
+
+
+def test_what_nobody_sampled_gets_the_log_prob_that_the_weights_say(tokenizer):
+    opening = spelled(tokenizer, "<|im_start|>assistant\n")
+    letters = [spelled(tokenizer, letter)[0] for letter in "honey"]
+    changed = retokenize([row_of(opening, [*letters, *spelled(tokenizer, "<|im_end|>")])], tokenizer.hf).rows
+    model = load_policy("tiny", dtype="float32", threads=1, seed=0).model
+    (complete,) = with_own_logprobs(changed, model, 0.7)
+    with torch.no_grad():
+        scores = score_tokens(model, [complete.ids], [complete.targets], temperature=0.7)
+    assert complete.target_logprobs[0] == pytest.approx(float(scores.logprobs[0]))
+    assert complete.target_logprobs[1] == changed[0].target_logprobs[1]
+
+
+async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_what_was_sampled(tmp_path):
+    agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6, temperature=2.0)  # so hot that it seldom spells
+    config = TrainConfig(
+        steps=1, tasks_per_step=2, attempts=4, learning_rate=1e-3, retokenize=True, dtype="float32", threads=1
+    )
+    result = await Trainer(agent, ["Spell apple.", "Spell sun."], later, run_dir=tmp_path, config=config).run()
+    metrics = result.metrics[1]
+    assert 0 < metrics["retokenization/lost_tokens_share"] < 1
+    assert metrics["retokenization/changed_rows_share"] > 0.5
+    assert metrics["mismatch/kl"] > 1e-5  # of the tokens that stayed, behind others that did not
+    audit = audit_tokens(
+        load_trajectories(RunDirectory(tmp_path).trajectories_file(1)), HFTokenizer.load(find_model("tiny"))
+    )
+    assert audit.faults == []
+    assert audit.drifted_tokens > 0
+
+
+def test_images_cannot_be_told_by_text(tokenizer):
+    row = replace(row_of([5, 6], [7]), images=(PlacedImage(Image(b"png"), 0, 1),))
+    with pytest.raises(ConfigError, match="images"):
+        retokenize([row], tokenizer.hf)

@@ -1,0 +1,100 @@
+"""Settings of losses and of rollout correction, on a small random model: each moves what it should."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentfly.training.rows import Row
+from tests.training.small_learning import constant, learn, learner_of, rows_of, small_model, weights
+
+JUDGED = [1.0, -1.0, 0.3, 0.5]
+
+
+def sampled_elsewhere(rows: Sequence[Row], shift: float) -> list[Row]:
+    """The rows, as if a sampler had told log-probs of each token that are lower by ``shift`` in every other row."""
+    return [
+        dataclasses.replace(row, logprobs=[logprob - shift * (number % 2) for logprob in row.logprobs])
+        for number, row in enumerate(rows)
+    ]
+
+
+def moved(rows_shift: float = 0.0, **settings: Any) -> torch.Tensor:
+    """How a step with two updates moves the weights; last the norm of its gradient, which AdamW takes out."""
+    model = small_model()
+    rows = sampled_elsewhere(rows_of(model), rows_shift)
+    start = weights(model)
+    metrics = learn(learner_of(model, updates_per_step=2, **settings), rows, constant(rows, JUDGED))
+    return torch.cat([weights(model) - start, torch.tensor([metrics["policy/grad_norm"]])])
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {},
+    {"loss": "gspo"},
+    {"loss": "cispo"},
+    {"loss": "policy_gradient"},
+    {"clip_dual": 1.01},
+    {"aggregation": "sequence_mean"},
+    {"aggregation": "sequence_token_mean"},
+    {"correction": {}},
+    {"correction": {"mode": "mask", "upper": 1.2}},
+    {"correction": {"level": "sequence"}},
+    {"correction": {"level": "sequence_mean"}},
+    {"kl": {"coefficient": 0.5}},
+    {"kl": {"coefficient": 0.5, "gradient": "k2"}},
+    {"kl": {"coefficient": 0.5, "estimator": "full"}},
+]
+
+
+def test_each_setting_of_the_loss_changes_the_update() -> None:
+    updates: list[torch.Tensor] = []
+    for settings in DIFFERENT:
+        update = moved(0.5, learning_rate=0.02, **settings)
+        same = [DIFFERENT[number] for number, other in enumerate(updates) if torch.allclose(update, other, rtol=1e-4)]
+        assert not same, f"{settings} does what {same} does"
+        updates.append(update)
+
+
+def test_the_longest_row_scales_the_constant_aggregation() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    norms = {}
+    for tokens in (8, 16):
+        learner = learner_of(copy.deepcopy(model), aggregation="constant", aggregation_tokens=tokens)
+        norms[tokens] = learn(learner, rows, constant(rows, JUDGED))["policy/grad_norm"]
+    assert norms[8] == pytest.approx(2 * norms[16], rel=1e-3)
+
+
+def test_under_correction_the_ratio_starts_at_one_whatever_the_sampler_told() -> None:
+    model = small_model()
+    rows = sampled_elsewhere(rows_of(model), 0.5)
+    plain = learn(learner_of(copy.deepcopy(model)), rows, constant(rows, JUDGED))
+    corrected = learn(learner_of(model, correction={"upper": 1.2}), rows, constant(rows, JUDGED))
+    assert plain["policy/ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-4)
+    assert corrected["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert corrected["mismatch/ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-4)
+    assert corrected["mismatch/rollout_is_max"] == pytest.approx(1.2)
+    for name in ("kl", "k3_kl", "ratio_mean", "rollout_ppl", "training_ppl", "chi2_seq"):
+        assert corrected[f"mismatch/{name}"] == pytest.approx(plain[f"mismatch/{name}"], rel=1e-3, abs=1e-5), name
+
+
+def test_rows_that_correction_leaves_out_teach_nothing_and_count_nowhere() -> None:
+    rows = sampled_elsewhere(rows_of(small_model()), 3.0)
+    ends, norms = [], []
+    for kept in ([0, 1, 2, 3], [0, 2]):
+        model, some = small_model(), [rows[index] for index in kept]
+        judged = constant(some, [JUDGED[index] for index in kept])
+        start = weights(model)
+        learner = learner_of(model, correction={"mode": "mask", "upper": 1.5}, aggregation="sequence_token_mean")
+        metrics = learn(learner, some, judged)
+        assert metrics["mismatch/seq_masked_fraction"] == (0.5 if len(kept) == 4 else 0.0)
+        ends.append(weights(model) - start)
+        norms.append(metrics["policy/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert (ends[0] - ends[1]).norm() < 0.01 * ends[1].norm()

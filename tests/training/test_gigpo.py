@@ -132,6 +132,7 @@ def test_similar_states_are_one_where_that_is_asked_for() -> None:
 def test_long_texts_are_compared_as_closely_as_short_ones() -> None:
     long = "the quick brown fox jumps over the lazy dog; " * 20
     assert similar_texts([long, "x" + long, long[::-1], long], 0.95) == [[0, 1, 3], [2]]
+    assert similar_texts([long, long.replace("quick", "swift")], 0.95) == [[0], [1]]
 
 
 def test_a_text_joins_the_first_part_whose_beginning_it_is_similar_to() -> None:

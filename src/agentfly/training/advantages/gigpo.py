@@ -12,7 +12,7 @@ from agentfly.training.advantages.algorithm import Advantages, Evidence, Floats
 from agentfly.training.advantages.anchor_groups import anchor_groups
 from agentfly.training.advantages.attempts import Attempt, attempts_by_group
 from agentfly.training.advantages.outcome import DR_GRPO, GRPO, dr_grpo, grpo
-from agentfly.training.advantages.timeline import turn_indices
+from agentfly.training.advantages.timeline import turn_places
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import Row, RowTurn
 
@@ -96,5 +96,5 @@ def _at_tokens(row: Row, judged: Mapping[tuple[str, str, int], float]) -> Floats
     """The step advantage of its turn at each sampled token of a row."""
     import numpy as np
 
-    turns = turn_indices(row).tolist()
-    return np.array([judged.get((row.group_id, row.rollout_id, turn), 0.0) for turn in turns], dtype=np.float64)
+    of_turns = [judged.get((row.group_id, row.rollout_id, turn.index), 0.0) for turn in row.turns]
+    return np.array(of_turns or [0.0])[turn_places(row)]

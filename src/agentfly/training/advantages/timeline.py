@@ -57,12 +57,16 @@ def turn_indices(row: Row) -> NDArray[np.int64]:
     """For each sampled token of a row, the number of its turn in the trajectory; 0 where the row knows no turns."""
     import numpy as np
 
-    if not row.turns:
-        return np.zeros(len(row.targets), dtype=np.int64)
-    starts = [turn.start for turn in row.turns]
-    places = np.searchsorted(starts, row.targets, side="right") - 1
-    indices: NDArray[np.int64] = np.array([turn.index for turn in row.turns], dtype=np.int64)[places.clip(min=0)]
-    return indices
+    indices = np.array([turn.index for turn in row.turns] or [0], dtype=np.int64)
+    return indices[turn_places(row)]
+
+
+def turn_places(row: Row) -> NDArray[np.intp]:
+    """For each sampled token of a row, the place of its turn in ``row.turns``; 0 where the row knows no turns."""
+    import numpy as np
+
+    starts = np.array([turn.start for turn in row.turns[1:]], dtype=np.int64)
+    return np.searchsorted(starts, row.targets, side="right")
 
 
 def along_time(evidence: Evidence, judge: Callable[[Timeline, Floats], Floats]) -> list[Floats]:

@@ -29,4 +29,5 @@ class AdvantageConfig(Settings):
     anchor_match: Literal["exact", "similar"] = "exact"
     """Whether ``gigpo`` compares turns taken in the same state, or in states that are alike."""
     anchor_similarity: Share = 0.95
-    """Share of two states' text that must agree for them to be alike: the ratio of Python's ``difflib``."""
+    """Share of two states' text that must agree for them to be alike: twice their longest common subsequence of
+    characters over both lengths."""

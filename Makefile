@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 VLLM   := .venv-vllm
+TRL    := .venv-trl
 BIN    := $(VENV)/bin
 ORACLES := $(VENV)/oracles
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -13,7 +14,7 @@ SEED   ?= 1
 # with CUDA: make demo TORCH=torch==2.13.0+cpu
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check format oracles vllm clean
+.PHONY: demo test check format oracles vllm trl clean
 
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
@@ -72,5 +73,14 @@ $(VLLM)/stamp: | $(BIN)/python
 	@$(VLLM)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
+trl: $(TRL)/stamp  ## trl, in an environment of its own, for `agentfly bench training --trl .venv-trl`
+
+$(TRL)/stamp: | $(BIN)/python
+	@echo "Installing trl into $(TRL) (1.5 GB, a minute) ..."
+	@$(PYTHON) -m venv $(TRL)
+	@$(TRL)/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH)
+	@$(TRL)/bin/python -m pip --quiet --disable-pip-version-check install trl==1.16.0 transformers==5.24.0 jmespath
+	@touch $@
+
 clean:  ## remove what was built and installed here
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(TRL) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -56,6 +56,30 @@ def sampling(
     _show(run_sampling_bench(model, vllm_python=vllm), render, as_json)
 
 
+@app.command("training")
+def training(
+    model: Annotated[
+        str, typer.Option(help="The model: a shipped name, a Hugging Face id, or a directory.")
+    ] = "smollm2-135m",
+    trl: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with trl's GRPOTrainer: an interpreter or a virtual environment that has trl.", metavar="DIR"
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Sampled tokens a second of whole training steps, and peak memory, against trl on the same work.
+
+    A step samples 2 prompts 4 times each, 32 tokens, and makes one update. The same in three turns is measured beside.
+    """
+    from agentfly.benchmarks.training.measure import render, run_training_bench
+    from agentfly.benchmarks.training.work import TrainingWork
+
+    _show(run_training_bench(model, TrainingWork(dtype=dtype), trl=trl), render, as_json)
+
+
 @app.command("resources")
 def resources(
     only: Annotated[

@@ -1,0 +1,1 @@
+"""What ``agentfly bench training`` measures."""

@@ -1,0 +1,87 @@
+"""TrainingWork: what both sides of ``agentfly bench training`` train on, and what a side tells of it."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """Training steps of known size: each rolls out all prompts, scores what was sampled, and makes one update.
+
+    Attributes:
+        tasks: number of prompts; every step has all of them.
+        attempts: rollouts of each prompt in a step: the size of a group.
+        words: words of the user's message in a prompt.
+        sampled: tokens of each generation, no fewer and no more.
+        turns: generations of each rollout; every one but the last is answered by a tool.
+        warmup, steps: steps that are not counted, and steps that are.
+        rows_at_once: rows that trl scores and differentiates at a time.
+        dtype: number format of the weights and of what is computed with them.
+        learning_rate: that of AdamW, the same in all steps.
+    """
+
+    tasks: int = 2
+    attempts: int = 4
+    words: int = 96
+    sampled: int = 32
+    turns: int = 1
+    warmup: int = 1
+    steps: int = 3
+    rows_at_once: int = 8
+    dtype: str = "float32"
+    learning_rate: float = 1e-6
+    seed: int = 0
+
+    def prompts(self) -> list[str]:
+        """The users' messages, always the same."""
+        chance = random.Random(self.seed)
+        return [" ".join(chance.choices(_WORDS, k=self.words)) for _ in range(self.tasks)]
+
+    def specification(self, model: str, threads: int) -> dict[str, Any]:
+        """What a side is told: the fields, the prompts, the model's directory and the number of threads; JSON-able."""
+        return {**asdict(self), "prompts": self.prompts(), "model": model, "threads": threads}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side measured, in a process of its own.
+
+    Attributes:
+        step_seconds, step_cpu_seconds: time of each counted step by the clock, and processor time of all its threads.
+        sampled_tokens: sampled tokens that each of these steps trained on.
+        tokens: those and the tokens of their prompts, once for each rollout.
+        peak_mib: the most memory that the process had resident, from its start to its end.
+        versions: what it ran on.
+    """
+
+    step_seconds: list[float]
+    step_cpu_seconds: list[float]
+    sampled_tokens: list[int]
+    tokens: list[int]
+    peak_mib: float
+    versions: dict[str, str]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens a second of whole steps."""
+        return sum(self.sampled_tokens) / sum(self.step_seconds)
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """Sampled tokens for each second of processor time."""
+        return sum(self.sampled_tokens) / sum(self.step_cpu_seconds)
+
+
+def score_of(text: str) -> float:
+    """A reward of a text that is different for nearly all: from 0 to 0.999."""
+    return zlib.crc32(text.encode()) % 1000 / 1000
+
+
+_WORDS = [
+    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "sailors", "count"),
+    *("their", "coins", "and", "rain", "falls", "on", "old", "stone", "roofs", "before", "morning", "comes"),
+]

@@ -1,0 +1,90 @@
+"""The bench of training: what is trained on is exactly what was asked for, and sides that differ are not compared."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agentfly.benchmarks.training.measure import TURNS, compare, render, run_side, run_training_bench
+from agentfly.benchmarks.training.own_side import measure
+from agentfly.benchmarks.training.work import Side, TrainingWork
+from agentfly.cli.bench import app
+from agentfly.errors import AgentFlyError, PrerequisiteError
+from agentfly.policies.catalog import find_model
+
+SMALL = TrainingWork(tasks=2, attempts=2, words=4, sampled=5, warmup=1, steps=2)
+TRL = Path(__file__).parents[2] / ".venv-trl"
+
+
+def _own(work: TrainingWork) -> Side:
+    return measure(work.specification(str(find_model("tiny")), threads=1))
+
+
+def _stand_in(directory: Path, prints: str, code: int = 0) -> Path:
+    """An environment whose Python prints a line, whatever it is to run."""
+    python = directory / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\necho 'no module named trl' >&2\nexit {code}\n")
+    python.chmod(0o755)
+    return directory
+
+
+def test_each_generation_is_exactly_as_long_as_asked_and_each_turn_but_the_last_calls_the_tool():
+    one = _own(SMALL)
+    assert one.sampled_tokens == [2 * 2 * 5] * 2
+    assert all(seconds > 0 for seconds in (*one.step_seconds, *one.step_cpu_seconds))
+    several = _own(replace(SMALL, turns=3, steps=1))
+    assert several.sampled_tokens == [3 * 2 * 2 * 5]
+    assert several.tokens[0] - several.sampled_tokens[0] > one.tokens[0] - one.sampled_tokens[0]  # answers of the tool
+
+
+def test_an_environment_that_is_not_there_is_missed_before_anything_is_measured(tmp_path):
+    with pytest.raises(PrerequisiteError, match="make trl"):
+        run_training_bench("tiny", SMALL, trl=tmp_path)
+    called = CliRunner().invoke(app, ["training", "--model", "tiny", "--trl", str(tmp_path)])
+    assert isinstance(called.exception, PrerequisiteError)
+
+
+def test_what_the_two_sides_measured_is_set_against_each_other():
+    own = Side([2.0, 2.0], [4.0, 4.0], [100, 100], [500, 500], 300.0, {})
+    other = replace(own, step_seconds=[3.0, 5.0], step_cpu_seconds=[6.0, 6.0], peak_mib=600.0)
+    ratios = compare(own, other)
+    assert (ratios["speedup"], ratios["speedup_by_cpu"], ratios["memory"]) == (2.0, 1.5, 0.5)
+    with pytest.raises(AgentFlyError, match="same tokens"):
+        compare(own, replace(other, tokens=[500, 501]))
+
+
+def test_a_side_tells_what_it_measured_in_its_last_line_or_why_it_failed(tmp_path):
+    side = Side([1.0], [1.0], [20], [50], 1.0, {"trl": "stand-in"})
+    told = f"Training …\n{json.dumps(asdict(side))}"
+    assert run_side("trl", [str(_stand_in(tmp_path / "good", told) / "bin" / "python")], {}) == side
+    with pytest.raises(AgentFlyError, match="no module named trl"):
+        run_side("trl", [str(_stand_in(tmp_path / "bad", told, code=1) / "bin" / "python")], {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_bench_gives_plain_numbers_and_a_table_of_them():
+    result = json.loads(json.dumps(run_training_bench("tiny", replace(SMALL, steps=1))))
+    assert result["sides"]["agentfly_turns"]["sampled_tokens"] == [
+        TURNS * result["sides"]["agentfly"]["sampled_tokens"][0]
+    ]
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(result))
+    assert f"{result['sides']['agentfly']['peak_mib']:.0f}" in console.file.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not (TRL / "stamp").is_file(), reason="trl is not here: make trl")
+def test_trl_trains_on_the_same_tokens():
+    result = run_training_bench("tiny", replace(SMALL, steps=1), trl=TRL)
+    assert result["sides"]["trl"]["tokens"] == result["sides"]["agentfly"]["tokens"]
+    assert result["sides"]["trl"]["versions"]["trl"]
+    assert f"{result['speedup']:.2f} times trl's tokens a second" in str(render(result).caption)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from yaml import safe_load_all
 
 from agentfly.errors import ConfigError
 from agentfly.training.config.train_config import TrainConfig
@@ -53,6 +56,16 @@ def test_the_resolved_settings_make_the_same_configuration_again() -> None:
 
 def test_an_algorithm_without_a_baseline_takes_groups_of_one() -> None:
     assert TrainConfig(algorithm="reinforce", attempts=1).attempts == 1
+
+
+def test_the_recipes_of_the_guide_can_be_followed() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "losses.md").read_text(encoding="utf-8")
+    recipes = [
+        one for block in re.findall(r"^```yaml\n(.*?)^```", guide, re.DOTALL | re.M) for one in safe_load_all(block)
+    ]
+    assert len(recipes) >= 5
+    for recipe in recipes:
+        TrainConfig(**recipe["training"])
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.errors import ConfigError
@@ -68,6 +68,7 @@ images = st.lists(st.integers(1, 3), max_size=3).map(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1), min_size=12, max_size=20), images, st.integers(1, 22))
 def test_all_that_is_known_of_a_row_is_cut_at_one_index(mask: list[int], images: list[PlacedImage], limit: int) -> None:
     half = len(mask) // 2

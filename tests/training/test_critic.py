@@ -129,17 +129,18 @@ async def test_ppo_learns_a_trivial_task_and_its_critic_what_to_expect(tmp_path:
 
     config = TrainConfig(
         algorithm="gae",
-        steps=30,
+        steps=15,
         tasks_per_step=4,
         attempts=8,
-        learning_rate=5e-3,
-        mini_batches=2,
-        critic={"learning_rate": 3e-3, "updates_per_step": 2, "warmup_steps": 2},
+        temperature=2.0,  # at 1 the model says nearly the same every time
+        learning_rate=2e-3,
+        critic={"learning_rate": 2e-3, "updates_per_step": 2, "warmup_steps": 2},
     )
     agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6)
     tasks = [f"Say something about {number}." for number in range(10)]
     result = await Trainer(agent, tasks, early_letters, run_dir=tmp_path, config=config).run()
     rewards = [metrics["reward/mean"] for metrics in result.metrics.values()]
-    explained = [metrics["critic/explained_variance"] for metrics in result.metrics.values()]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
-    assert max(explained[3:]) > 0.2
+    first, last = result.metrics[1], result.metrics[15]
+    assert first["critic/value_mean"] < 0.5 * first["critic/return_mean"]
+    assert last["critic/value_mean"] == pytest.approx(last["critic/return_mean"], abs=0.2)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,68 @@ def test_further_updates_of_a_step_see_the_policy_move() -> None:
     assert metrics["mismatch/logprob_diff_max"] < 1e-5
 
 
+def test_each_mini_batch_of_each_epoch_makes_an_update_and_a_small_batch_fewer() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    learner = learner_of(model, mini_batches=2, updates_per_step=3)
+    assert learn(learner, rows, constant(rows, [1, -1, 1, -1]))["policy/updates"] == 6
+    assert learn(learner, rows[:1], constant(rows[:1], [1]))["policy/updates"] == 3
+    assert learner.updates == 9
+
+
+def test_a_mini_batch_is_weighed_by_its_own_size_and_another_step_draws_others() -> None:
+    ends = []
+    for step in (0, 0, 1):
+        model = small_model()
+        rows = rows_of(model)
+        learner = learner_of(model, mini_batches=2)
+        learner.steps = step
+        learn(learner, rows, constant(rows, [1, -1, 1, -1]))
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"adam_betas": (0.5, 0.9)},
+        {"adam_epsilon": 1e-2},
+        {"weight_decay": 1.0},
+        {"max_grad_norm": 1e-9},
+        {"learning_rate": 2e-3},
+        {"schedule": "linear", "steps": 2},
+        {"schedule": "cosine", "steps": 3, "final_learning_rate_share": 0.5},
+        {"warmup_steps": 5},
+        {"mini_batches": 3},
+        {"updates_per_step": 2},
+        {"lora": {"rank": 2}},
+    ],
+)
+def test_each_setting_of_the_optimizer_moves_the_weights_otherwise(changed: dict[str, Any]) -> None:
+    ends = []
+    for settings in ({}, changed):
+        model = small_model()
+        rows = rows_of(model)
+        learner = learner_of(model, **settings)
+        for _ in range(2):
+            learn(learner, rows, constant(rows, [1, -1, 1, -1]))
+        ends.append(weights(model))
+    assert len(ends[0]) != len(ends[1]) or (ends[0] - ends[1]).abs().max() > 1e-6
+
+
+def test_weight_decay_takes_matrices_and_leaves_the_scales_of_norms() -> None:
+    model = small_model()
+    rows = rows_of(model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    # A gradient of next to nothing, so that hardly anything but the decay moves the weights.
+    learner = learner_of(model, weight_decay=1.0, learning_rate=0.1, adam_epsilon=1e6)
+    learn(learner, rows, constant(rows, [1, -1, 1, -1]))
+    for name, weight in model.named_parameters():
+        expected = before[name] * (0.9 if weight.ndim > 1 else 1.0)
+        torch.testing.assert_close(weight.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("values", [None, [0.0] * 4])
 def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(values: list[float] | None) -> None:
     model = small_model()
@@ -85,9 +148,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
     model = small_model()
     rows = rows_of(model)
     before = weights(model)
-    metrics = learn(learner_of(model), rows, constant(rows, [math.inf, 0, 0, 0]))
+    metrics = learn(learner_of(model, mini_batches=4), rows, constant(rows, [math.inf, 0, 0, 0]))
     assert torch.equal(weights(model), before)
-    assert metrics["policy/updates"] == 0
+    assert (metrics["policy/updates"], metrics["policy/updates_skipped"]) == (0, 1)
     assert all(math.isfinite(value) for value in metrics.values())
 
 

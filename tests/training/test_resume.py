@@ -94,6 +94,12 @@ def test_another_model_or_reward_or_other_tasks_are_refused(field: str, value: s
 
 def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:
     require_same_run(place(), place(steps=500, eval_every_steps=2, threads=1, keep_checkpoints=9))
+    require_same_run(place(), place(micro_batch_tokens=64, gradient_checkpointing=True))
+
+
+def test_a_run_whose_learning_rate_falls_with_its_steps_cannot_be_made_longer() -> None:
+    with pytest.raises(ConfigError, match="steps was 100 and is now 200"):
+        require_same_run(place(schedule="cosine"), place(schedule="cosine", steps=200))
 
 
 @pytest.mark.parametrize(

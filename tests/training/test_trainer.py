@@ -162,7 +162,6 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
 
 
 AWAITED = {
-    "critic",
     "dynamic_sampling",
     "early_stop",
     "max_row_tokens",

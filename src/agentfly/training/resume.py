@@ -14,6 +14,7 @@ FREE_TO_CHANGE = frozenset(
     {
         "steps",
         "micro_batch_tokens",
+        "gradient_checkpointing",
         "eval_every_steps",
         "eval_attempts",
         "eval_temperature",
@@ -34,7 +35,9 @@ def require_same_run(saved: Place, now: Place) -> None:
     Raises:
         ConfigError: settings that shape the learning differ; the message names each with both values.
     """
-    kept = [name for name in now.config if name not in FREE_TO_CHANGE]
+    # Where the learning rate falls with the steps that are left, their number shapes the learning too.
+    free = FREE_TO_CHANGE if now.config["schedule"] == "constant" else FREE_TO_CHANGE - {"steps"}
+    kept = [name for name in now.config if name not in free]
     others = [
         *differences({name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}),
         *differences(saved.agent, now.agent, "the agent's"),

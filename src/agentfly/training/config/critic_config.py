@@ -10,14 +10,17 @@ from agentfly.training.config.settings import Settings
 
 
 class CriticConfig(Settings):
-    """The critic: a copy of the model with one output, the value of what comes after each token."""
+    """The critic: a copy of the model with one output, the value of the state in which each token is chosen.
+
+    What it has in common with the policy's optimizer, such as betas, weight decay and ``mini_batches``, is set once.
+    """
 
     GROUP: ClassVar[str] = "critic"
 
     learning_rate: PositiveFloat = 1e-5
-    """Learning rate of its AdamW, per update."""
+    """Learning rate of its AdamW, per update; it has no schedule."""
     updates_per_step: PositiveInt = 1
-    """Number of updates made with each batch."""
+    """Number of times it learns from each batch: epochs."""
     clip_value: PositiveFloat | None = 0.5
     """A value may move so far from what it was before the step, in units of reward; None lets it go."""
     warmup_steps: NonNegativeInt = 0

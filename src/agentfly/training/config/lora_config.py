@@ -10,7 +10,9 @@ from agentfly.training.config.settings import Settings
 
 
 class LoRAConfig(Settings):
-    """Low-rank adapters (peft) that are trained while the model's own weights stay.
+    """Low-rank adapters (peft) that are trained while the model's own weights stay, in the weights' number format.
+
+    A checkpoint holds the adapters alone. Loaded as a model, they are merged into that which training began with.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """

@@ -108,7 +108,8 @@ class TrainConfig(Settings):
     critic: CriticConfig = CriticConfig()
     """The model of values, where the algorithm needs one."""
     gradient_checkpointing: bool = False
-    """Compute activations twice in place of keeping them: less memory, more time, the same numbers."""
+    """Compute activations twice in place of keeping them (activation checkpointing): less memory, more time, the same
+    numbers."""
 
     eval_every_steps: PositiveInt | None = None
     """Held-out tasks are tried after every so many steps, besides before the first and after the last."""

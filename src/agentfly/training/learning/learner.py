@@ -289,7 +289,7 @@ class Learner:
 
     def _teaching(self, step: _Step, part: Sequence[int]) -> dict[int, None]:
         """The rows of a part that have a gradient: all with sampled tokens, where entropy or divergence count."""
-        if self._critic is not None and self.steps < self._config.critic.warmup_steps:
+        if self.steps < self._config.critic.warmup_steps and self._critic is not None:
             return {}
         always = self._config.entropy_coefficient > 0 or self._penalty_in_loss is not None
         counts = (step.tokens.mask if always else (step.tokens.advantages != 0) & step.tokens.mask).tolist()

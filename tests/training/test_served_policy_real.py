@@ -59,7 +59,7 @@ def later(context: af.Context) -> float:
     return context.attempt / 2
 
 
-@pytest.mark.parametrize("settings", [{}], ids=["all weights"])
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapters"])
 async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_were_learned(
     servers: VLLMPolicy, tmp_path: Path, settings: dict[str, object]
 ) -> None:
@@ -86,6 +86,7 @@ async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_we
     with events.subscribed(note):
         result = await trainer.run()
 
+    assert (servers._fleet.weights.adapter is not None) == ("lora" in settings)  # type: ignore[union-attr]
     assert servers.in_use  # it was given in use, and is given back so
     assert [event.version for event in handed] == [first, first + 1, first + 2, first + 3]
     assert max(event.distance for event in handed) < 0.002

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agentfly.events import EventStream, WeightsHandedOver
 from agentfly.images import PlacedImage
-from agentfly.policies.embedded.adapters import merged_weights
+from agentfly.policies.embedded.adapters import has_adapters, merged_weights
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
@@ -21,6 +21,8 @@ from agentfly.policies.vllm.reference import model_reference
 
 class ServedPolicy:
     """Samples from servers, whose weights follow those of a model in this process.
+
+    Adapters are handed over as they are to servers that were started with room for them, and merged to others.
 
     The servers go on sampling while the model learns. When `exclusive` is left and the weights have changed, and before
     the first update too, they are handed to the servers and proved to have arrived; what is sampled from then on has
@@ -117,8 +119,10 @@ class ServedPolicy:
         self._due = (self.version if self._due is None else self._due) + 1 if version is None else version
 
     async def _hand_over(self, version: int) -> None:
-        made = await self._servers.update_weights(
-            merged_weights(self._model), reference=model_reference(self._model), version=version
-        )
+        model, reference = self._model, model_reference(self._model)
+        if has_adapters(model) and self._servers.takes_adapters:
+            made = await self._servers.update_adapter(model.save_pretrained, reference=reference, version=version)
+        else:
+            made = await self._servers.update_weights(merged_weights(model), reference=reference, version=version)
         self._due = None
         self._events.emit(WeightsHandedOver(version=version, distance=made.distance, paused_s=made.paused_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Source = Path | str | Iterable[tuple[str, "torch.Tensor"]]
 """Weights: a directory with safetensors files, or names and tensors as in a transformers state dict."""
+
+AdapterSource = Path | str | Callable[[Path], object]
+"""A LoRA adapter: a directory of peft's files, or a function that saves them into the directory it is given."""
 
 _CONFIGURATIONS = ("config.json", "generation_config.json")
 
@@ -50,21 +53,33 @@ class Exchange:
         require_packages("Writing weights for servers", "torch", "huggingface_hub", "safetensors")
         from huggingface_hub import save_torch_state_dict
 
-        if self._home is None:
-            self._home = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=self._parent))
-        path = self._home / str(next(self._numbers))
-        path.mkdir()
+        path = self._new()
         for name in _CONFIGURATIONS:
             if (self._model / name).is_file():
                 shutil.copy(self._model / name, path)
         save_torch_state_dict({name: tensor.detach() for name, tensor in source}, path)
         return path
 
-    def keep_only(self, path: Path | None) -> None:
-        """Remove what was written here, but for one directory."""
+    def put_adapter(self, source: AdapterSource) -> Path:
+        """The directory of an adapter, written if it is not in one.
+
+        Raises:
+            ConfigError: the directory holds none.
+        """
+        if isinstance(source, str | Path):
+            path = Path(source).expanduser().resolve()
+        else:
+            path = self._new()
+            source(path)
+        if not (path / "adapter_config.json").is_file():
+            raise ConfigError(f"{path} holds no LoRA adapter: it has no adapter_config.json. Save one with peft.")
+        return path
+
+    def keep_only(self, *paths: Path | None) -> None:
+        """Remove what was written here, but for some directories."""
         if self._home is not None:
             for old in self._home.iterdir():
-                if old != path:
+                if old not in paths:
                     shutil.rmtree(old)
 
     def close(self) -> None:
@@ -73,14 +88,9 @@ class Exchange:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
 
-
-def adapter_directory(directory: Path | str) -> Path:
-    """The directory of a LoRA adapter, checked.
-
-    Raises:
-        ConfigError: it holds none.
-    """
-    path = Path(directory).expanduser().resolve()
-    if not (path / "adapter_config.json").is_file():
-        raise ConfigError(f"{path} holds no LoRA adapter: it has no adapter_config.json. Save one with peft.")
-    return path
+    def _new(self) -> Path:
+        if self._home is None:
+            self._home = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=self._parent))
+        path = self._home / str(next(self._numbers))
+        path.mkdir()
+        return path

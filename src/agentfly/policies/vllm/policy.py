@@ -26,7 +26,7 @@ from agentfly.images import PlacedImage
 from agentfly.policies.catalog import find_model
 from agentfly.policies.extras import require_packages
 from agentfly.policies.policy import Generation, SamplingParams
-from agentfly.policies.vllm.exchange import Exchange, Source, adapter_directory
+from agentfly.policies.vllm.exchange import AdapterSource, Exchange, Source
 from agentfly.policies.vllm.fleet import ADAPTER, Fleet, Weights, WeightUpdate
 from agentfly.policies.vllm.members import LeasedMember, Member, RemoteMember
 from agentfly.policies.vllm.proof import LOW_PRECISION, PROBE, PROBE_TOKENS, TOLERANCES, Proof
@@ -160,6 +160,11 @@ class VLLMPolicy:
         return self._tokenizer.vision is not None
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether the servers are started with room for adapters. Of servers that are there already it is not known."""
+        return self._spec is not None and self._spec.adapters > 0
+
+    @property
     def loads(self) -> dict[str, int]:
         """How many rollouts each server has."""
         return self._require_entered().routes.loads
@@ -254,18 +259,19 @@ class VLLMPolicy:
         return await self._update(fleet, weights, reference, version)
 
     async def update_adapter(
-        self, directory: str | Path, *, reference: Reference | None = None, version: int | None = None
+        self, source: AdapterSource, *, reference: Reference | None = None, version: int | None = None
     ) -> WeightUpdate:
         """Have all servers sample with a LoRA adapter from now on, in the place of the one before, and prove it.
 
         Args:
-            directory: the adapter as peft saves it. It must stay until the next update.
+            source: the directory of an adapter, as peft saves it, which must stay until the next update; or a function
+                that saves one into the directory it is given.
             reference, version: as of `update_weights`; without a reference peft is needed.
 
         Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
         """
         fleet = self._require_entered()
-        path = adapter_directory(directory)
+        path = await on_own_thread(self._exchange.put_adapter, source)
         return await self._update(fleet, replace(fleet.weights, adapter=path), reference, version)
 
     async def _update(
@@ -275,7 +281,7 @@ class VLLMPolicy:
         reference = reference or directory_reference(self._model, weights.directory, weights.adapter)
         made = await fleet.update(weights, reference)
         self._version = made.version
-        await on_own_thread(self._exchange.keep_only, weights.directory)
+        await on_own_thread(self._exchange.keep_only, weights.directory, weights.adapter)
         return made
 
     # --- parts --------------------------------------------------------------------------------------------------------

@@ -383,6 +383,22 @@ async def test_an_adapter_is_sampled_from_and_proved(tmp_path: Path) -> None:
             await policy.update_adapter(save_adapter(tmp_path / "3", 0.75), reference=bias_reference(3.0))
 
 
+async def test_an_adapter_can_be_saved_for_the_servers_and_goes_with_the_weights_it_was_for(tmp_path: Path) -> None:
+    written: list[Path] = []
+
+    def save(directory: Path) -> None:
+        written.append(directory)
+        save_adapter(directory, 0.25)
+
+    async with served(StandInVLLM()) as policy:
+        await policy.update_adapter(save, reference=bias_reference(1.25))
+        await policy.update_adapter(save, reference=bias_reference(1.25))
+        assert [path.exists() for path in written] == [False, True], "the one that is served stays"
+        await policy.update_weights(save_bias(tmp_path, 3.0), reference=bias_reference(3.0))
+        assert (await policy.generate([1], PLAIN, rollout_id="r")).logprobs == (-3.0,) * 4
+    assert not written[-1].exists()
+
+
 # --- settings ------------------------------------------------------------------------------------------------------
 
 

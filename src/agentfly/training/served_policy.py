@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel
 
 from agentfly.events import EventStream, WeightsHandedOver
 from agentfly.images import PlacedImage
-from agentfly.policies.embedded.adapters import has_adapters, merged_weights
+from agentfly.policies.embedded.adapters import has_adapters, merged_weights, write_adapters
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
 from agentfly.policies.vllm.reference import model_reference
+from agentfly.training.learning.adapters import adapters_disabled
 
 
 class ServedPolicy:
@@ -38,6 +40,7 @@ class ServedPolicy:
         self._model = model
         self._servers = servers
         self._events = events or EventStream()
+        self._has_base = False
         self._lock = asyncio.Lock()
         self._due: int | None = servers.version  # also before the first update: it proves that both have one model
 
@@ -121,8 +124,19 @@ class ServedPolicy:
     async def _hand_over(self, version: int) -> None:
         model, reference = self._model, model_reference(self._model)
         if has_adapters(model) and self._servers.takes_adapters:
-            made = await self._servers.update_adapter(model.save_pretrained, reference=reference, version=version)
+            await self._give_base()
+            made = await self._servers.update_adapter(
+                partial(write_adapters, model), reference=reference, version=version
+            )
         else:
             made = await self._servers.update_weights(merged_weights(model), reference=reference, version=version)
         self._due = None
         self._events.emit(WeightsHandedOver(version=version, distance=made.distance, paused_s=made.paused_s))
+
+    async def _give_base(self) -> None:
+        """Have servers that got other weights before, from another run, serve what the adapters are put on."""
+        if not self._has_base and self._servers.version > 0:
+            with adapters_disabled(self._model):
+                reference = model_reference(self._model)
+                await self._servers.update_weights(merged_weights(self._model), reference=reference)
+        self._has_base = True

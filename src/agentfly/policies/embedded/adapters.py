@@ -63,11 +63,15 @@ def merge_adapters(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 def save_adapters(model: PreTrainedModel, path: Path) -> None:
     """Write a model's adapters into a directory: its configuration, and peft's files in a folder beside it."""
+    model.config.save_pretrained(path)
+    write_adapters(model, path / ADAPTER_FOLDER)
+
+
+def write_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model's adapters as peft does, for whatever loads adapters of peft."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    model.config.save_pretrained(path)
-    folder = path / ADAPTER_FOLDER
     configs: Any = model.peft_config
     configs["default"].save_pretrained(folder)
     weights = {f"{_PREFIX}{name}": weight.contiguous() for name, weight in get_peft_model_state_dict(model).items()}
@@ -99,7 +103,10 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by the names they have without adapters, with what these add; one changed layer is made at a time."""
+    """The weights by the names they have without adapters, with what these add unless they are disabled.
+
+    One changed layer is made at a time.
+    """
     if not has_adapters(model):
         yield from model.state_dict().items()
         return
@@ -108,7 +115,8 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
         owner, _, rest = name.partition(".base_layer.")
         if rest:
             layer: Any = modules[owner]
-            added = layer.get_delta_weight(layer.active_adapters[0]).to(weight.dtype) if rest == "weight" else 0
+            adds = rest == "weight" and not layer.disable_adapters
+            added = layer.get_delta_weight(layer.active_adapters[0]).to(weight.dtype) if adds else 0
             yield f"{owner}.{rest}", weight + added
         elif ".lora_" not in name:
             yield name, weight

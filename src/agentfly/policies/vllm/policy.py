@@ -237,7 +237,7 @@ class VLLMPolicy:
     async def update_weights(
         self, source: Source, *, reference: Reference | None = None, version: int | None = None
     ) -> WeightUpdate:
-        """Have all servers serve other weights of the same model, and prove that they do.
+        """Have all servers serve other weights of the same model, and prove that they do. An adapter goes with the old.
 
         Args:
             source: a directory with safetensors files, or an iterator over names and tensors. A directory must stay
@@ -255,7 +255,7 @@ class VLLMPolicy:
         """
         fleet = self._require_entered()
         directory = await on_own_thread(self._exchange.put, source)
-        weights = replace(fleet.weights, directory=directory)
+        weights = replace(fleet.weights, directory=directory, adapter=None)
         return await self._update(fleet, weights, reference, version)
 
     async def update_adapter(

@@ -157,6 +157,11 @@ class RunDirectory:
         """The directory that ``tensorboard --logdir`` reads."""
         return self.path / "tensorboard"
 
+    @property
+    def trackers_file(self) -> Path:
+        """Under which ids trackers know the run."""
+        return self.path / "trackers.json"
+
     def metrics(self, kind: Kind = "train") -> list[MetricsRow]:
         """The metrics of every step, in the order of the steps.
 

@@ -24,6 +24,8 @@ FREE_TO_CHANGE = frozenset(
         "max_concurrent_rollouts",
         "max_failure_share",
         "threads",
+        "trackers",
+        "project",
     }
 )
 """Settings that may differ when a run is resumed: they do not change what is learned from a batch."""

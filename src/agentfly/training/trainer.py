@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ from agentfly.training.resume import forget_after, require_same_run
 from agentfly.training.retokenization import retokenized
 from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
 from agentfly.training.task_order import TaskOrder
+from agentfly.training.trackers import TRACKERS
+from agentfly.training.trackers.tracking import tracked
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.trained_policy import trained_policy
 from agentfly.training.worker_thread import in_thread
@@ -140,6 +142,7 @@ class Trainer:
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
         self._temperature = _training_temperature(agent, self._config)
         _require_score(agent, self._reward)
+        self._trackers = {name: TRACKERS[name]() for name in self._config.trackers}
         if not resume:
             self._run.require_unused()
 
@@ -157,6 +160,7 @@ class Trainer:
             policy = await self._policy(owned)
             learner, place = await self._start(policy)
             runner = await owned.enter_async_context(self._runner(policy))
+            await owned.enter_async_context(self._tracked())
             events.emit(TrainingStarted(run_dir=str(self._run.path), steps=config.steps, start_step=place.step))
             metrics: dict[int, dict[str, float]] = {}
             evaluations: dict[int, dict[str, float]] = {}
@@ -213,6 +217,10 @@ class Trainer:
         load_weights(model, latest)
         learner.load_state(read_learner(latest))
         return learner, replace(saved, config=place.config)
+
+    def _tracked(self) -> AbstractAsyncContextManager[None]:
+        about = {"model": str(self._agent.model), "reward": self._reward.name, **self._config.model_dump(mode="json")}
+        return tracked(self._trackers, self._run, self._events, project=self._config.project, config=about)
 
     def _runner(self, policy: Policy) -> Runner:
         return Runner(

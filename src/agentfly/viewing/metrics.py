@@ -1,4 +1,4 @@
-"""Writers that keep a run's metrics and events: JSON lines and TensorBoard. They are subscribers of events."""
+"""Writers that keep a run's metrics and events as JSON lines. They are subscribers of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
 from agentfly.run_directory import Kind, RunDirectory, append_json_line, end_last_line
@@ -24,13 +24,11 @@ def recorded(run: RunDirectory, events: EventStream) -> Iterator[None]:
 
     Whoever emits an event waits for no file, except for the one line of metrics of a step: a checkpoint that is saved
     after a step must never survive without them. Nothing is lost however the block ends; a process that is killed
-    outright (SIGKILL, a power cut) loses the events since the last finished step or evaluation, and a chart's last
-    point.
+    outright (SIGKILL, a power cut) loses the events since the last finished step or evaluation.
     """
     run.ensure()
     with ExitStack() as stack:
-        writers: list[Subscriber] = [stack.enter_context(EventWriter(run)), stack.enter_context(TensorBoardWriter(run))]
-        queued = stack.enter_context(QueuedEvents(writers))
+        queued = stack.enter_context(QueuedEvents([stack.enter_context(EventWriter(run))]))
         for subscriber in (MetricsWriter(run), queued):
             stack.enter_context(events.subscribed(subscriber))
         yield
@@ -104,43 +102,6 @@ class EventWriter:
         self._file.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
         if isinstance(event, (StepFinished, EvaluationFinished)):
             self._file.flush()
-
-
-class TensorBoardWriter:
-    """Writes the metrics of each step and evaluation for TensorBoard; says so once where that is not installed.
-
-    TensorBoard groups its charts by the part of a name before the slash, so each name is kept under ``train/`` or
-    ``eval/``.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._path = run.tensorboard
-        self._writer: Any = None
-
-    def __enter__(self) -> Self:
-        try:
-            from tensorboard.summary import Writer
-        except ImportError:
-            logger.warning(
-                "TensorBoard is not installed, so this run has no charts for it; the metrics are in metrics.jsonl "
-                "all the same. To have them: pip install tensorboard."
-            )
-        else:
-            self._writer = Writer(str(self._path))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def __call__(self, event: Event) -> None:
-        if self._writer is None or not isinstance(event, (StepFinished, EvaluationFinished)):
-            return
-        for name, value in _finite(event.metrics).items():
-            self._writer.add_scalar(f"{_kind(event)}/{name}", value, step=event.step, wall_time=event.time)
-        self._writer.flush()
 
 
 def _kind(event: StepFinished | EvaluationFinished) -> Kind:

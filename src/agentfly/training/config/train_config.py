@@ -17,6 +17,7 @@ from agentfly.training.config.lora_config import LoRAConfig
 from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
 from agentfly.training.config.settings import Settings
 from agentfly.training.losses import LOSSES
+from agentfly.training.trackers import TRACKERS
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -126,6 +127,12 @@ class TrainConfig(Settings):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints kept; older ones are removed."""
 
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """What keeps the metrics besides ``metrics.jsonl``: names in `agentfly.training.trackers.TRACKERS`, such as
+    ``tensorboard``, ``wandb``, ``mlflow`` and ``trackio``."""
+    project: str = "agentfly"
+    """What the trackers are told that the run is one of: a project, in MLflow an experiment."""
+
     seed: NonNegativeInt = 0
     """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
     max_concurrent_rollouts: PositiveInt = 256
@@ -153,6 +160,8 @@ class TrainConfig(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         algorithm = ALGORITHMS[self.algorithm]
+        for tracker in self.trackers:
+            TRACKERS[tracker]  # raises for one that is unknown
         LOSSES[self.loss]
         if self.attempts < algorithm.min_attempts:
             raise ConfigError(

@@ -1,0 +1,142 @@
+"""Tracking: a run's metrics on their way to its trackers, where no tracker can stop or slow the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from agentfly.errors import say
+from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
+from agentfly.run_directory import RunDirectory
+from agentfly.training.trackers.tracker import TrackedRun, Tracker
+from agentfly.training.worker_thread import in_thread
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0
+"""Seconds that a run waits at its end for all trackers to take what is left."""
+
+
+@asynccontextmanager
+async def tracked(
+    trackers: Mapping[str, Tracker], run: RunDirectory, events: EventStream, *, project: str, config: Mapping[str, Any]
+) -> AsyncIterator[None]:
+    """Tell trackers the metrics of each step and evaluation while the block runs.
+
+    Args:
+        trackers: by their names.
+        run: the run's directory. It keeps under which ids the trackers know the run, so that a resumed one goes on
+            in the same runs of theirs.
+        events: where the metrics come from.
+        project: what the run is one of.
+        config: the run's settings, and what it trains.
+    """
+    ids = _Ids(run)
+    deliveries = []
+    for name, tracker in trackers.items():
+        directory = run.tensorboard if name == "tensorboard" else run.path / name
+        told = TrackedRun(project, run.path.resolve().name, directory, config, ids.of(name))
+        deliveries.append(Delivery(name, tracker, told, ids))
+    try:
+        with ExitStack() as stack:
+            for delivery in deliveries:
+                stack.enter_context(events.subscribed(delivery))
+            yield
+    finally:
+        for delivery in deliveries:
+            delivery.end()
+        deadline = time.monotonic() + PATIENCE_S
+        for delivery in deliveries:
+            await in_thread(partial(delivery.wait, deadline))
+
+
+class Delivery:
+    """Brings the metrics to one tracker, from a thread of its own. Who emits an event waits for nothing."""
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, ids: _Ids) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._run = run
+        self._ids = ids
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._failed = False
+        self._thread = threading.Thread(target=self._deliver, name=f"agentfly-tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, (StepFinished, EvaluationFinished)):
+            kind = "train" if isinstance(event, StepFinished) else "eval"
+            metrics = {f"{kind}/{name}": float(v) for name, v in event.metrics.items() if math.isfinite(v)}
+            self._queue.put((event.step, metrics))
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._queue.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the tracker has taken everything, to a time of the monotonic clock at most."""
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            logger.warning(
+                "The tracker %s has not taken the last metrics within %g s, and is not waited for any longer. "
+                "metrics.jsonl has all of them.",
+                self._name,
+                PATIENCE_S,
+            )
+
+    def _deliver(self) -> None:
+        try:
+            self._ids.keep(self._name, self._tracker.start(self._run))
+        except Exception as error:
+            self._report("could not begin, and is told nothing", error)
+            return
+        while (told := self._queue.get()) is not None:
+            try:
+                self._tracker.log(*told)
+            except Exception as error:
+                self._report("has missed metrics", error)
+        try:
+            self._tracker.finish()
+        except Exception as error:
+            self._report("has not ended in good order", error)
+
+    def _report(self, what: str, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            logger.warning(
+                "The tracker %s %s: %s. The run goes on, and metrics.jsonl has all of its metrics. What fails in this "
+                "tracker from now on is not told.",
+                self._name,
+                what,
+                say(error),
+            )
+
+
+class _Ids:
+    """Under which ids the trackers know a run, kept in its directory."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.trackers_file
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def of(self, tracker: str) -> str:
+        return self._ids.get(tracker, "")
+
+    def keep(self, tracker: str, known_as: str) -> None:
+        with self._lock:
+            if self._ids.get(tracker) == known_as:
+                return
+            self._ids[tracker] = known_as
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            written = self._path.with_suffix(".new")
+            written.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
+            written.replace(self._path)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import json
 import threading
 
@@ -89,31 +88,3 @@ def test_events_of_a_resumed_run_follow_those_of_the_killed_one(tmp_path):
     emit_a_run(run)
     names = [event["event"] for event in read_json_lines(run.events_file)]
     assert names == ["RolloutStarted", "StepFinished", "RolloutStarted", "StepFinished", "EvaluationFinished"]
-
-
-def test_tensorboard_reads_the_charts(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = RunDirectory(tmp_path / "run")
-    emit_a_run(run)
-    charts = EventAccumulator(str(run.tensorboard))
-    charts.Reload()
-    assert set(charts.Tags()["tensors"]) == {"train/reward/mean", "eval/success/mean"}
-    (point,) = charts.Tensors("train/reward/mean")
-    assert (point.step, point.tensor_proto.float_val[0]) == (1, 0.5)
-
-
-def test_a_run_without_tensorboard_says_so_once_and_keeps_its_metrics(tmp_path, monkeypatch, caplog):
-    original = builtins.__import__
-
-    def without_tensorboard(name, *arguments, **keywords):
-        if name.startswith("tensorboard"):
-            raise ImportError(name)
-        return original(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
-    run = RunDirectory(tmp_path / "run")
-    emit_a_run(run)
-    assert [record.message for record in caplog.records if "pip install tensorboard" in record.message]
-    assert len(caplog.records) == 1
-    assert [row.step for row in run.metrics()] == [1]

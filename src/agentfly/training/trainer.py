@@ -27,6 +27,7 @@ from agentfly.events import (
 )
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.audit import drift_metrics
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
@@ -278,6 +279,7 @@ class Trainer:
         if self._config.retokenize:
             batch, told = await retokenized(batch, policy, self._temperature)
         metrics = batch_metrics(trajectories, batch, policy.version)
+        metrics |= await in_thread(partial(drift_metrics, trajectories, policy.tokenizer))
         stop = threading.Event()
         async with policy.exclusive():
             updates = learner.updates

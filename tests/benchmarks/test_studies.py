@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +20,8 @@ from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
 from agentfly.errors import ConfigError
 from agentfly.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
 
 SUCCESS = Figure("success", figures.last("success/mean", "eval"), ".0%")
 STEPS_TO = Figure("steps to 50%", figures.steps_to("success/mean", 0.5), ".0f")
@@ -141,6 +145,50 @@ def test_the_same_runs_give_the_same_picture_with_every_curve_and_arm(tmp_path):
     assert all(text in picture for text in ("the one", "the other", "reward", "held-out success", "training step"))
 
 
+# --- the pages of results ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The script that fills the pages, with pages of its own."""
+    spec = importlib.util.spec_from_file_location("study_results", ROOT / "scripts/study_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def test_a_study_is_put_in_the_place_that_its_page_has_for_it_again_and_again(script, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- study: small -->\n<!-- end -->\n\nAfter.\n", encoding="utf-8")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "study.json").write_text('{"study": "small"}', encoding="utf-8")
+    (out / "curves.svg").write_text("<svg/>", encoding="utf-8")
+    for table in ("| old |", "| new |"):
+        (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
+        assert script.put(out) == page
+    told = page.read_text(encoding="utf-8")
+    assert told == (
+        "Before.\n\n<!-- study: small -->\n\n| new |\n\n![the curves of small](small.svg)\n\n<!-- end -->\n\nAfter.\n"
+    )
+    assert (tmp_path / "small.svg").read_text(encoding="utf-8") == "<svg/>"
+
+
+def test_a_study_without_a_place_is_refused(script, tmp_path):
+    (tmp_path / "study.json").write_text('{"study": "small"}', encoding="utf-8")
+    (tmp_path / "table.md").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="'small'"):
+        script.put(tmp_path)
+
+
+def test_every_shipped_study_has_one_place_in_the_results():
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/results").glob("*.md"))
+    assert [pages.count(f"<!-- study: {name} -->") for name in STUDIES] == [1] * len(STUDIES)
+
+
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 TINIEST = ["training.steps=1", "training.tasks_per_step=1", "training.attempts=2", "training.eval_attempts=1"]
@@ -153,6 +201,8 @@ async def test_a_directory_that_holds_another_study_is_refused(tmp_path):
         await run_study(study(), tmp_path, report=lambda line: None)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_a_run_that_fails_is_told_with_what_it_said(tmp_path):
     (tmp_path / "broken.yaml").write_text("agent: nowhere:agent\ntasks: nowhere:tasks\n", encoding="utf-8")
     broken = study(config=str(tmp_path / "broken.yaml"))
@@ -161,6 +211,7 @@ async def test_a_run_that_fails_is_told_with_what_it_said(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_a_study_makes_the_runs_that_are_missing_and_no_others(tmp_path):
     told: list[str] = []
     runs = await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=told.append)

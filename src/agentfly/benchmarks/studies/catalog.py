@@ -61,13 +61,13 @@ RETOKENIZATION = Study(
         Arm("retokenized", "re-tokenized text", ("training.retokenize=true",)),
     ),
     curves=(
-        Curve("KL of the sampler from the trainer, nats a token", "mismatch/kl", log=True),
+        Curve("KL of the sampler from the trainer, nats a token", "mismatch/k3_kl", log=True),
         Curve("gradient norm before clipping", "policy/grad_norm"),
         Curve("mean reward in training", "reward/mean"),
     ),
     figures=(
-        Figure("KL, mean of steps", figures.mean("mismatch/kl"), ".1e"),
-        Figure("KL, largest step", figures.largest("mismatch/kl"), ".1e"),
+        Figure("KL, mean of steps", figures.mean("mismatch/k3_kl"), ".1e"),
+        Figure("KL, largest step", figures.largest("mismatch/k3_kl"), ".1e"),
         Figure("largest log-prob difference", figures.largest("mismatch/logprob_diff_max"), ".1e"),
         Figure("gradient norm, mean", figures.mean("policy/grad_norm")),
         Figure("gradient norm, largest", figures.largest("policy/grad_norm")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from agentfly.benchmarks.studies import figures
 from agentfly.benchmarks.studies.study import Arm, Curve, Figure, Study
 
-SOLVED = 0.8
-"""The share of held-out errands that an agent must run well to have learned to run them."""
+HALF = 0.5
+"""A share of held-out errands done, until which steps are counted."""
 
 LEARNING_CURVES = (
     Curve("held-out errands done", "success/mean", "eval"),
@@ -17,7 +17,7 @@ LEARNING_FIGURES = (
     Figure("held-out success before", figures.first("success/mean", "eval"), ".0%"),
     Figure("after", figures.last("success/mean", "eval"), ".0%"),
     Figure("mean of all evaluations", figures.mean("success/mean", "eval"), ".0%"),
-    Figure(f"steps to {SOLVED:.0%}", figures.steps_to("success/mean", SOLVED), ".0f"),
+    Figure(f"steps to {HALF:.0%}", figures.steps_to("success/mean", HALF), ".0f"),
     Figure("turns at the end", figures.last("turns/mean", "eval"), ".1f"),
     Figure("minutes", figures.total("time/step_s", 60), ".1f"),
     Figure("sampled tokens, thousands", figures.total("rows/sampled_tokens", 1000), ".0f"),

@@ -68,6 +68,9 @@ def training(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Both sides compute activations twice, to save memory.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Sampled tokens a second of whole training steps, and peak memory, against trl on the same work.
@@ -77,7 +80,8 @@ def training(
     from agentfly.benchmarks.training.measure import render, run_training_bench
     from agentfly.benchmarks.training.work import TrainingWork
 
-    _show(run_training_bench(model, TrainingWork(dtype=dtype), trl=trl), render, as_json)
+    work = TrainingWork(dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    _show(run_training_bench(model, work, trl=trl), render, as_json)
 
 
 @app.command("resources")

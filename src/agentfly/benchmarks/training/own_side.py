@@ -30,6 +30,9 @@ from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer
 
+_ALL_AT_ONCE = 2**30
+"""So many tokens may be scored at a time, as trl does with a device's batch."""
+
 
 class FixedLengthPolicy(EmbeddedPolicy):
     """A policy whose generations are all as long as they may be, and none the less whole turns."""
@@ -110,7 +113,8 @@ async def _train(work: dict[str, Any], scratch: Path, events: EventStream) -> No
         tasks_per_step=work["tasks"],
         attempts=work["attempts"],
         learning_rate=work["learning_rate"],
-        micro_batch_tokens=work["rows_at_once"] * 4096,
+        micro_batch_tokens=_ALL_AT_ONCE,
+        gradient_checkpointing=work["gradient_checkpointing"],
     )
     async with policy:
         run = Trainer(

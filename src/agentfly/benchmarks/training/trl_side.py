@@ -38,15 +38,13 @@ def main() -> None:
         sampled.append(sum(map(len, completion_ids)))
         return [zlib.crc32(said[-1]["content"].encode()) % 1000 / 1000 for said in completions]
 
-    batch = len(work["prompts"]) * work["attempts"]
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,
             model_init_kwargs={"dtype": work["dtype"]},
             bf16=work["dtype"] == "bfloat16",
             use_cpu=True,
-            per_device_train_batch_size=work["rows_at_once"],
-            gradient_accumulation_steps=batch // work["rows_at_once"],
+            per_device_train_batch_size=len(work["prompts"]) * work["attempts"],
             num_generations=work["attempts"],
             max_completion_length=work["sampled"],
             generation_kwargs={"min_new_tokens": work["sampled"]},
@@ -56,7 +54,7 @@ def main() -> None:
             weight_decay=0.0,
             max_grad_norm=1.0,
             beta=0.0,
-            gradient_checkpointing=False,
+            gradient_checkpointing=work["gradient_checkpointing"],
             logging_steps=1,
             report_to=[],
             save_strategy="no",

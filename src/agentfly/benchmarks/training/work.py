@@ -19,8 +19,8 @@ class TrainingWork:
         sampled: tokens of each generation, no fewer and no more.
         turns: generations of each rollout; every one but the last is answered by a tool.
         warmup, steps: steps that are not counted, and steps that are.
-        rows_at_once: rows that trl scores and differentiates at a time.
         dtype: number format of the weights and of what is computed with them.
+        gradient_checkpointing: whether activations are computed twice in place of being kept.
         learning_rate: that of AdamW, the same in all steps.
     """
 
@@ -30,9 +30,9 @@ class TrainingWork:
     sampled: int = 32
     turns: int = 1
     warmup: int = 1
-    steps: int = 3
-    rows_at_once: int = 8
+    steps: int = 2
     dtype: str = "float32"
+    gradient_checkpointing: bool = False
     learning_rate: float = 1e-6
     seed: int = 0
 

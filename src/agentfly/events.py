@@ -248,10 +248,11 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
-    """One training step: rollouts, update and their metrics by name."""
+    """One training step: rollouts, update and their metrics by name; ``histograms`` are all values of some of them."""
 
     step: int
     metrics: dict[str, float]
+    histograms: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,8 +284,11 @@ class WeightsHandedOver(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFinished(Event):
+    """A run has ended; ``reason`` says why before its last step, and is empty where it was the last."""
+
     step: int
     seconds: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from agentfly.errors import ConfigError, PrerequisiteError
 
-Kind = Literal["train", "eval", "rollout"]
+Kind = Literal["train", "eval", "rollout", "greedy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,11 @@ class RunDirectory:
         """All saved files of trajectories as they came of the run, in the order of kinds and steps."""
         kinds: tuple[Kind, ...] = get_args(Kind)
         return [path for kind in kinds for _, path in self.trajectory_files(kind)]
+
+    @property
+    def journal(self) -> Path:
+        """The directory of the rollouts that have ended and are in no step's file yet."""
+        return self.path / "journal"
 
     @property
     def checkpoints(self) -> Path:

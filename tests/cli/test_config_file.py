@@ -131,3 +131,25 @@ def test_a_missing_file_is_told(tmp_path):
 
 def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
+
+
+OWN = """
+from agentfly.training.advantages import ALGORITHMS, Algorithm
+from agentfly.training.losses import LOSSES
+
+MINE = Algorithm(ALGORITHMS["reinforce"].estimate)
+my_loss = LOSSES["ppo_clip"]
+number = 3
+"""
+
+
+def test_algorithms_and_losses_of_ones_own_are_named_by_reference(tmp_path):
+    (tmp_path / "own_ones.py").write_text(OWN)
+    path = written(tmp_path, MINIMAL + "training:\n  algorithm: own_ones.py:MINE\n  loss: own_ones.py:my_loss\n")
+    for _ in range(2):
+        config = load_config(path)
+        assert (config.training.algorithm, config.training.loss) == ("own_ones.py:MINE", "own_ones.py:my_loss")
+    with pytest.raises(ConfigError, match=r"own_ones\.py:number is a int, and has to be an Algorithm"):
+        load_config(path, ["training.algorithm=own_ones.py:number"])
+    with pytest.raises(ConfigError, match="Did you mean 'MINE'"):
+        load_config(path, ["training.algorithm=own_ones.py:MIEN"])

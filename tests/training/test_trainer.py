@@ -162,10 +162,7 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
 
 
 AWAITED = {
-    "dynamic_sampling",
-    "early_stop",
     "max_row_tokens",
-    "max_staleness",
     "overlong",
 }
 """Settings that are laid down and not read yet."""

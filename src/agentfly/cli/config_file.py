@@ -8,11 +8,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, Tag, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
+from agentfly.training.advantages import ALGORITHMS, Algorithm
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.losses import LOSSES
+from agentfly.training.registry import Registry
 
 
 class PolicyConfig(BaseModel):
@@ -107,6 +121,9 @@ class RunConfig(BaseModel):
     reward: str | None = None
     """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, 0 where they gave
     none."""
+    curriculum: str | None = None
+    """Reference of a `Curriculum`, or of what makes one, such as ``agentfly.training.curriculum:BySuccessRate``: it
+    chooses and orders the tasks of each epoch of a training. All of them, in an order of chance, if not given."""
     oracle: str | None = None
     """Reference of what an agent without fault says, which ``agentfly check`` plays: a script, or what makes one."""
     run_dir: str | None = None
@@ -116,6 +133,17 @@ class RunConfig(BaseModel):
     training: TrainConfig = Field(default_factory=TrainConfig)
     """How to train; evaluations and rollouts read their share of it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_own_algorithms(cls, values: Any) -> Any:
+        """Make known what the training names by reference, under that name."""
+        training = values.get("training") if isinstance(values, dict) else None
+        if isinstance(training, dict):
+            base = Path(str(values.get("directory", "."))).resolve()
+            _register_named(ALGORITHMS, training.get("algorithm"), base, "algorithm")
+            _register_named(LOSSES, training.get("loss"), base, "loss")
+        return values
+
     @field_validator("policy", mode="before")
     @classmethod
     def _by_its_word(cls, value: Any) -> Any:
@@ -124,6 +152,15 @@ class RunConfig(BaseModel):
                 "policy", "{cure}", {"cure": "there is no such policy. Write 'vllm', or policy.base_url=http://…/v1"}
             )
         return {"kind": value} if value == "vllm" else value
+
+
+def _register_named(registry: Registry[Any], name: Any, base: Path, field: str) -> None:
+    if isinstance(name, str) and ":" in name and name not in registry:
+        thing = load_reference(name, base=base, field=field)
+        if not (isinstance(thing, Algorithm) if field == "algorithm" else callable(thing)):
+            wanted = "an Algorithm" if field == "algorithm" else "a function of a TokenBatch and a ClipRange"
+            raise ConfigError(f"{field}: {name} is a {type(thing).__name__}, and has to be {wanted}.")
+        registry.register(name, thing)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

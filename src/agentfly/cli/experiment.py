@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentfly.events import EventStream
     from agentfly.policies.policy import ChatPolicy, Policy
     from agentfly.policies.scripted import Script
+    from agentfly.training.curriculum import Curriculum
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Experiment:
         eval_tasks: the held-out tasks; None if none are named.
         reward: the reward; `tool_rewards` where none is named.
         oracle: what an agent without fault says, as of `ScriptedPolicy`; None where none is named.
+        curriculum: chooses the tasks of a training; None where none is named.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class Experiment:
     eval_tasks: list[Task] | None
     reward: AnyReward
     oracle: Script | Sequence[str] | None
+    curriculum: Curriculum | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> Experiment:
@@ -61,6 +64,7 @@ class Experiment:
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base),
             oracle=_oracle(config.oracle, base, agent) if config.oracle else None,
+            curriculum=_curriculum(config.curriculum, base) if config.curriculum else None,
         )
 
     def require_definitions(self, tasks: Sequence[Task]) -> None:
@@ -209,6 +213,19 @@ def named_reward(named: object, reference: str) -> AnyReward:
     if not isinstance(named, AnyReward):
         raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")
     return named
+
+
+def _curriculum(reference: str, base: Path) -> Curriculum:
+    from agentfly.training.curriculum import Curriculum
+
+    named = load_reference(reference, base=base, field="curriculum")
+    made = _called(named, "curriculum", reference) if callable(named) else named
+    if not isinstance(made, Curriculum):
+        raise ConfigError(
+            f"curriculum: {reference} is a {type(made).__name__}. It must be a Curriculum, such as BySuccessRate(), or "
+            "what makes one when it is called without arguments."
+        )
+    return made
 
 
 def _oracle(reference: str, base: Path, agent: Agent) -> Script | Sequence[str]:

@@ -96,6 +96,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
                 experiment.tasks,
                 experiment.reward,
                 eval_tasks=experiment.eval_tasks,
+                curriculum=experiment.curriculum,
                 run_dir=config.run_dir if resumed is None else resumed.path,
                 resume=resumed is not None,
                 progress=True,

@@ -17,16 +17,17 @@ class Backlog:
     """Groups in the order in which they were added, read from where they come from only as far as needed.
 
     Args:
-        label: begins the ids of the groups; their numbers, from 0, follow.
+        label: begins the ids of the groups; their numbers follow.
         expect: told of each task some tasks before its turn comes.
+        first: number of the first group.
     """
 
-    def __init__(self, label: str, expect: Callable[[Task], None]) -> None:
+    def __init__(self, label: str, expect: Callable[[Task], None], first: int = 0) -> None:
         self._label = label
         self._expect = expect
         self._sources: deque[tuple[Iterator[Task], int]] = deque()
         self._read: deque[Group] = deque()
-        self._numbers = 0
+        self._numbers = first
         self._unwanted: set[int] = set()
         self._occurrences: Counter[str] = Counter()
         self._unread: int | None = 0

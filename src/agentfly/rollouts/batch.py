@@ -16,7 +16,7 @@ from agentfly.rollouts.crew import Crew, Work
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.group_scoring import ScoreGroup
 from agentfly.rollouts.health import Health
-from agentfly.rollouts.record import RolloutRecord
+from agentfly.rollouts.record import Record
 from agentfly.rollouts.rollout import Rollout
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, Trajectory
@@ -76,7 +76,7 @@ class Batch:
         health: Health,
         attempts: int = 1,
         priority: int = 0,
-        record: RolloutRecord | None = None,
+        record: Record | None = None,
         score_group: ScoreGroup | None = None,
     ) -> None:
         self.priority = priority

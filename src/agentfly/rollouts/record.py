@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from agentfly.errors import ConfigError
 from agentfly.rollouts.group import Group
@@ -37,6 +37,24 @@ class Finished:
 
     trajectory: Trajectory
     scored: bool
+
+
+class Record(Protocol):
+    """Where a batch has its rollouts written as they end, and finds those that had ended in an earlier run."""
+
+    def finished(self, group: Group, attempt: int) -> Finished | None:
+        """What came of an attempt that had finished before; None if it is still to be made."""
+        ...
+
+    def append(self, group: Group, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
+        """Have trajectories written; done when the end of this process takes none away.
+
+        Args:
+            group: whose they are.
+            trajectories: what came of the attempts.
+            scored: whether nothing more will happen to them.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +188,7 @@ class RolloutRecord:
         return asyncio.get_running_loop().run_in_executor(self._writer, functools.partial(work, *arguments))
 
     def _open(self, saved: dict[str, Any]) -> None:
-        self._file = _held(self.path)
+        self._file = held(self.path)
         self._read()
         written = self.settings_file.with_suffix(".written")
         written.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -192,7 +210,7 @@ class RolloutRecord:
                         f"The rollouts in {self.path} cannot be gone on with: line {number} is not one of them "
                         f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
                     ) from error
-                if _has_finished(trajectory):
+                if has_finished(trajectory):
                     self._finished[trajectory.task.id, occurrence, trajectory.attempt] = finished
             file.truncate(self._end)
 
@@ -253,7 +271,7 @@ class RolloutRecord:
         )
 
 
-def _held(path: Path) -> BinaryIO:
+def held(path: Path) -> BinaryIO:
     """A file to be added to, made if it is not there, that no other process adds to until it is closed.
 
     Raises:
@@ -271,5 +289,6 @@ def _held(path: Path) -> BinaryIO:
         file.close()  # it was replaced or removed a moment ago
 
 
-def _has_finished(trajectory: Trajectory) -> bool:
+def has_finished(trajectory: Trajectory) -> bool:
+    """Whether an attempt came to an end that counts, and is not to be made again."""
     return trajectory.finish is not FinishReason.CANCELLED and not trajectory.infrastructure_failed

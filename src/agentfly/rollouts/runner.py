@@ -26,7 +26,7 @@ from agentfly.rollouts.batch import Batch
 from agentfly.rollouts.foresight import Foresight
 from agentfly.rollouts.group_scoring import group_scorer
 from agentfly.rollouts.health import Health
-from agentfly.rollouts.record import RolloutRecord
+from agentfly.rollouts.record import Record
 from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import require_strategy
 from agentfly.rollouts.traits import agent_traits
@@ -61,13 +61,15 @@ class BatchSettings(TypedDict, total=False):
             a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
         priority: higher ones begin, get resources and are sampled first. 0 if not given.
         record: where finished rollouts are written, and found again; to be opened before.
+        first_group: number of the first group, which ends its id. 0 if not given.
     """
 
     attempts: int
     sampling: Callable[[SamplingParams], SamplingParams] | None
     label: str | None
     priority: int
-    record: RolloutRecord | None
+    record: Record | None
+    first_group: int
 
 
 class Runner:
@@ -191,7 +193,7 @@ class Runner:
         batch = Batch(
             make,
             admission=self._admission,
-            backlog=Backlog(label, Foresight(around).expect),
+            backlog=Backlog(label, Foresight(around).expect, settings.get("first_group", 0)),
             health=Health(self._max_failure_share, self._max_concurrent),
             attempts=settings.get("attempts", 1),
             priority=priority,

@@ -35,6 +35,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], batch: RowBatch, version: 
         "rows/truncated_share": sum(row.truncated for row in batch.rows) / max(len(batch.rows), 1),
         "anchors/singleton_share": _singleton_share(batch.rows),
         "policy/version": float(version),
+        "policy/staleness_mean": sum(staleness) / max(len(staleness), 1),
         "policy/staleness_max": float(max(staleness, default=0)),
     }
     return metrics | {f"left_out/{cause}": float(number) for cause, number in sorted(batch.left_out.items())}

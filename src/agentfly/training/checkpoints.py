@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.embedded.adapters import has_adapters, load_adapters, save_adapters
 from agentfly.policies.embedded.loading import quiet_transformers
+from agentfly.training.standing import Standing
 
 FORMAT = 3
 """Version of the trainer's files in a checkpoint."""
@@ -34,6 +35,9 @@ class Place:
         agent: what of the agent shapes its rollouts, by name (see `agentfly.training.resume.agent_traits`).
         reward: name of the reward.
         config: the run's settings, with the temperature in force.
+        curriculum: what chooses the tasks, in words; None where nothing does.
+        order: what the order of tasks needs besides the cursor.
+        standing: how the evaluations have gone so far.
     """
 
     step: int
@@ -44,6 +48,9 @@ class Place:
     agent: dict[str, Any]
     reward: str
     config: dict[str, Any]
+    curriculum: str | None = None
+    order: dict[str, Any] = field(default_factory=dict)
+    standing: Standing = field(default_factory=Standing)
 
 
 class Checkpoints:
@@ -75,8 +82,26 @@ class Checkpoints:
         saved = self.saved()
         return saved[-1][1] if saved else None
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def best(self) -> Path | None:
+        """The checkpoint of the best step, which the link ``best`` leads to."""
+        link = self._directory / "best"
+        return link.resolve() if link.is_symlink() and link.exists() else None
+
+    def mark_best(self, step: int) -> None:
+        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on, if there is one."""
+        name = f"step-{step:06d}"
+        if (self._directory / name).is_dir():
+            made = self._directory / ".unfinished-best"
+            made.symlink_to(name)
+            made.replace(self._directory / "best")
+
+    def save(self, step: int, write: Callable[[Path], None], *, best: int = 0) -> Path:
         """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given.
+
+        Args:
+            step: the step.
+            write: writes the files.
+            best: the best step so far, whose checkpoint is kept; 0 if there is none.
 
         Raises:
             PrerequisiteError: the disk is full.
@@ -100,14 +125,21 @@ class Checkpoints:
             ) from error
         unfinished.rename(final)
         _force_to_disk(self._directory, deep=False)
+        if best:
+            self.mark_best(best)
+        kept = self.best()
         for _, old in self.saved()[: -self._keep]:
-            self._remove(old)
+            if kept is None or old.name != kept.name:
+                self._remove(old)
         return final
 
     def remove_unfinished(self) -> None:
         """Remove what a process that was stopped while it saved or removed a checkpoint has left."""
         for path in self._directory.glob(".unfinished-*"):
-            shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
     def _remove(self, path: Path) -> None:
         """Take the name away first, so that a checkpoint that is half removed is not taken for a whole one."""
@@ -142,7 +174,12 @@ def read_place(path: Path) -> Place:
     value = json.loads(file.read_text(encoding="utf-8"))
     if value.pop("format") != FORMAT:
         raise ConfigError(f"{path} was written by another version of AgentFly, and cannot be resumed by this one.")
-    return Place(**value)
+    return place_of(value)
+
+
+def place_of(value: dict[str, Any]) -> Place:
+    """A place from its plain values, as `dataclasses.asdict` gives them."""
+    return Place(**{**value, "standing": Standing(**value["standing"])})
 
 
 def read_learner(path: Path) -> dict[str, Any]:

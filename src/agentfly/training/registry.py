@@ -30,6 +30,9 @@ class Registry(Generic[T]):
             raise ConfigError(f"There is already a {self._kind} named {name!r}; register yours under another name.")
         self._known[name] = thing
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
     def __getitem__(self, name: str) -> T:
         """The thing of that name.
 

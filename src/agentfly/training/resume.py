@@ -7,8 +7,8 @@ from typing import Any
 
 from agentfly.errors import ConfigError
 from agentfly.rollouts.traits import differences
-from agentfly.run_directory import RunDirectory, read_json_lines
-from agentfly.training.checkpoints import Place
+from agentfly.run_directory import Kind, RunDirectory, read_json_lines
+from agentfly.training.checkpoints import Place, place_of
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -18,6 +18,9 @@ FREE_TO_CHANGE = frozenset(
         "eval_every_steps",
         "eval_attempts",
         "eval_temperature",
+        "eval_metric",
+        "early_stop",
+        "keep_best",
         "checkpoint_every_steps",
         "keep_checkpoints",
         "max_concurrent_generations",
@@ -45,6 +48,7 @@ def require_same_run(saved: Place, now: Place) -> None:
         *differences(saved.agent, now.agent, "the agent's"),
         *differences({"the model": saved.model}, {"the model": now.model}),
         *differences({"the reward": saved.reward}, {"the reward": now.reward}),
+        *differences({"the curriculum": saved.curriculum}, {"the curriculum": now.curriculum}),
     ]
     if saved.tasks != now.tasks:
         others.append("the tasks, or their order in the data set, are others")
@@ -55,13 +59,34 @@ def require_same_run(saved: Place, now: Place) -> None:
         )
 
 
+def begun_as(begun: dict[str, Any] | None, now: Place) -> bool:
+    """Whether a run without a checkpoint was begun as one with the settings of ``now``: `Place` as plain values."""
+    if begun is None:
+        return False
+    try:
+        require_same_run(place_of(begun), now)
+    except (ConfigError, KeyError, TypeError):
+        return False
+    return True
+
+
+def steps_on_file(run: RunDirectory, after: int) -> int:
+    """The last step of those that follow ``after`` without a gap and whose rollouts are all on file."""
+    step = after
+    while run.trajectories_file(step + 1).exists():
+        step += 1
+    return step
+
+
 def forget_after(run: RunDirectory, step: int | None) -> None:
-    """Remove metrics and trajectories of the steps after ``step``, which will be done again; None removes all."""
+    """Remove metrics and trajectories of the steps after ``step``; None removes all, the first evaluation's too."""
     last = -1 if step is None else step
-    for kind in ("train", "eval"):
+    kinds: tuple[Kind, ...] = ("train", "eval", "greedy")
+    for kind in kinds:
         for number, path in run.trajectory_files(kind):
             if number > last:
                 path.unlink()
+                path.with_suffix(".settings.json").unlink(missing_ok=True)
     if run.metrics_file.exists():
         _replace_lines(run, [line for line in read_json_lines(run.metrics_file) if line["step"] <= last])
 

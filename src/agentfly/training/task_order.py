@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from agentfly.task import Task
+from agentfly.trajectory import Trajectory
 
 
 class TaskOrder:
@@ -32,10 +34,27 @@ class TaskOrder:
     def take(self, cursor: int, count: int) -> list[Task]:
         """The ``count`` tasks from ``cursor`` on."""
         size = len(self._tasks)
-        epochs = {epoch: self._epoch(epoch) for epoch in range(cursor // size, (cursor + count - 1) // size + 1)}
-        return [epochs[place // size][place % size] for place in range(cursor, cursor + count)]
+        epochs = {epoch: self._shuffled(epoch) for epoch in range(cursor // size, (cursor + count - 1) // size + 1)}
+        return [self._tasks[epochs[place // size][place % size]] for place in range(cursor, cursor + count)]
 
-    def _epoch(self, number: int) -> list[Task]:
-        tasks = list(self._tasks)
-        random.Random(f"{self._seed}/{number}").shuffle(tasks)
-        return tasks
+    def reach(self, until: int) -> None:
+        """Settle the order before this place by what is known now."""
+
+    def note(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take in what came of tasks."""
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """What is needed besides the cursor to go on from there, as plain values."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+
+    def metrics(self, cursor: int) -> dict[str, float]:
+        """The order at that place in numbers."""
+        return {"tasks/epoch": float(cursor // len(self._tasks))}
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        places = list(range(len(self._tasks)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(places)
+        return places

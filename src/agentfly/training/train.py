@@ -18,6 +18,7 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.curriculum import Curriculum
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
 from agentfly.viewing.metrics import recorded
 from agentfly.viewing.progress import ConsoleProgress
@@ -30,6 +31,7 @@ def train(
     *,
     eval_tasks: Tasks | None = None,
     run_dir: Path | str | None = None,
+    curriculum: Curriculum | None = None,
     resume: bool = False,
     progress: bool = True,
     events: EventStream | None = None,
@@ -67,6 +69,7 @@ def train(
             run_dir=run.path,
             eval_tasks=eval_tasks,
             config=config,
+            curriculum=curriculum,
             events=events,
             policy=policy,
             engine=engine,

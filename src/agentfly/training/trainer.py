@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from transformers import PreTrainedModel
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.reward import tool_rewards
-from agentfly.errors import ConfigError, UsageError
 from agentfly.events import (
     CheckpointSaved,
-    EvaluationFinished,
     EventStream,
     StepFinished,
     TrainingFinished,
@@ -27,7 +24,6 @@ from agentfly.events import (
 )
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.audit import drift_metrics
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
@@ -35,8 +31,7 @@ from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.checkpoints import (
     Checkpoints,
     Place,
@@ -47,17 +42,21 @@ from agentfly.training.checkpoints import (
     write_place,
 )
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.curriculum import Curriculum, order_of
+from agentfly.training.durations import DISPATCHED, TRAINED, Overlap, duration_metrics, durations
+from agentfly.training.evaluation import Evaluator
+from agentfly.training.feed import TRAIN
+from agentfly.training.journal import Journal
 from agentfly.training.learning.learner import Learner
-from agentfly.training.resume import forget_after, require_same_run
-from agentfly.training.retokenization import retokenized
-from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
-from agentfly.training.task_order import TaskOrder
+from agentfly.training.requirements import require_evaluations, require_score, training_temperature
+from agentfly.training.resume import begun_as, forget_after, require_same_run, steps_on_file
+from agentfly.training.supply import Supply
 from agentfly.training.trackers import TRACKERS
 from agentfly.training.trackers.tracking import tracked
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.trained_policy import trained_policy
+from agentfly.training.update import Update
 from agentfly.training.worker_thread import in_thread
-from agentfly.trajectory import Trajectory, save_trajectories
 
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
@@ -72,6 +71,8 @@ class TrainResult:
         metrics: metrics of each step that this call made, by step.
         evaluations: metrics of each evaluation that this call made, by the number of finished steps.
         checkpoint: the last checkpoint, a Hugging Face directory.
+        best_checkpoint: that of the best evaluation, with ``keep_best``, unless it came before the first step.
+        stopped_early: why the run ended before its last step, in words; empty if it did not.
     """
 
     run_dir: Path
@@ -79,18 +80,36 @@ class TrainResult:
     metrics: dict[int, dict[str, float]]
     evaluations: dict[int, dict[str, float]]
     checkpoint: Path
+    best_checkpoint: Path | None = None
+    stopped_early: str = ""
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What the steps of a run are made with."""
+
+    policy: TrainablePolicy
+    learner: Learner
+    runner: Runner
+    supply: Supply
+    update: Update
+    evaluator: Evaluator
+    overlap: Overlap
+    told: Mapping[int, dict[str, float]]  # metrics of steps that are made again, as they were told the first time
 
 
 class Trainer:
     """Trains an agent's policy on tasks.
 
     Each step rolls out ``attempts`` rollouts of ``tasks_per_step`` tasks, turns their trajectories into rows and
-    advantages, and updates the weights that the policy samples from. Rollouts and update alternate, so that every
-    token is trained under the weights that sampled it.
+    advantages, and updates the weights that the policy samples from. With ``max_staleness=0`` rollouts and updates
+    take turns, so that every token is trained under the weights that sampled it; else the rollouts of later steps run
+    while a step is trained, ahead of the weights by at most so many versions. Tasks are trained in the order in which
+    their rollouts began, whichever end first, so that slow ones are not starved.
 
     A policy or engine that is given belongs to the caller; one that is not given is made, and released at the end. A
     policy that is not in use yet is entered, and left at the end. A run that is stopped, in whatever way, can be gone
-    on with from its last checkpoint by the same call with ``resume=True``.
+    on with by the same call with ``resume=True``: from its last checkpoint, without running again what had finished.
 
     Args:
         agent: the agent.
@@ -99,6 +118,7 @@ class Trainer:
         run_dir: directory of the run's checkpoints, trajectories and metrics.
         eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
         config: the settings.
+        curriculum: chooses and orders the tasks of each epoch; all of them, in an order of chance, if not given.
         events: where events go.
         policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given. With a
             `VLLMPolicy` the model learns in this process and its servers sample, with its weights.
@@ -108,7 +128,8 @@ class Trainer:
 
     Raises:
         ConfigError: the settings, the agent, the policy and the directory do not go together.
-        UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, or one asks for a field that a task lacks.
+        UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, ``curriculum`` is not a `Curriculum`, or
+            something asks for a field that a task lacks.
     """
 
     def __init__(
@@ -120,6 +141,7 @@ class Trainer:
         run_dir: Path | str,
         eval_tasks: Tasks | None = None,
         config: TrainConfig | None = None,
+        curriculum: Curriculum | None = None,
         events: EventStream | None = None,
         policy: Policy | None = None,
         engine: ResourceEngine | None = None,
@@ -132,7 +154,8 @@ class Trainer:
         require_reward(self._reward)
         self._config = config or TrainConfig()
         rows = as_tasks(tasks)
-        self._order = TaskOrder(rows, self._config.seed)
+        self._order = order_of(rows, self._config.seed, curriculum)
+        self._curriculum = repr(curriculum) if curriculum is not None else None
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
         require_fields(agent, [*rows, *self._eval_tasks], self._reward)
         self._run = RunDirectory(run_dir)
@@ -141,9 +164,13 @@ class Trainer:
         self._engine = engine
         self._subagent_policies = subagent_policies
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
-        self._temperature = _training_temperature(agent, self._config)
-        _require_score(agent, self._reward)
+        self._journal = Journal(self._run.journal)
+        self._temperature = training_temperature(agent, self._config)
+        self._greedy = ALGORITHMS[self._config.algorithm].needs_greedy
+        require_score(agent, self._reward, greedy=self._greedy)
+        require_evaluations(self._config, self._eval_tasks)
         self._trackers = {name: TRACKERS[name]() for name in self._config.trackers}
+        self._resume = resume
         if not resume:
             self._run.require_unused()
 
@@ -158,31 +185,41 @@ class Trainer:
         started = time.perf_counter()
         config, events = self._config, self._events
         async with AsyncExitStack() as owned:
-            policy = await self._policy(owned)
+            policy = await trained_policy(self._given_policy, self._agent.model, config, events, owned)
+            self._run.ensure()
+            await owned.enter_async_context(self._journal.opened())
             learner, place = await self._start(policy)
-            runner = await owned.enter_async_context(self._runner(policy))
+            means = await self._means(policy, learner, place, owned)
             await owned.enter_async_context(self._tracked())
             events.emit(TrainingStarted(run_dir=str(self._run.path), steps=config.steps, start_step=place.step))
             metrics: dict[int, dict[str, float]] = {}
             evaluations: dict[int, dict[str, float]] = {}
-            if place.step == 0 and self._eval_tasks:
-                evaluations[0] = await self._evaluate(runner, 0)
-            while place.step < config.steps:
-                place, step_metrics = await self._step(runner, policy, learner, place)
-                metrics[place.step] = step_metrics
+            if place.step == 0 and place.standing.best is None and self._eval_tasks:
+                place, evaluations[0] = await self._evaluate(means, place)
+                if self._verdict(place):
+                    await self._save(means, place)
+            while place.step < config.steps and not self._verdict(place):
+                place, metrics[place.step] = await self._step(means, place)
                 if self._is_due(place.step, config.eval_every_steps) and self._eval_tasks:
-                    evaluations[place.step] = await self._evaluate(runner, place.step)
-                if self._is_due(place.step, config.checkpoint_every_steps):
-                    await self._save(policy, learner, place)
-            events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started))
+                    place, evaluations[place.step] = await self._evaluate(means, place)
+                if self._is_checkpoint(place):
+                    await self._save(means, place)
+            events.emit(
+                TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=self._verdict(place))
+            )
         checkpoint = self._checkpoints.latest()
         assert checkpoint is not None
-        return TrainResult(self._run.path, place.step, metrics, evaluations, checkpoint)
+        return TrainResult(
+            self._run.path,
+            place.step,
+            metrics,
+            evaluations,
+            checkpoint,
+            self._checkpoints.best(),
+            self._verdict(place) if place.step < config.steps else "",
+        )
 
     # --- before the first step ----------------------------------------------------------------------------------------
-
-    async def _policy(self, owned: AsyncExitStack) -> TrainablePolicy:
-        return await trained_policy(self._given_policy, self._agent.model, self._config, self._events, owned)
 
     async def _start(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
         """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""
@@ -195,6 +232,7 @@ class Trainer:
             agent=agent_traits(self._agent),
             reward=self._reward.name,
             config=self._config.model_dump(mode="json") | {"temperature": self._temperature},
+            curriculum=self._curriculum,
         )
         async with policy.exclusive():
             learner, resumed = await in_thread(partial(self._restored, policy.model, place))
@@ -204,20 +242,51 @@ class Trainer:
 
     def _restored(self, model: PreTrainedModel, place: Place) -> tuple[Learner, Place | None]:
         """The learner, with model and learner as in the last checkpoint, and its place; None if there is none."""
-        self._run.ensure()
         self._checkpoints.remove_unfinished()
         latest = self._checkpoints.latest()
         saved = read_place(latest) if latest else None
         if saved is not None:
             require_same_run(saved, place)
-        forget_after(self._run, saved.step if saved else None)
+        elif not (self._resume and begun_as(self._journal.begun_with(), place)):
+            self._journal.clear()
+            forget_after(self._run, None)
+        forget_after(self._run, steps_on_file(self._run, saved.step if saved else 0))
         needs_critic = ALGORITHMS[self._config.algorithm].needs_critic
         learner = Learner(model, self._config, temperature=self._temperature, needs_critic=needs_critic)
         if latest is None or saved is None:
             return learner, None
         load_weights(model, latest)
         learner.load_state(read_learner(latest))
+        self._order.load_state(saved.order)
+        self._checkpoints.mark_best(saved.standing.best_step)
         return learner, replace(saved, config=place.config)
+
+    async def _means(self, policy: TrainablePolicy, learner: Learner, place: Place, owned: AsyncExitStack) -> _Means:
+        runner = await owned.enter_async_context(self._runner(policy))
+        if self._checkpoints.latest() is None:
+            await in_thread(partial(self._journal.begin, asdict(place)))
+        supply = Supply(
+            self._run,
+            self._order,
+            runner,
+            self._journal,
+            self._config,
+            temperature=self._temperature,
+            greedy=self._greedy,
+            on_file=steps_on_file(self._run, place.step),
+        )
+        overlap = Overlap(TRAIN)
+        owned.enter_context(self._events.subscribed(overlap))
+        return _Means(
+            policy,
+            learner,
+            runner,
+            await owned.enter_async_context(supply),
+            Update(policy, learner, self._config, temperature=self._temperature),
+            Evaluator(self._run, self._eval_tasks, self._config, self._events),
+            overlap,
+            {row.step: row.values for row in self._run.metrics() if row.step > place.step},
+        )
 
     def _tracked(self) -> AbstractAsyncContextManager[None]:
         about = {"model": str(self._agent.model), "reward": self._reward.name, **self._config.model_dump(mode="json")}
@@ -238,138 +307,71 @@ class Trainer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    async def _step(
-        self, runner: Runner, policy: TrainablePolicy, learner: Learner, place: Place
-    ) -> tuple[Place, dict[str, float]]:
+    async def _step(self, means: _Means, place: Place) -> tuple[Place, dict[str, float]]:
         started = time.perf_counter()
-        place = replace(place, step=place.step + 1, cursor=place.cursor + self._config.tasks_per_step)
-        before = runner.occupancy()
-        trajectories = await self._collect(runner, place)
-        resources = occupancy_metrics(before, runner.occupancy())
-        collected = time.perf_counter()
-        learned = await self._update(policy, learner, trajectories)
+        step = place.step + 1
+        before = means.runner.occupancy()
+        gathered = await means.supply.harvest(step, place.cursor)
+        resources = occupancy_metrics(before, means.runner.occupancy())
+        collected, running = time.perf_counter(), means.overlap.seconds
+        batch = means.update.rows(gathered)
+        learned = await means.update.make(gathered, batch)
         ended = time.perf_counter()
+        self._order.note(gathered.trajectories)
+        place = replace(place, step=step, cursor=place.cursor + len(gathered.groups))
+        if step in means.told:
+            return place, means.told[step]
+        trained = {row.rollout_id for row in batch.rows}
         seconds = {
-            "time/rollout_s": collected - started,
-            "time/update_s": ended - collected,
-            "time/step_s": ended - started,
+            DISPATCHED: durations(means.supply.ended()),
+            TRAINED: durations(one for one in gathered.trained if one.rollout_id in trained),
         }
-        metrics = summarize(trajectories) | resources | learned | seconds
-        self._events.emit(StepFinished(step=place.step, metrics=metrics))
+        metrics = (
+            summarize(gathered.trajectories)
+            | resources
+            | (gathered.metrics if self._config.dynamic_sampling else {})
+            | learned
+            | self._order.metrics(place.cursor)
+            | duration_metrics(seconds)
+            | {
+                "time/rollout_s": collected - started,
+                "time/update_s": ended - collected,
+                "time/step_s": ended - started,
+                "time/overlap_share": (means.overlap.seconds - running) / (ended - collected),
+            }
+        )
+        self._events.emit(StepFinished(step=step, metrics=metrics, histograms=seconds))
         return place, metrics
 
-    async def _collect(self, runner: Runner, place: Place) -> list[Trajectory]:
-        """Roll out the tasks that end at the cursor of ``place``."""
-        count = self._config.tasks_per_step
-        trajectories = await runner.collect(
-            self._order.take(place.cursor - count, count),
-            attempts=self._config.attempts,
-            sampling=lambda params: replace(params, temperature=self._temperature),
-            label=f"step-{place.step:06d}",
-        )
-        await in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(place.step)))
-        return trajectories
+    # --- between the steps --------------------------------------------------------------------------------------------
 
-    async def _update(
-        self, policy: TrainablePolicy, learner: Learner, trajectories: list[Trajectory]
-    ) -> dict[str, float]:
-        batch = rows_from_trajectories(trajectories)
-        _require_rows(batch)
-        told: dict[str, float] = {}
-        if self._config.retokenize:
-            batch, told = await retokenized(batch, policy, self._temperature)
-        metrics = batch_metrics(trajectories, batch, policy.version)
-        metrics |= await in_thread(partial(drift_metrics, trajectories, policy.tokenizer))
-        stop = threading.Event()
-        async with policy.exclusive():
-            updates = learner.updates
-            try:
-                learned = await in_thread(partial(self._learn, learner, batch.rows, stop), stop)
-            finally:
-                if learner.updates != updates:  # also when the step was cancelled after the weights had changed
-                    policy.weights_updated()
-        return metrics | learned | told
+    async def _evaluate(self, means: _Means, place: Place) -> tuple[Place, dict[str, float]]:
+        metrics = await means.evaluator.evaluate(means.runner, place.step)
+        if self._config.early_stop is None and not self._config.keep_best:
+            return place, metrics
+        return replace(place, standing=place.standing.after(place.step, metrics, self._config.eval_metric)), metrics
 
-    def _learn(self, learner: Learner, rows: Sequence[Row], stop: threading.Event) -> dict[str, float]:
-        scores = learner.score(rows, stop)
-        evidence = Evidence(rows, values=scores.values, token_rewards=scores.token_rewards)
-        advantages = ALGORITHMS[self._config.algorithm].estimate(evidence, self._config.advantage)
-        return learner.learn(rows, advantages, scores, stop)
+    def _verdict(self, place: Place) -> str:
+        """Why the run is to end before its last step; empty if it is not."""
+        return place.standing.verdict(self._config.early_stop, self._config.eval_metric)
 
-    async def _evaluate(self, runner: Runner, step: int) -> dict[str, float]:
-        started = time.perf_counter()
-        trajectories = await runner.collect(
-            self._eval_tasks,
-            attempts=self._config.eval_attempts,
-            sampling=lambda params: replace(params, temperature=self._config.eval_temperature),
-            label="eval",
-            priority=1,
-        )
-        await in_thread(partial(save_trajectories, trajectories, self._run.trajectories_file(step, "eval")))
-        metrics = summarize(trajectories) | {"time/eval_s": time.perf_counter() - started}
-        self._events.emit(EvaluationFinished(step=step, metrics=metrics))
-        return metrics
+    async def _save(self, means: _Means, place: Place) -> None:
+        policy, learner = means.policy, means.learner
 
-    async def _save(self, policy: TrainablePolicy, learner: Learner, place: Place) -> None:
         def write(path: Path) -> None:
             write_model(path, policy.model, policy.tokenizer.hf)
-            write_place(path, replace(place, version=policy.version), learner.state())
+            here = replace(place, version=policy.version, order=self._order.state(place.cursor))
+            write_place(path, here, learner.state())
 
-        async with policy.exclusive():
-            path = await in_thread(partial(self._checkpoints.save, place.step, write))
+        best = place.standing.best_step if self._config.keep_best else 0
+        path = await in_thread(partial(self._checkpoints.save, place.step, write, best=best))
+        await in_thread(self._journal.rely_on_checkpoint)
         self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
+
+    def _is_checkpoint(self, place: Place) -> bool:
+        """Whether a checkpoint is due: by the settings, because the run ends here, or because this is the best step."""
+        best = self._config.keep_best and place.standing.best_step == place.step
+        return best or bool(self._verdict(place)) or self._is_due(place.step, self._config.checkpoint_every_steps)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self._config.steps or (every is not None and step % every == 0)
-
-
-def _require_rows(batch: RowBatch) -> None:
-    """Raise if there is nothing to train on: going on would look like training and be none.
-
-    Raises:
-        UsageError: no trajectory gave a row; the message has the causes.
-    """
-    if not batch.rows:
-        causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(batch.left_out.items()))
-        raise UsageError(
-            f"No rollout of this step can be trained on: {causes}. A rollout is unscored where it ended before its "
-            "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
-            "log-probs need a policy that returns them."
-        )
-
-
-def _require_score(agent: Agent, reward: AnyReward) -> None:
-    """Raise if every score is sure to be 0.
-
-    Raises:
-        ConfigError: the tools are to score the rollouts, and there are none.
-    """
-    if reward is tool_rewards and not agent.tools:
-        raise ConfigError(
-            "Nothing scores the rollouts: there is no reward, and the agent has no tools that could give one. "
-            "Give reward=..., a function with @reward above it."
-        )
-
-
-def _training_temperature(agent: Agent, config: TrainConfig) -> float:
-    """The temperature of training rollouts and of the update.
-
-    Raises:
-        ConfigError: the agent samples in a way whose log-probs an update cannot reproduce.
-    """
-    trained = [agent, *(one for one in agent.subagents if one.model == agent.model)]
-    cutting = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)
-    if cutting is not None:
-        raise ConfigError(
-            f"{'The agent' if cutting is agent else 'A subagent'} samples with top_p={cutting.top_p} and "
-            f"top_k={cutting.top_k}. Tokens that are sampled from a cut "
-            "distribution have log-probs that differ from the model's own, which would be trained as if the policy "
-            "had changed. Train with top_p=1 and top_k=0; lower the temperature instead."
-        )
-    temperature = agent.temperature if config.temperature is None else config.temperature
-    if temperature <= 0:
-        raise ConfigError(
-            "The agent's temperature is 0, so that all attempts at a task would be the same. "
-            "Set the training setting temperature, for instance to 1."
-        )
-    return temperature

@@ -30,7 +30,8 @@ class TrainConfig(Settings):
     """
 
     algorithm: str = "grpo"
-    """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`."""
+    """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`; in a file also a
+    reference of an `Algorithm`, as ``module:name`` or ``path/file.py:name``."""
     loss: str = "ppo_clip"
     """What is minimised: a name in `agentfly.training.losses.LOSSES`."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_token_mean", "constant"] = "token_mean"
@@ -119,6 +120,8 @@ class TrainConfig(Settings):
     eval_temperature: NonNegativeFloat = 0.0
     """Divides the logits in evaluations; 0 takes the most likely token."""
 
+    eval_metric: str = "reward/mean"
+    """The evaluation's metric by which ``early_stop`` and ``keep_best`` judge; more is better."""
     early_stop: EarlyStopConfig | None = None
     """When evaluations end the run before its last step; None goes on to the end."""
 
@@ -126,6 +129,9 @@ class TrainConfig(Settings):
     """A checkpoint is saved after every so many steps, besides after the last."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints kept; older ones are removed."""
+    keep_best: bool = False
+    """Whether the step whose evaluation was best has a checkpoint, kept besides the others, which the link
+    ``checkpoints/best`` leads to."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
     """What keeps the metrics besides ``metrics.jsonl``: names in `agentfly.training.trackers.TRACKERS`, such as
@@ -180,6 +186,11 @@ class TrainConfig(Settings):
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} is more than steps={self.steps}: the learning rate would never "
                 "reach learning_rate. Lower warmup_steps."
+            )
+        if self.early_stop is not None and self.eval_every_steps is None:
+            raise ConfigError(
+                "early_stop looks at evaluations, and there are none between the first and the last step. Set "
+                "eval_every_steps."
             )
         if self.eval_attempts > 1 and self.eval_temperature == 0.0:
             raise ConfigError(

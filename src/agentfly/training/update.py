@@ -1,0 +1,82 @@
+"""Update: what a step learns from what it has gathered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from agentfly.rollouts.audit import drift_metrics
+from agentfly.training.advantages import ALGORITHMS, Evidence
+from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.harvest import Harvest
+from agentfly.training.learning.learner import Learner
+from agentfly.training.requirements import require_rows
+from agentfly.training.retokenization import retokenized
+from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
+from agentfly.training.trainable_policy import TrainablePolicy
+from agentfly.training.worker_thread import in_thread
+
+
+class Update:
+    """Makes rows of trajectories, judges them, and has the weights learn from that.
+
+    Args:
+        policy: samples from the weights.
+        learner: changes them.
+        config: the run's settings.
+        temperature: divided the logits when the tokens were sampled.
+    """
+
+    def __init__(self, policy: TrainablePolicy, learner: Learner, config: TrainConfig, *, temperature: float) -> None:
+        self._policy = policy
+        self._learner = learner
+        self._config = config
+        self._temperature = temperature
+        self._algorithm = ALGORITHMS[config.algorithm]
+
+    def rows(self, gathered: Harvest) -> RowBatch:
+        """What is learned from: the rows of the groups that are kept; where greedy rollouts are baselines, of those
+        whose greedy rollout is sound.
+
+        Raises:
+            UsageError: nothing that was gathered could be trained on.
+        """
+        batch = rows_from_trajectories(gathered.trained)
+        if not batch.rows:
+            require_rows(rows_from_trajectories(gathered.trajectories))
+        if not self._algorithm.needs_greedy:
+            return batch
+        rows = tuple(row for row in batch.rows if row.group_id in gathered.baselines)
+        lost = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
+        return RowBatch(rows, {**batch.left_out, "no_baseline": len(lost)} if lost else batch.left_out)
+
+    async def make(self, gathered: Harvest, batch: RowBatch) -> dict[str, float]:
+        """Learn from the rows of what was gathered; returns the metrics of that."""
+        policy, learner = self._policy, self._learner
+        told: dict[str, float] = {}
+        if self._config.retokenize:
+            batch, told = await retokenized(batch, policy, self._temperature)
+        metrics = batch_metrics(gathered.trained, batch, policy.version)
+        metrics |= await in_thread(partial(drift_metrics, gathered.trained, policy.tokenizer))
+        stop = threading.Event()
+        async with policy.exclusive():
+            updates = learner.updates
+            try:
+                learned = await in_thread(partial(self._learn, batch.rows, gathered.baselines, stop), stop)
+            finally:
+                if learner.updates != updates:  # also when the step was cancelled after the weights had changed
+                    policy.weights_updated()
+        return metrics | learned | told
+
+    def _learn(self, rows: Sequence[Row], baselines: Mapping[str, float], stop: threading.Event) -> dict[str, float]:
+        scores = self._learner.score(rows, stop)
+        evidence = Evidence(
+            rows,
+            values=scores.values,
+            token_rewards=scores.token_rewards,
+            baselines=baselines if self._algorithm.needs_greedy else None,
+        )
+        advantages = self._algorithm.estimate(evidence, self._config.advantage)
+        return self._learner.learn(rows, advantages, scores, stop)

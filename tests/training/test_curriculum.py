@@ -1,0 +1,138 @@
+"""A curriculum draws each epoch by what came of the tasks before, and draws it again after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.reward import reward
+from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError, UsageError
+from agentfly.run_directory import RunDirectory
+from agentfly.task import Task
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.curriculum import REMEMBERED, BySuccessRate, Curriculum, GuidedOrder, TaskRecord, order_of
+from agentfly.training.task_order import TaskOrder
+from agentfly.training.trainer import Trainer
+from agentfly.trajectory import Trajectory, load_trajectories
+
+TASKS = [Task(str(number), id=str(number)) for number in range(6)]
+
+
+def outcomes(task: str, solved: Iterable[float | None]) -> list[Trajectory]:
+    return [
+        Trajectory(f"x-0.{attempt}", "x-0", Task(task, id=task), attempt, reward=value)
+        for attempt, value in enumerate(solved)
+    ]
+
+
+def ids(tasks: Iterable[Task]) -> list[str]:
+    return [task.id for task in tasks]
+
+
+def test_a_record_counts_all_tries_and_remembers_the_latest() -> None:
+    record = TaskRecord().after([True]).after([False] * REMEMBERED)
+    assert record.tries == REMEMBERED + 1
+    assert record.success_rate() == 0.0
+    assert TaskRecord((1), (True,)).after([False, False, False]).success_rate(2) == 0.0
+    assert TaskRecord().success_rate() is None
+
+
+def test_without_opinions_a_curriculum_changes_nothing() -> None:
+    assert order_of(TASKS, 3, Curriculum()).take(0, 20) == TaskOrder(TASKS, 3).take(0, 20)
+
+
+def test_easier_tasks_come_first_and_untried_ones_in_between() -> None:
+    order = GuidedOrder(TASKS[:3], 0, BySuccessRate(tries=4))
+    order.take(0, 3)
+    order.note(outcomes("0", [0, 0, 0, 1]))
+    order.note(outcomes("1", [1, 1, 1, 0]))
+    assert ids(order.take(3, 3)) == ["1", "2", "0"]
+
+
+def test_tasks_that_are_always_or_never_solved_are_left_out_once_they_were_tried_enough() -> None:
+    order = GuidedOrder(TASKS, 0, BySuccessRate(tries=2, skip_unsolved=True))
+    order.take(0, 6)
+    order.note(outcomes("0", [1, 1]) + outcomes("1", [0, 0]) + outcomes("2", [1]) + outcomes("3", [0, 1]))
+    order.note(outcomes("4", [0, None, None]))  # what is unscored is no try
+    assert sorted(ids(order.take(6, 4))) == ["2", "3", "4", "5"]
+    assert order.metrics(10) == {"tasks/epoch": 1.0, "tasks/left_out": 2.0}
+
+
+def test_an_epoch_that_would_be_empty_has_all_tasks() -> None:
+    class Nothing(Curriculum):
+        """Keeps nothing."""
+
+        def keeps(self, task: Task, record: TaskRecord) -> bool:
+            return False
+
+    assert sorted(ids(order_of(TASKS, 0, Nothing()).take(0, 6))) == ids(TASKS)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 7), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=8)), max_size=9
+    ),
+    st.data(),
+)
+def test_an_order_that_is_saved_anywhere_and_loaded_goes_on_as_if_nothing_had_been(
+    history: list[tuple[int, list[tuple[int, bool]]]], data: st.DataObject
+) -> None:
+    saved_at = data.draw(st.integers(0, len(history)))
+    orders = [GuidedOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True))]
+    cursor = 0
+    for place, (count, came) in enumerate(history):
+        if place == saved_at:
+            state = json.loads(json.dumps(orders[0].state(cursor)))
+            orders.append(GuidedOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True)))
+            orders[1].load_state(state)
+        for order in orders:
+            order.reach(cursor + count + 3)  # what is begun ahead is settled
+        assert len({tuple(ids(order.take(cursor, count))) for order in orders}) == 1
+        cursor += count
+        for order in orders:
+            order.note([one for task, solved in came for one in outcomes(str(task), [float(solved)])])
+
+
+def test_what_is_no_curriculum_is_refused() -> None:
+    with pytest.raises(UsageError, match="Derive a class from it"):
+        order_of(TASKS, 0, BySuccessRate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tries=0"):
+        BySuccessRate(tries=0)
+
+
+@reward
+async def even_ones(context: Context, prompt: str) -> float:
+    """Tasks with an even number are solved."""
+    return float(int(prompt[-2]) % 2 == 0)
+
+
+async def test_a_run_leaves_out_what_is_solved_and_a_resume_needs_the_same_curriculum(tmp_path: Path) -> None:
+    async def trained(steps: int, curriculum: Curriculum | None) -> None:
+        await Trainer(
+            Agent(model="tiny", max_turns=1, max_tokens_per_turn=4),
+            [f"Say something about {number}." for number in range(4)],
+            even_ones,
+            run_dir=tmp_path,
+            config=TrainConfig(steps=steps, tasks_per_step=2, attempts=2, checkpoint_every_steps=1, threads=1),
+            curriculum=curriculum,
+            resume=True,
+        ).run()
+
+    await trained(3, BySuccessRate(tries=2))
+    await trained(4, BySuccessRate(tries=2))
+    run = RunDirectory(tmp_path)
+    tried = [
+        [one.task.prompt[-2] for one in load_trajectories(path) if one.attempt == 0]
+        for _, path in run.trajectory_files()
+    ]
+    assert sorted(tried[0] + tried[1]) == ["0", "1", "2", "3"]
+    assert set(tried[2]) == set(tried[3]) == {"1", "3"}
+    with pytest.raises(ConfigError, match=r"curriculum was 'BySuccessRate\(tries=2"):
+        await trained(5, None)

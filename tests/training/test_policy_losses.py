@@ -126,7 +126,7 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient(loss: PolicyLoss) -> N
     logprobs = torch.tensor([-0.5, -math.inf, math.nan, -0.7], requires_grad=True)
     batch = TokenBatch(
         logprobs=logprobs,
-        old=torch.tensor([-0.5, math.nan, -1.0, -math.inf]),
+        old=torch.tensor([-0.5 - math.log(1.25), math.nan, -1.0, -math.inf]),
         advantages=torch.tensor([2.0, math.nan, math.inf, 1.0]),
         mask=torch.tensor([True, False, False, False]),
         row=torch.tensor([0, 0, 0, 1]),
@@ -134,8 +134,8 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient(loss: PolicyLoss) -> N
     )
     result = loss(batch, CLIP)
     assert result.loss[1:].tolist() == [0.0, 0.0, 0.0]
-    assert result.ratio.tolist() == [1.0, 1.0, 1.0, 1.0]
-    assert gradient(result.loss, logprobs) == [-2.0, 0.0, 0.0, 0.0]
+    assert result.ratio.tolist() == pytest.approx([1.25, 1.0, 1.0, 1.0])
+    assert gradient(result.loss, logprobs) == pytest.approx([-2.5, 0.0, 0.0, 0.0])
 
 
 @ALL

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -179,6 +180,16 @@ class RunDirectory:
                 row = MetricsRow(kind, int(line["step"]), float(line["time"]), dict(line["metrics"]))
                 rows[row.step] = row
         return [rows[step] for step in sorted(rows)]
+
+
+@contextlib.contextmanager
+def new_run() -> Iterator[RunDirectory]:
+    """A new run's directory, which goes again if the run is refused before it has written anything."""
+    run = RunDirectory.create()
+    try:
+        yield run
+    finally:
+        run.remove_if_empty()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

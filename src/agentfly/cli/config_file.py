@@ -27,6 +27,7 @@ from agentfly.training.advantages import ALGORITHMS, Algorithm
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES
 from agentfly.training.registry import Registry
+from agentfly.training.sft.config import SFTConfig
 
 
 class PolicyConfig(BaseModel):
@@ -88,9 +89,18 @@ class VLLMConfig(BaseModel):
     """Whether log-probs at temperature 1 are told also where tokens are sampled otherwise."""
 
 
+class OracleConfig(BaseModel):
+    """The oracle in place of a model: its rollouts prove a task, and a model can be warm-started on them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: Literal["oracle"] = "oracle"
+    """``oracle``; ``policy: oracle`` is the same."""
+
+
 def _kind_of(policy: Any) -> str:
     kind = policy.get("kind") if isinstance(policy, dict) else getattr(policy, "kind", None)
-    return "(vllm)" if kind == "vllm" else "(endpoint)"
+    return f"({kind})" if kind in ("vllm", "oracle") else "(endpoint)"
 
 
 class RunConfig(BaseModel):
@@ -107,7 +117,10 @@ class RunConfig(BaseModel):
     """Name, Hugging Face id or directory of the model; the agent's own if not given."""
     policy: (
         Annotated[
-            Annotated[PolicyConfig, Tag("(endpoint)")] | Annotated[VLLMConfig, Tag("(vllm)")], Discriminator(_kind_of)
+            Annotated[PolicyConfig, Tag("(endpoint)")]
+            | Annotated[VLLMConfig, Tag("(vllm)")]
+            | Annotated[OracleConfig, Tag("(oracle)")],
+            Discriminator(_kind_of),
         ]
         | None
     ) = None
@@ -132,6 +145,8 @@ class RunConfig(BaseModel):
     """Where modules are looked for first, and what paths are relative to: the configuration file's own directory."""
     training: TrainConfig = Field(default_factory=TrainConfig)
     """How to train; evaluations and rollouts read their share of it."""
+    sft: SFTConfig = Field(default_factory=SFTConfig)
+    """How ``agentfly sft`` warm-starts the model on trajectories that won."""
 
     @model_validator(mode="before")
     @classmethod
@@ -147,11 +162,10 @@ class RunConfig(BaseModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _by_its_word(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "vllm":
-            raise PydanticCustomError(
-                "policy", "{cure}", {"cure": "there is no such policy. Write 'vllm', or policy.base_url=http://…/v1"}
-            )
-        return {"kind": value} if value == "vllm" else value
+        if isinstance(value, str) and value not in ("vllm", "oracle"):
+            cure = "there is no such policy. Write 'vllm', 'oracle', or policy.base_url=http://…/v1"
+            raise PydanticCustomError("policy", "{cure}", {"cure": cure})
+        return {"kind": value} if isinstance(value, str) else value
 
 
 def _register_named(registry: Registry[Any], name: Any, base: Path, field: str) -> None:
@@ -191,8 +205,9 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join([f"{source} cannot be followed:", *_complaints(error)])) from None
-    except ConfigError as error:  # of the training settings, which explain themselves
-        complaints = [f"  training: {complaint}" for complaint in str(error).splitlines()]
+    except ConfigError as error:  # of the settings of training or sft, which explain themselves
+        named = [(complaint, "" if "sft." in complaint else "training: ") for complaint in str(error).splitlines()]
+        complaints = [f"  {group}{complaint}" for complaint, group in named]
         raise ConfigError("\n".join([f"{source} cannot be followed:", *complaints])) from None
 
 

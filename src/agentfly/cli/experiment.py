@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from agentfly.cli.config_file import PolicyConfig, RunConfig, VLLMConfig
+from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, VLLMConfig
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
 from agentfly.task import Task, as_tasks
@@ -82,13 +82,13 @@ class Experiment:
     def fetch_model(self) -> None:
         """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
 
-        Where an endpoint is asked, there is nothing to fetch.
+        Where an endpoint or the oracle is asked, there is nothing to fetch.
 
         Raises:
             ConfigError: there is no such model.
             PrerequisiteError: the model cannot be had.
         """
-        if isinstance(self.config.policy, PolicyConfig):
+        if isinstance(self.config.policy, (PolicyConfig, OracleConfig)):
             return
         from agentfly.policies.catalog import find_model
 
@@ -111,6 +111,8 @@ class Experiment:
     def model_name(self) -> str:
         """What is shown as the model."""
         asked = self.config.policy
+        if isinstance(asked, OracleConfig):
+            return "the oracle"
         if not isinstance(asked, PolicyConfig):
             return str(self.agent.model)
         return asked.model or f"the model at {asked.base_url}"
@@ -122,6 +124,8 @@ class Experiment:
 
             return load_policy(self.agent.model, **self.config.training.policy_settings)
         settings = self.config.policy.model_dump()
+        if isinstance(self.config.policy, OracleConfig):
+            return self._oracle_policy()
         if isinstance(self.config.policy, VLLMConfig):
             return self._vllm_policy(settings)
         from agentfly.policies.openai import OpenAIPolicy
@@ -140,6 +144,13 @@ class Experiment:
         if lora is not None:
             settings["server"] = {"adapters": 1, "adapter_rank": lora.rank, **settings["server"]}
         return self._vllm_policy(settings)
+
+    def _oracle_policy(self) -> Policy:
+        from agentfly.policies.scripted import ScriptedPolicy
+
+        if self.oracle is None:
+            raise ConfigError("policy: oracle needs an oracle, and none is named. Set oracle=my_task.py:oracle.")
+        return ScriptedPolicy(self.oracle)
 
     def _vllm_policy(self, settings: dict[str, Any]) -> Policy:
         from agentfly.policies.vllm.policy import VLLMPolicy

@@ -76,15 +76,15 @@ def field_called(name: str) -> str | None:
 
 def nearest_field(name: str) -> str | None:
     """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
-    called = field_called(name) or field_called(name.rpartition(".")[2])
-    if called is not None:
-        return called
-    keys = [field.key for group in field_groups() for field in group.fields]
+    group, _, last = name.rpartition(".")
+    keys = [field.key for each in field_groups() for field in each.fields]
+    beside = [key for key in keys if key.rpartition(".")[0] == group]
+    for among, cutoff in ((beside, 0.75), (keys, 0.6)):
+        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in among], n=1, cutoff=cutoff)
+        if near:
+            return next(key for key in among if key.rpartition(".")[2] == near[0])
     near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-    if near:
-        return near[0]
-    last = difflib.get_close_matches(name.rpartition(".")[2], [key.rpartition(".")[2] for key in keys], n=1)
-    return field_called(last[0]) if last else None
+    return near[0] if near else None
 
 
 def _groups(model: type[BaseModel], prefix: str) -> Iterator[FieldGroup]:

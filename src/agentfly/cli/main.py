@@ -21,12 +21,14 @@ from agentfly.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     gateway,
     init,
     models,
     rescore,
     resources,
     rollout,
+    sft,
     tokens,
     train,
 )
@@ -46,8 +48,10 @@ app.command("init")(init.init)
 app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("config")(config.config)
 app.command("train", cls=ConfiguredCommand)(train.train)
+app.command("sft", cls=ConfiguredCommand)(sft.sft)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("compare")(compare.compare)
+app.command("export")(export.export)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
 app.command("gateway")(gateway.gateway)
 app.command("rescore")(rescore.rescore)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentfly.cli.config_file import PolicyConfig, RunConfig, load_config
+from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, load_config
 from agentfly.errors import ConfigError
 from agentfly.run_directory import RunDirectory
 
@@ -36,7 +36,7 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
     if not run.config_file.is_file():
         raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
     config = load_config(run.config_file, ["run_dir=null", *overrides])
-    if checkpoint == "none" or (checkpoint is None and isinstance(config.policy, PolicyConfig)):
+    if checkpoint == "none" or (checkpoint is None and isinstance(config.policy, (PolicyConfig, OracleConfig))):
         return config, 0
     step, path = _checkpoint(run.path, checkpoint)
     return config.model_copy(update={"model": str(path.resolve())}), step

@@ -64,13 +64,18 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     """
     from rich.console import Console
 
-    from agentfly.cli.config_file import PolicyConfig, save_config
+    from agentfly.cli.config_file import OracleConfig, PolicyConfig, save_config
     from agentfly.cli.experiment import Experiment
     from agentfly.events import Event, EventStream, TrainingStarted
     from agentfly.run_directory import RunDirectory
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
+    if isinstance(config.policy, OracleConfig):
+        raise ConfigError(
+            "policy: the oracle has nothing to learn. Leave it out, or warm-start a model on what the oracle does: "
+            "agentfly rollout CONFIG policy=oracle, then agentfly sft."
+        )
     if isinstance(config.policy, PolicyConfig):
         raise ConfigError(
             "policy: an endpoint's weights cannot be trained from here; it is for evaluations and rollouts. Leave it "

@@ -129,7 +129,7 @@ def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
         if cause is not None:
             left_out[cause] += 1
         else:
-            groups.setdefault(trajectory.group_id, []).extend(_rows_of(trajectory))
+            groups.setdefault(trajectory.group_id, []).extend(rows_of(trajectory))
     return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), left_out=dict(left_out))
 
 
@@ -154,7 +154,8 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
     )
 
 
-def _rows_of(trajectory: Trajectory) -> Iterator[Row]:
+def rows_of(trajectory: Trajectory) -> Iterator[Row]:
+    """The rows of one scored trajectory: each token sequence in which its own policy has sampled."""
     turns: dict[int, list[tuple[Turn, str]]] = {}
     for turn, state in zip(trajectory.turns, states_of(trajectory), strict=True):
         turns.setdefault(turn.sequence, []).append((turn, state))

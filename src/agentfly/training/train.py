@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from agentfly.events import EventStream
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.voice import NO_OTHERS
-from agentfly.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory, new_run
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.curriculum import Curriculum
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
@@ -61,7 +61,7 @@ def train(
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     events = events or EventStream()
     with ExitStack() as stack:
-        run = RunDirectory(run_dir) if run_dir is not None else stack.enter_context(_new_run())
+        run = RunDirectory(run_dir) if run_dir is not None else stack.enter_context(new_run())
         trainer = Trainer(
             agent,
             tasks,
@@ -80,16 +80,6 @@ def train(
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
         return interruption.run(trainer.run())
-
-
-@contextmanager
-def _new_run() -> Iterator[RunDirectory]:
-    """A new run's directory, which goes again if the run is refused before it has written anything."""
-    run = RunDirectory.create()
-    try:
-        yield run
-    finally:
-        run.remove_if_empty()
 
 
 def _require_no_loop() -> None:

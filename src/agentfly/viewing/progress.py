@@ -156,6 +156,7 @@ def _figures(metrics: dict[str, float]) -> list[str]:
         shown.append(f"success {metrics[SUCCESS]:.0%}")
     if TURNS in metrics:
         shown.append(f"turns {metrics[TURNS]:.1f}")
+    shown += [f"loss {metrics[name]:.4f}" for name in ("sft/loss", "sft/held_out_loss") if name in metrics]
     return shown
 
 

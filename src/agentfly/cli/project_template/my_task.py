@@ -41,9 +41,7 @@ def agent(model: str) -> af.Agent:
         model=model,
         tools=[check],
         system_prompt="You keep the stockroom.",
-        # `tiny` was made to call a tool `check` and reads no descriptions. Leave this out for any other model, which is
-        # then told of its tools.
-        tool_prompt="" if model == "tiny" else None,
+        tool_prompt="",  # `tiny` was made to call a tool `check`, and reads no descriptions: leave out for other models
         max_turns=2,
         max_tokens_per_turn=96,
     )

@@ -101,6 +101,35 @@ class TemplateChatFormat:
         reasoning, content = self._turns.shape.thoughts.split(text)
         return Reply(text, content, reasoning)
 
+    def spoken(
+        self,
+        text: str,
+        *,
+        reasoning: str | None = None,
+        answers: Sequence[Message] = (),
+        tools: Definitions = (),
+    ) -> list[int]:
+        """The ids by which a model of this format says a text, its end of turn included: the inverse of `reply`.
+
+        Control tokens in the text are such where they belong to turns, around thoughts and calls; others are ordinary
+        text.
+
+        Args:
+            text: all that the turn says.
+            reasoning: thoughts that are not in the text, where the turn has some.
+            answers: the messages that answer the turn, which tell by which token it ends where there are several.
+            tools: as of the prompt.
+        """
+        turns = self._turns
+        if reasoning is not None:
+            thoughts = turns.shape.thoughts
+            joined = thoughts.join(reasoning, text)
+            text = joined.removeprefix(f"{thoughts.opener}\n") if thoughts.opened else joined
+        (disarmed,) = turns.control.disarm([{"role": "assistant", "content": text}])
+        following = turns.control.encode(turns.following(answers, tools)) if answers else []
+        stop = following[0] if following and following[0] in self.stop_ids else self.stop_ids[0]
+        return [*turns.control.encode(str(disarmed["content"])), stop]
+
     def _grows(self, exchange: Exchange, tools: Definitions, system: Message | None) -> bool:
         try:
             prove(self._turns, exchange, tools, system)

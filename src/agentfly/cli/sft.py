@@ -1,0 +1,118 @@
+"""``agentfly sft``: warm-start a configuration's model on trajectories that won."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentfly.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentfly.training.sft.trainer import SFTResult
+
+
+def sft(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG.yaml RUN_DIR|FILE.jsonl... [key=value]...",
+            help="The configuration, what is learned from, and fields to override.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with a warm start that was cut short; CONFIG.yaml is left out."),
+    ] = None,
+) -> None:
+    """Teach the model of a configuration what was said in trajectories that won, its own or another's.
+
+    Trajectories of at least sft.min_reward are learned from: sampled ids as they are, and the conversations of an
+    oracle or another model in this model's chat format. The loss is on the agent's own turns alone.
+    """
+    from agentfly.cli.config_file import load_config, save_config
+    from agentfly.cli.experiment import Experiment
+    from agentfly.events import Event, EventStream, TrainingStarted
+    from agentfly.run_directory import RunDirectory
+    from agentfly.training.sft.sft import sft as warm_start
+
+    words = words or []
+    if resume is not None and not RunDirectory(resume).config_file.is_file():
+        raise ConfigError(f"{resume} holds no run to go on with: there is no {RunDirectory(resume).config_file}.")
+    source = RunDirectory(resume).config_file if resume is not None else Path(words.pop(0)) if words else None
+    data = [word for word in words if "=" not in word]
+    if source is None or not data:
+        raise ConfigError(
+            "Say what is to learn and from what: agentfly sft CONFIG.yaml RUN_DIR, where RUN_DIR holds trajectories, "
+            "for instance of agentfly rollout CONFIG.yaml policy=oracle. To go on: agentfly sft --resume RUN RUN_DIR."
+        )
+    config = load_config(source, [word for word in words if "=" in word])
+    experiment = Experiment.of(config)
+    experiment.fetch_model()
+    run = None if resume is None else RunDirectory(resume)
+    events = EventStream()
+
+    def keep_configuration(event: Event) -> None:
+        """Write the configuration once it is known that the run can be begun, or gone on with."""
+        nonlocal run
+        if isinstance(event, TrainingStarted):
+            run = RunDirectory(event.run_dir)
+            save_config(config, run.config_file)
+
+    try:
+        with events.subscribed(keep_configuration):
+            result = warm_start(
+                experiment.agent,
+                data,
+                run_dir=config.run_dir if resume is None else resume,
+                resume=resume is not None,
+                events=events,
+                **config.sft.model_dump(),
+            )
+    except (KeyboardInterrupt, SystemExit):
+        if run is not None:
+            sources = " ".join(map(shlex.quote, data))
+            typer.echo(f"stopped; to go on: agentfly sft --resume {shlex.quote(str(run.path))} {sources}", err=True)
+        raise
+    _report(result, evaluated=experiment.eval_tasks is not None)
+
+
+def _report(result: SFTResult, *, evaluated: bool) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(result))
+    console.print(f"model: {result.checkpoint}", soft_wrap=True, highlight=False)
+    console.print("\nwhat can be done next", style="bold")
+    directory, model = shlex.quote(str(result.run_dir)), shlex.quote(str(result.checkpoint))
+    evaluation = [f"agentfly eval {directory}"] if evaluated else []
+    for command in [*evaluation, f"agentfly train CONFIG.yaml model={model}", f"agentfly export {directory} --to DIR"]:
+        console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(result: SFTResult) -> Table:
+    from rich.table import Table
+
+    examples = result.examples
+    table = Table(title="warm start", title_justify="left", show_header=False)
+    rows: list[tuple[str, str]] = [
+        ("trajectories learned from, by their own ids", str(examples.sampled)),
+        ("trajectories learned from, rendered for this model", str(examples.rendered)),
+        *((f"left out: {cause.replace('_', ' ')}", str(count)) for cause, count in sorted(examples.left_out.items())),
+        ("rows learned", str(len(examples.rows))),
+        ("rows held out", str(len(examples.held_out))),
+        ("updates", str(result.updates)),
+    ]
+    if result.losses:
+        steps = sorted(result.losses)
+        rows.append(("loss, nats a token", f"{result.losses[steps[0]]:.4f} → {result.losses[steps[-1]]:.4f}"))
+    if result.held_out:
+        steps = sorted(result.held_out)
+        rows.append(("held-out loss", f"{result.held_out[steps[0]]:.4f} → {result.held_out[steps[-1]]:.4f}"))
+    for row in rows:
+        table.add_row(*row)
+    return table

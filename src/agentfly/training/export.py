@@ -1,0 +1,166 @@
+"""export: a run's model for other programs, as a Hugging Face directory that is proved to say the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.policies.catalog import find_model
+from agentfly.policies.embedded.adapters import ADAPTER_FOLDER, base_of
+from agentfly.policies.embedded.loading import choose_dtype, load_model
+from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.run_directory import RunDirectory
+from agentfly.training.checkpoints import Checkpoints, write_model
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_PROBE_TOKENS = 48
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""How far a log-prob of the probe may move, by the number format that the weights are written in."""
+
+
+class ExportMismatch(PrerequisiteError):
+    """What was written says something else than the checkpoint; it was removed again."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model that was exported.
+
+    Attributes:
+        path: its directory.
+        source: the checkpoint that it is of.
+        adapter: whether it is an adapter alone, to be loaded on top of ``base``.
+        base: the model that the adapter belongs to; None where the directory holds a whole model.
+        difference: the largest difference between log-probs of the checkpoint and of what was written, on a probe.
+    """
+
+    path: Path
+    source: Path
+    adapter: bool
+    base: Path | None
+    difference: float
+
+
+def export(
+    source: Path | str,
+    to: Path | str,
+    *,
+    step: int | None = None,
+    adapter: bool = False,
+    dtype: DType = "auto",
+) -> Exported:
+    """Write the model of a run or checkpoint as a Hugging Face directory: weights, tokenizer and chat template.
+
+    Adapters are merged into the weights, unless they are wanted alone. What was written is loaded again and compared
+    with the checkpoint on a probe; the directory appears only once it agrees.
+
+    Args:
+        source: the directory of a run, whose last checkpoint is taken, or of a checkpoint or model.
+        to: where the model goes; it must not be there yet, or be empty.
+        step: of a run: which checkpoint.
+        adapter: write the adapter alone, in peft's format.
+        dtype: number format of the weights; ``auto`` keeps that of the checkpoint.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, the directory is not empty, or there is no adapter.
+        PrerequisiteError: the model cannot be loaded, or the directory cannot be written.
+        ExportMismatch: what was written does not say what the checkpoint says.
+    """
+    checkpoint, target = _checkpoint(Path(source), step), Path(to)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already. Name a directory that is not there yet, or is empty.")
+    base = base_of(checkpoint)
+    if adapter and base is None:
+        raise ConfigError(f"{checkpoint} holds a whole model and no adapter. Leave out --adapter (adapter=True).")
+    if adapter and dtype != "auto":
+        raise ConfigError("An adapter alone keeps its number format. Leave out --dtype, or --adapter.")
+    model = load_model(checkpoint, torch.device("cpu"), torch.float32)
+    expected = _logprobs(model)
+    written_as = torch.float32 if adapter else _written_dtype(dtype, base or checkpoint)
+    with _appearing(target) as draft:
+        if adapter:
+            shutil.copytree(checkpoint / ADAPTER_FOLDER, draft, dirs_exist_ok=True)
+            HFTokenizer.load(checkpoint).hf.save_pretrained(draft)
+            found = _adapted_logprobs(base or checkpoint, draft)
+        else:
+            model.to(written_as)  # type: ignore[arg-type]
+            write_model(draft, model, HFTokenizer.load(checkpoint).hf)
+            del model
+            found = _logprobs(load_model(draft, torch.device("cpu"), torch.float32))
+        difference = float((found - expected).abs().max())
+        if not difference <= _TOLERANCE[written_as]:
+            raise ExportMismatch(
+                f"What was written of {checkpoint} gives other log-probs than the checkpoint, by up to "
+                f"{difference:.3g} in {written_as}. It was removed again. Try dtype=float32, which loses nothing."
+            )
+    return Exported(target, checkpoint, adapter, base if adapter else None, difference)
+
+
+def _checkpoint(source: Path, step: int | None) -> Path:
+    """The directory of the model that is meant.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (source / "config.json").is_file() or not source.is_dir():
+        if step is not None:
+            raise ConfigError(f"A step chooses among the checkpoints of a run, and {source} is not a run's directory.")
+        return find_model(source)
+    saved = dict(Checkpoints(RunDirectory(source).checkpoints, keep=1).saved())
+    if not saved:
+        raise ConfigError(f"{source} holds neither a model nor a checkpoint. Name a run that has saved one.")
+    if step is not None and step not in saved:
+        raise ConfigError(f"{source} has no checkpoint of step {step}. It has {', '.join(map(str, saved))}.")
+    return saved[max(saved) if step is None else step]
+
+
+def _written_dtype(dtype: DType, weights: Path) -> torch.dtype:
+    """The number format that is asked for, or that of the weights as they lie there."""
+    if dtype != "auto":
+        return choose_dtype(dtype, torch.device("cpu"))
+    from transformers import AutoConfig
+
+    kept = AutoConfig.from_pretrained(weights, local_files_only=True).dtype
+    return kept if kept in _TOLERANCE else torch.float32
+
+
+def _logprobs(model: PreTrainedModel) -> torch.Tensor:
+    ids = [1 + (index * 7) % (model.config.vocab_size - 1) for index in range(_PROBE_TOKENS)]
+    with torch.no_grad():
+        return score_tokens(model, [ids], [range(1, len(ids))]).logprobs
+
+
+def _adapted_logprobs(base: Path, adapter: Path) -> torch.Tensor:
+    """Log-probs of the probe with the adapter loaded as a user of peft would."""
+    from peft import PeftModel
+
+    model = load_model(base, torch.device("cpu"), torch.float32)
+    merged: PreTrainedModel = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    return _logprobs(merged)
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A directory to write to, which becomes ``target`` when the block ends well, and is gone otherwise."""
+    draft = target.absolute().with_name(f".unfinished-{target.absolute().name}")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        if target.is_dir():
+            target.rmdir()
+        draft.rename(target)
+    except PermissionError as error:
+        raise PrerequisiteError(f"{target} cannot be written: {error.strerror}. Name another directory.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

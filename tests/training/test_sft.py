@@ -1,0 +1,193 @@
+"""The supervised warm start: maximum likelihood of the agent's own turns, resumable, with the trainer's checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import agentfly as af
+from agentfly.cli import main as cli
+from agentfly.errors import ConfigError
+from agentfly.policies.load import load_policy
+from agentfly.run_directory import RunDirectory
+from agentfly.tasks.stockroom import eval_tasks, hermes_agent, stockroom_reward
+from agentfly.training.rows import Row
+from agentfly.training.sft.config import SFTConfig
+from agentfly.training.sft.learner import SupervisedLearner, rate_share
+from agentfly.training.sft.sft import sft
+from agentfly.training.sft.trainer import SFTResult
+
+AGENT = af.Agent(model="tiny", max_turns=1)
+SMALL = {"learning_rate": 3e-3, "rows_per_update": 4, "epochs": 3, "dtype": "float32", "threads": 1, "min_reward": 0.0}
+
+
+@af.reward
+def fine() -> float:
+    return 1.0
+
+
+@cache
+def told() -> list[af.Trajectory]:
+    tasks = [af.Task(f"Say {word}.", id=word) for word in ("apple", "blue", "book", "door", "fish", "green", "hand")]
+    policy = af.ScriptedPolicy(lambda prompt, turn: prompt.rpartition("Say ")[2].partition(".")[0] * 2)
+    return asyncio.run(af.run(AGENT, tasks, reward=fine, policy=policy)).trajectories
+
+
+def started(run_dir: Path, **settings: Any) -> SFTResult:
+    return sft(AGENT, told(), run_dir=run_dir, progress=False, **{**SMALL, **settings})
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_policy(path, dtype="float32").model.state_dict()
+
+
+def row(ids: list[int], mask: list[int]) -> Row:
+    unknown = [float("nan")] * len(ids)
+    return Row(ids, mask, unknown, [-1] * len(ids), "g", "r", 1.0, False)
+
+
+ROWS = [row([1, 344, 202, 5, 9, 0, 7], [0, 0, 0, 1, 1, 1, 0]), row([1, 8, 9, 10], [0, 0, 1, 1]), row([1, 4], [0, 1])]
+
+
+def test_the_loss_is_that_of_transformers_with_everything_but_the_own_tokens_ignored():
+    model = load_policy("tiny", dtype="float32").model
+    learner = SupervisedLearner(model, SFTConfig(), updates=1)
+    for one in ROWS:
+        ids = torch.tensor([one.ids])
+        labels = torch.where(torch.tensor([one.loss_mask]) > 0, ids, -100)
+        with torch.no_grad():
+            theirs = float(model(input_ids=ids, labels=labels).loss)
+        assert learner.loss([one]) == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_tokens": 1}, {"gradient_checkpointing": True}])
+def test_no_setting_that_bounds_memory_changes_the_update(changes):
+    learned = []
+    for settings in ({}, changes):
+        model = load_policy("tiny", dtype="float32").model
+        learner = SupervisedLearner(model, SFTConfig(learning_rate=1e-3, warmup_share=0.0, **settings), updates=3)
+        metrics = learner.learn(ROWS)
+        learned.append([metrics["sft/loss"], metrics["policy/grad_norm"], learner.loss(ROWS)])
+    assert learned[1] == pytest.approx(learned[0], rel=1e-4)
+    assert learned[0][2] < learned[0][0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_rises_and_follows_its_schedule(schedule, shares):
+    config = SFTConfig(schedule=schedule, warmup_share=1 / 3)
+    assert [rate_share(config, update, 6) for update in range(6)] == pytest.approx(shares, abs=1e-6)
+
+
+def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
+    result = started(tmp_path / "run", held_out_share=0.3, epochs=4)
+    assert result.updates == 8
+    assert sum(list(result.losses.values())[-2:]) < 0.5 * sum(list(result.losses.values())[:2])
+    assert list(result.held_out) == [0, 2, 4, 6, 8]
+    run = RunDirectory(tmp_path / "run")
+    assert [line.step for line in run.metrics()] == list(range(1, 9))
+    assert [line.values["sft/held_out_loss"] for line in run.metrics("eval")] == list(result.held_out.values())
+
+
+def test_the_checkpoint_is_a_model_that_says_what_it_was_taught(tmp_path):
+    result = started(tmp_path, held_out_share=0.0, epochs=25)
+    learned = AGENT.with_model(result.checkpoint)
+    answers = asyncio.run(af.evaluate(learned, ["Say apple.", "Say green."], reward=fine)).trajectories
+    assert [answer.response for answer in answers] == ["appleapple", "greengreen"]
+
+
+class Stopped(BaseException):
+    """Stands in for a process that is killed between two updates."""
+
+
+def test_a_run_that_was_killed_goes_on_as_one_that_never_was(tmp_path, monkeypatch):
+    unbroken = started(tmp_path / "unbroken", checkpoint_every_updates=1)
+    learn = SupervisedLearner.learn
+
+    def killed(self, rows):
+        if self.done == 3:
+            raise Stopped
+        return learn(self, rows)
+
+    monkeypatch.setattr(SupervisedLearner, "learn", killed)
+    with pytest.raises(Stopped):
+        started(tmp_path / "broken", checkpoint_every_updates=2)
+    monkeypatch.undo()
+    again = started(tmp_path / "broken", checkpoint_every_updates=1, resume=True)
+    assert list(again.losses) == [3, 4, 5, 6]
+    assert again.losses == {step: unbroken.losses[step] for step in again.losses}
+    first, second = weights(unbroken.checkpoint), weights(again.checkpoint)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    run = RunDirectory(tmp_path / "broken")
+    assert [line.step for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_goes_on_with_nothing_else_than_it_was_begun_with(tmp_path):
+    started(tmp_path, epochs=1)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        started(tmp_path, epochs=1)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        started(tmp_path, epochs=1, learning_rate=1e-4, resume=True)
+    with pytest.raises(ConfigError, match="the trajectories"):
+        sft(AGENT, told()[:4], run_dir=tmp_path, progress=False, resume=True, **{**SMALL, "epochs": 1})
+
+
+def test_adapters_alone_are_learned_and_saved_where_they_are_asked_for(tmp_path):
+    result = started(tmp_path, lora={"rank": 4, "alpha": 8}, epochs=2, held_out_share=0.0)
+    assert result.losses[4] < result.losses[1]
+    assert (result.checkpoint / "adapter" / "adapter_config.json").is_file()
+    assert not list(result.checkpoint.glob("model*.safetensors"))
+    merged, base = weights(result.checkpoint), load_policy("tiny", dtype="float32").model.state_dict()
+    assert set(merged) == set(base)
+    moved = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert moved
+    assert all("_proj" in name for name in moved)
+
+
+def test_an_unknown_setting_is_told_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"sft.epoch'. Did you mean 'sft.epochs'"):
+        started(tmp_path, epoch=3)
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_the_oracle_on_the_command_line(tmp_path, monkeypatch, capsys):
+    def agentfly(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capsys.readouterr()
+        assert left.value.code in (0, None), captured.err
+        return captured.out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    agentfly("init", "shop")
+    config = "shop/config.yaml"
+    agentfly("rollout", config, "policy=oracle", "-n", "48", "--quiet", "run_dir=runs/oracle")
+    told = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-3", "sft.epochs=3")
+    assert "trajectories learned from, rendered for this model" in told
+    scores = agentfly("eval", "runs/warm", "training.eval_attempts=1", "training.eval_temperature=0", "--json")
+    assert json.loads(scores)["success"]["mean"] == 1.0
+
+
+@pytest.mark.slow
+def test_own_rollouts_that_won_are_learned_by_the_ids_that_were_sampled(tmp_path):
+    agent = hermes_agent("tiny")
+    result = asyncio.run(af.run(agent, eval_tasks()[:8], reward=stockroom_reward, attempts=4))
+    learned = sft(agent, result.trajectories, run_dir=tmp_path, progress=False, **{**SMALL, "held_out_share": 0.0})
+    won = [one for one in result.trajectories if one.reward >= 0]
+    assert learned.examples.sampled + learned.examples.left_out.get("repeated", 0) == len(won)
+    assert learned.examples.rendered == 0

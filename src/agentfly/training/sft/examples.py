@@ -206,6 +206,6 @@ def _nothing_left(left_out: Mapping[str, int], config: SFTConfig) -> str:
     causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(left_out.items()))
     return (
         f"There is nothing to learn from: of the trajectories, {causes or 'there is none'}. Those of a reward of at "
-        f"least sft.min_reward={config.min_reward} are learned from; agentfly rollout makes some, with policy=oracle by "
-        "the task's oracle."
+        f"least sft.min_reward={config.min_reward} are learned from; agentfly rollout makes some, with "
+        "policy=oracle by the task's oracle."
     )

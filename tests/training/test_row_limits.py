@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.images import Image, PlacedImage
+from agentfly.task import Task
+from agentfly.tokens import TokenSequence
 from agentfly.training.advantages import ALGORITHMS, Evidence
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.config.sampling_config import OverlongConfig
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.feed import Attempted
+from agentfly.training.harvest import Harvest
 from agentfly.training.row_limits import cut_row, cut_rows, overlong_penalty, within_limits
 from agentfly.training.rows import Row, RowBatch, RowTurn
+from agentfly.training.update import Update
+from agentfly.trajectory import Trajectory
 
 SHAPE = OverlongConfig(max_tokens=20, buffer_tokens=8, penalty=1.0)
 
@@ -85,6 +92,7 @@ def test_all_that_is_known_of_a_row_is_cut_at_one_index(mask: list[int], images:
     assert all(image.stop <= length for image in cut.images)
     assert length == limit or length == len(whole) or any(image.start == length for image in images)
     assert [(turn.index, turn.reward) for turn in cut.turns] == [(0, 1.0), (3, 2.0)]
+    assert all(turn.start <= turn.stop <= length for turn in cut.turns)
     assert [place for turn in cut.turns for place in range(turn.start, turn.stop)] == list(range(length))
 
 
@@ -111,3 +119,28 @@ def test_what_a_turn_behind_the_cut_has_earned_counts_for_those_before_it() -> N
     config = AdvantageConfig(step_discount=0.5, divide_by_std=False)
     values = ALGORITHMS["gigpo"].estimate(Evidence(batch.rows), config).values
     assert [value.tolist() for value in values] == [[0.75, 0.75], [-0.75, -0.75]]
+
+
+def attempt(number: int, sampled: int) -> Trajectory:
+    sequence = TokenSequence()
+    sequence.append_prompt([1, 2])
+    sequence.append_sampled([3] * sampled, [-0.5] * sampled, 0)
+    return Trajectory(f"r{number}", "g", Task("q"), reward=1.0, sequences=[sequence.freeze()])
+
+
+def learned_from(*lengths: int, **config: Any) -> RowBatch:
+    """The rows that a step learns from, of attempts that sampled so many tokens."""
+    attempts = tuple(attempt(number, sampled) for number, sampled in enumerate(lengths))
+    update = Update(cast(Any, None), cast(Any, None), TrainConfig(**config), temperature=1.0)
+    return update.rows(Harvest(kept=(Attempted(0, attempts),)))
+
+
+def test_a_step_learns_from_what_the_limits_leave() -> None:
+    batch = learned_from(12, 16, overlong=SHAPE, max_row_tokens=10)
+    assert [(row.reward, len(row), row.truncated) for row in batch.rows] == [(1.0, 10, True), (0.5, 10, True)]
+    assert [len(row) for row in learned_from(12, 16).rows] == [14, 18]
+
+
+def test_a_step_of_which_nothing_is_left_says_why() -> None:
+    with pytest.raises(UsageError, match="2 cut off"):
+        learned_from(12, 16, max_row_tokens=2)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from agentfly.rollouts.health import Health
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.equality import are_equal
 from agentfly.training.feed import Attempted, Source
 from agentfly.training.rows import untrainable_cause
 from agentfly.trajectory import Trajectory
-
-_ROUNDING = 1e-9
-"""Rewards that differ by less than this share of the largest are equal."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ async def harvest(source: Source, cursor: int, config: TrainConfig, *, steps_lef
 def varies(trajectories: Sequence[Trajectory]) -> bool:
     """Whether the rewards of those that can be trained on differ by more than rounding."""
     rewards = [one.reward for one in trajectories if untrainable_cause(one) is None and one.reward is not None]
-    return len(rewards) > 1 and max(rewards) - min(rewards) > _ROUNDING * max(map(abs, rewards))
+    return len(rewards) > 1 and not are_equal(min(rewards), max(rewards))
 
 
 def _check(health: Health, group: Attempted, rollouts: int) -> None:

@@ -24,7 +24,7 @@ def require_rows(batch: RowBatch) -> None:
         raise UsageError(
             f"No rollout of this step can be trained on: {causes}. A rollout is unscored where it ended before its "
             "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
-            "log-probs need a policy that returns them."
+            "log-probs need a policy that returns them; those that are cut off need a larger max_row_tokens."
         )
 
 

@@ -14,9 +14,11 @@ from agentfly.training.harvest import Harvest
 from agentfly.training.learning.learner import Learner
 from agentfly.training.requirements import require_rows
 from agentfly.training.retokenization import retokenized
+from agentfly.training.row_limits import within_limits
 from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.worker_thread import in_thread
+from agentfly.trajectory import Trajectory
 
 
 class Update:
@@ -43,14 +45,18 @@ class Update:
         Raises:
             UsageError: nothing that was gathered could be trained on.
         """
-        batch = rows_from_trajectories(gathered.trained)
+        batch = self._limited(gathered.trained)
         if not batch.rows:
-            require_rows(rows_from_trajectories(gathered.trajectories))
+            require_rows(self._limited(gathered.trajectories))
         if not self._algorithm.needs_greedy:
             return batch
         rows = tuple(row for row in batch.rows if row.group_id in gathered.baselines)
         lost = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
         return RowBatch(rows, {**batch.left_out, "no_baseline": len(lost)} if lost else batch.left_out)
+
+    def _limited(self, trajectories: Sequence[Trajectory]) -> RowBatch:
+        batch = rows_from_trajectories(trajectories)
+        return within_limits(batch, overlong=self._config.overlong, max_row_tokens=self._config.max_row_tokens)
 
     async def make(self, gathered: Harvest, batch: RowBatch) -> dict[str, float]:
         """Learn from the rows of what was gathered; returns the metrics of that."""

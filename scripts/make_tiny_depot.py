@@ -3,7 +3,7 @@
     python scripts/make_tiny_depot.py [DIRECTORY]
 
 Made as `tiny` is (`make_tiny.py`), of made-up walks. Who walks there takes a right step half of the time and any other
-for the rest, so that the model knows how to walk about, and rarely arrives. Some walks are told whole, and more as they
+for the rest, so that the model knows how to walk about, and seldom arrives. Some walks are told whole, and more as they
 are seen by an agent that recalls its last turn alone.
 """
 
@@ -22,7 +22,7 @@ from agentfly.tasks.depot.oracle import PARAMETERS, right_actions
 from agentfly.tasks.depot.world import WAYS, Depot
 
 RIGHT = 0.5
-TURNS = 6
+TURNS = 10
 PIECES = (
     r"Action: [a-z]+\[|\]|(?:user|assistant)\n|Observation: (?:No door\. )?You are in the |Observation: "
     r"|You are in the | is in the |, and so is the | with the |\. Bring it to the |\. |The "

@@ -57,7 +57,7 @@ def list_models() -> list[CatalogModel]:
         ),
         CatalogModel(
             name="tiny-depot",
-            summary="half a million parameters, made for studies; walks about in the depot and rarely arrives",
+            summary="half a million parameters, made for studies; walks about in the depot and seldom arrives",
             parameters=500_000,
             licence="Apache-2.0",
             path=_shipped("tiny-depot"),

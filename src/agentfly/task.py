@@ -99,7 +99,8 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> li
     Images of a file's tasks may be given by their paths, from the directory of the file on.
 
     Raises:
-        ConfigError: a row has no prompt, an image is none, or the file cannot be read as JSON lines.
+        ConfigError: a row has no prompt, an image is none, the file cannot be read as JSON lines, or two tasks that are
+            not the same have the same id. One task may be there more than once.
     """
     if isinstance(tasks, (str, Path)):
         return _read_task_file(Path(tasks))
@@ -109,6 +110,7 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> li
     for task in made:
         _require_messages(task)
         _require_json(task)
+    _require_own_ids(made, [f"tasks[{index}]" for index in range(len(made))])
     return made
 
 
@@ -182,10 +184,23 @@ def _require_json(task: Task) -> None:
             ) from None
 
 
+def _require_own_ids(tasks: Sequence[Task], places: Sequence[str]) -> None:
+    """Refuse two tasks of one id, unless they are the same: results, groups and rollouts are told apart by it."""
+    first: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        before = first.setdefault(task.id, index)
+        if before != index and tasks[before].content != task.content:
+            raise ConfigError(
+                f"{places[before]} and {places[index]} are not the same task, and both have the id "
+                f"{task.id!r}. Give each task an id of its own, or none: it is then made of what the task holds."
+            )
+
+
 def _read_task_file(path: Path) -> list[Task]:
     if not path.is_file():
         raise ConfigError(f"There is no file of tasks at {path}. Give the path of a JSON-lines file, one task a line.")
-    tasks = []
+    tasks: list[Task] = []
+    places: list[str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
@@ -199,8 +214,13 @@ def _read_task_file(path: Path) -> list[Task]:
                     if name in row:
                         row[name] = _with_images(row[name], path.parent)
                 tasks += as_tasks([row])
+                places.append(f"line {number}")
             except ConfigError as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
     if not tasks:
         raise ConfigError(f"{path} holds no task. Write one JSON object a line, each with a 'prompt'.")
+    try:
+        _require_own_ids(tasks, places)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return tasks

@@ -94,6 +94,18 @@ def test_a_file_without_a_task_is_named(tmp_path):
         as_tasks(tmp_path / "empty.jsonl")
 
 
+def test_two_tasks_of_one_id_are_named_by_their_places_and_a_task_may_come_twice(tmp_path):
+    rows = [{"prompt": "a", "id": "1"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "a", "id": 1}]
+    assert [task.prompt for task in as_tasks(rows)] == ["a", "b", "b", "a"]
+    rows.append({"prompt": "c", "id": 1})
+    with pytest.raises(ConfigError, match=r"tasks\[0\] and tasks\[4\] .* the id '1'"):
+        as_tasks(rows)
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n" + "\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: line 2 and line 6 .* the id '1'"):
+        as_tasks(file)
+
+
 def test_line_separators_inside_a_text_do_not_end_a_line(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -100,6 +100,19 @@ def test_an_order_that_is_saved_anywhere_and_loaded_goes_on_as_if_nothing_had_be
             order.note([one for task, solved in came for one in outcomes(str(task), [float(solved)])])
 
 
+class Longest(Curriculum):
+    """What a user writes without further thought."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+
+def test_a_curriculum_says_what_it_is_and_not_where_it_lies() -> None:
+    assert repr(Longest(3)) == repr(Longest(3)) == "Longest(least=3)"
+    assert repr(Longest(3)) != repr(Longest(4))
+    assert repr(BySuccessRate(tries=4)) == repr(BySuccessRate(tries=4))
+
+
 def test_what_is_no_curriculum_is_refused() -> None:
     with pytest.raises(UsageError, match="Derive a class from it"):
         order_of(TASKS, 0, BySuccessRate)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from agentfly.rollouts.traits import agent_traits
 from agentfly.run_directory import RunDirectory
 from agentfly.training.checkpoints import Place
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.resume import FREE_TO_CHANGE, forget_after, require_same_run
+from agentfly.training.resume import FREE_TO_CHANGE, forget_after, goes_on, require_same_run
 from agentfly.viewing.metrics import MetricsWriter
 
 
@@ -130,3 +130,20 @@ def test_an_agent_that_would_act_otherwise_is_refused_and_what_differs_is_named(
 
 def test_what_is_free_to_change_are_settings() -> None:
     assert set(TrainConfig.model_fields) >= FREE_TO_CHANGE
+
+
+@pytest.mark.parametrize(
+    "kept", ["trajectories/train-000001.jsonl", "trajectories/eval-000000.jsonl", "journal/a.jsonl"]
+)
+def test_before_there_is_a_checkpoint_rollouts_are_not_thrown_away_for_other_settings_either(
+    tmp_path: Path, kept: str
+) -> None:
+    run, begun = RunDirectory(tmp_path).ensure(), asdict(place())
+    run.journal.mkdir()
+    assert not goes_on(run, begun, place(learning_rate=0.5))  # there is nothing yet
+    (tmp_path / kept).write_text("{}\n")
+    assert goes_on(run, begun, place())
+    assert not goes_on(run, None, place())
+    assert not goes_on(run, {"step": 0}, place())
+    with pytest.raises(ConfigError, match=r"learning_rate was 1e-05 and is now 0.5"):
+        goes_on(run, begun, place(learning_rate=0.5))

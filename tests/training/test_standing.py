@@ -159,3 +159,20 @@ async def test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_b
         MetricsWriter(run)(EvaluationFinished(step=3, metrics={METRIC: 0.7}))  # it was told
         told = await Evaluator(run, [Task("held out")], TrainConfig(), events).evaluate(runner, 3)
         assert told == {METRIC: 0.7}
+
+
+async def test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone(tmp_path: Path) -> None:
+    first = await trained(tmp_path, steps=2, keep_best=True)
+    assert first.best_checkpoint is not None
+    assert first.best_checkpoint.name == "step-000001"
+    looks = {"keep_best": True, "early_stop": {"target": 0.4}, "eval_metric": "tool_calls/mean"}
+    again = await trained(tmp_path, steps=3, resume=True, **looks)  # type: ignore[arg-type]
+    assert again.steps == 3
+    assert again.best_checkpoint == again.checkpoint.resolve()
+
+
+async def test_no_checkpoint_is_kept_for_being_the_best_where_that_is_not_asked_for(tmp_path: Path) -> None:
+    await trained(tmp_path, steps=1, early_stop={"patience": 3})
+    longer = await trained(tmp_path, steps=4, early_stop={"patience": 9}, resume=True)
+    assert longer.best_checkpoint is None
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000004"}

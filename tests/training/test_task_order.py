@@ -39,6 +39,11 @@ def test_a_killed_run_that_goes_on_at_its_checkpoint_trains_each_task_once() -> 
     assert sorted(task.prompt for step in steps for task in step) == sorted(task.prompt for task in tasks(10))
 
 
+def test_a_fingerprint_tells_tasks_apart_that_have_changed_under_their_ids() -> None:
+    first, second = ([Task("What is it?", {"answer": answer}, id="a")] for answer in "xy")
+    assert TaskOrder(first, 0).fingerprint != TaskOrder(second, 0).fingerprint
+
+
 def test_a_fingerprint_tells_other_tasks_and_another_order_apart() -> None:
     prints = [TaskOrder(made, 0).fingerprint for made in (tasks(4), tasks(5), tasks(4)[::-1])]
     assert len(set(prints)) == 3

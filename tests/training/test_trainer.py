@@ -16,7 +16,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward, reward
 from agentfly.agents.tool import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.events import (
     CheckpointSaved,
     Event,
@@ -241,6 +241,18 @@ async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Pat
         "the reward was 'later' and is now 'earlier'",
     ):
         assert said in str(refusal.value)
+
+
+async def test_a_full_disk_says_what_to_do_and_what_had_ended_is_not_run_again(tmp_path: Path) -> None:
+    files = RunDirectory(tmp_path).ensure().trajectories
+    (files / "train-000001.unfinished").symlink_to("/dev/full")
+    with pytest.raises(PrerequisiteError, match="Free some space"):
+        await trained(tmp_path, steps=1)
+    assert not any(files.iterdir())
+    events, rolled_out = EventStream(), list[Event]()
+    with events.subscribed(lambda event: rolled_out.append(event) if isinstance(event, RolloutFinished) else None):
+        await trained(tmp_path, steps=1, resume=True, events=events)
+    assert not rolled_out
 
 
 async def test_the_temperature_may_come_from_the_agent_or_the_settings_when_a_run_is_resumed(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ def agent_traits(agent: Agent) -> dict[str, Any]:
     """What of an agent shapes its rollouts, besides model and sampling: words and tools as fingerprints, and limits."""
     tools = {f"tool {tool.name}": fingerprint(_traits_of_tool(tool, agent)) for tool in agent.tools}
     settings = {
-        field.name: _plain(getattr(agent, field.name))
-        for field in fields(agent)
-        if field.name not in _SAMPLING + _WORDS
+        field.name: plain(getattr(agent, field.name)) for field in fields(agent) if field.name not in _SAMPLING + _WORDS
     }
     return {
         "system message": fingerprint(agent.system_message()),
@@ -70,7 +68,7 @@ def _traits_of_tool(tool: Tool, caller: Agent) -> list[Any]:
     return [tool.definition, agent_traits(tool.agent), model]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A setting as JSON keeps it; an object by what it says of itself, without where it lies in memory."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

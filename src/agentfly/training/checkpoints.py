@@ -87,8 +87,14 @@ class Checkpoints:
         link = self._directory / "best"
         return link.resolve() if link.is_symlink() and link.exists() else None
 
-    def mark_best(self, step: int) -> None:
-        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on, if there is one."""
+    def mark_best(self, step: int | None) -> None:
+        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on, if there is one.
+
+        None takes the link away, so that no checkpoint is kept for being the best.
+        """
+        if step is None:
+            (self._directory / "best").unlink(missing_ok=True)
+            return
         name = f"step-{step:06d}"
         if (self._directory / name).is_dir():
             made = self._directory / ".unfinished-best"
@@ -123,6 +129,8 @@ class Checkpoints:
                 "disk. The last whole checkpoint stands. Free some space, or lower keep_checkpoints, and go on with "
                 "--resume (in Python: resume=True)."
             ) from error
+        if final.exists():
+            self._remove(final)
         unfinished.rename(final)
         _force_to_disk(self._directory, deep=False)
         if best:

@@ -44,7 +44,13 @@ class Curriculum:
 
     They are asked when an epoch begins, of every task, and have to answer by their arguments alone, so that a run
     which is gone on with has the same order of tasks. An epoch that would be left with no task has them all.
+
+    A run is gone on with by the same curriculum: one that says of itself (``repr``) what it said when the run began.
     """
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({settings})"
 
     def keeps(self, task: Task, record: TaskRecord) -> bool:
         """Whether the next epoch has the task."""

@@ -9,6 +9,7 @@ from agentfly.errors import ConfigError
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import Kind, RunDirectory, read_json_lines
 from agentfly.training.checkpoints import Place, place_of
+from agentfly.training.standing import Standing
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -55,19 +56,36 @@ def require_same_run(saved: Place, now: Place) -> None:
     if others:
         raise ConfigError(
             f"The run cannot be resumed with other settings than it was begun with: {'; '.join(others)}. "
-            "Put them back, or begin a new run from the checkpoint's model."
+            "Put them back, or begin a new run in another directory."
         )
 
 
-def begun_as(begun: dict[str, Any] | None, now: Place) -> bool:
-    """Whether a run without a checkpoint was begun as one with the settings of ``now``: `Place` as plain values."""
-    if begun is None:
+def goes_on(run: RunDirectory, begun: dict[str, Any] | None, now: Place) -> bool:
+    """Whether a run without a checkpoint has something to go on with; else it begins anew.
+
+    Args:
+        run: the run's directory.
+        begun: what it was begun with, a `Place` as plain values; None if that is not known.
+        now: what it would be gone on with.
+
+    Raises:
+        ConfigError: it has rollouts, and was begun with settings that shape the learning otherwise.
+    """
+    rollouts = any(run.trajectories.glob("*.jsonl")) or any(run.journal.glob("*.jsonl"))
+    if begun is None or not rollouts:
         return False
     try:
-        require_same_run(place_of(begun), now)
-    except (ConfigError, KeyError, TypeError):
-        return False
+        place = place_of(begun)
+    except (KeyError, TypeError):
+        return False  # of another version
+    require_same_run(place, now)
     return True
+
+
+def standing_of(saved: Place, now: Place) -> Standing:
+    """How the evaluations have gone so far; nothing is known yet where another metric is looked at from now on."""
+    same = saved.config["eval_metric"] == now.config["eval_metric"]
+    return saved.standing if same else Standing()
 
 
 def steps_on_file(run: RunDirectory, after: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from agentfly.errors import PrerequisiteError
 from agentfly.rollouts.runner import Runner
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
@@ -123,9 +125,21 @@ class Supply:
 
 
 def _write_whole(trajectories: Sequence[Trajectory], path: Path) -> None:
-    """Write a file that is whole or not there at all, whenever the process or the machine stops."""
+    """Write a file that is whole or not there at all, whenever the process or the machine stops.
+
+    Raises:
+        PrerequisiteError: it cannot be written.
+    """
     unfinished = path.with_suffix(".unfinished")
-    save_trajectories(trajectories, unfinished)
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        save_trajectories(trajectories, unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise PrerequisiteError(
+            f"The rollouts of a step cannot be written to {path}: {error.strerror}. They are kept in the run's "
+            "journal. Free some space, and go on with --resume (in Python: resume=True)."
+        ) from error

@@ -29,7 +29,7 @@ class TaskOrder:
     @property
     def fingerprint(self) -> str:
         """Tells whether two orders are made of the same tasks."""
-        return hashlib.sha256("\n".join(task.id for task in self._tasks).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(task.content for task in self._tasks).encode()).hexdigest()[:16]
 
     def take(self, cursor: int, count: int) -> list[Task]:
         """The ``count`` tasks from ``cursor`` on."""

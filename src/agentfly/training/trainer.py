@@ -27,7 +27,7 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
-from agentfly.rollouts.traits import agent_traits
+from agentfly.rollouts.traits import agent_traits, plain
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
@@ -49,7 +49,7 @@ from agentfly.training.feed import TRAIN
 from agentfly.training.journal import Journal
 from agentfly.training.learning.learner import Learner
 from agentfly.training.requirements import require_evaluations, require_score, training_temperature
-from agentfly.training.resume import begun_as, forget_after, require_same_run, steps_on_file
+from agentfly.training.resume import forget_after, goes_on, require_same_run, standing_of, steps_on_file
 from agentfly.training.supply import Supply
 from agentfly.training.trackers import TRACKERS
 from agentfly.training.trackers.tracking import tracked
@@ -155,7 +155,7 @@ class Trainer:
         self._config = config or TrainConfig()
         rows = as_tasks(tasks)
         self._order = order_of(rows, self._config.seed, curriculum)
-        self._curriculum = repr(curriculum) if curriculum is not None else None
+        self._curriculum = plain(curriculum)
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
         require_fields(agent, [*rows, *self._eval_tasks], self._reward)
         self._run = RunDirectory(run_dir)
@@ -247,7 +247,7 @@ class Trainer:
         saved = read_place(latest) if latest else None
         if saved is not None:
             require_same_run(saved, place)
-        elif not (self._resume and begun_as(self._journal.begun_with(), place)):
+        elif not (self._resume and goes_on(self._run, self._journal.begun_with(), place)):
             self._journal.clear()
             forget_after(self._run, None)
         forget_after(self._run, steps_on_file(self._run, saved.step if saved else 0))
@@ -258,8 +258,9 @@ class Trainer:
         load_weights(model, latest)
         learner.load_state(read_learner(latest))
         self._order.load_state(saved.order)
-        self._checkpoints.mark_best(saved.standing.best_step)
-        return learner, replace(saved, config=place.config)
+        standing = standing_of(saved, place)
+        self._checkpoints.mark_best(standing.best_step if self._config.keep_best else None)
+        return learner, replace(saved, config=place.config, standing=standing)
 
     async def _means(self, policy: TrainablePolicy, learner: Learner, place: Place, owned: AsyncExitStack) -> _Means:
         runner = await owned.enter_async_context(self._runner(policy))

@@ -209,3 +209,18 @@ def test_servers_are_given_the_weights_with_the_adapters_in_them() -> None:
     with torch.no_grad():
         given, own = (score_tokens(each, [row.ids for row in rows], targets).logprobs for each in (plain, model))
     torch.testing.assert_close(given, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",), ("q_proj", "lm_head")])
+def test_a_weight_that_input_and_output_share_gets_no_adapter_that_merging_would_put_into_both(
+    modules: tuple[str, ...],
+) -> None:
+    with pytest.raises(ConfigError, match=rf"adapter on \S*{modules[-1]}, whose weight .* share"):
+        learner_of(small_model(), lora={**LORA, "target_modules": modules})
+
+
+def test_an_output_layer_of_its_own_may_have_an_adapter() -> None:
+    model = small_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    learner_of(model, lora={**LORA, "target_modules": ("lm_head",)})
+    assert {name.split(".")[0] for name in adapters(model)} == {"lm_head"}

@@ -34,6 +34,11 @@ from agentfly.training.config.train_config import TrainConfig
         ({"kl": {"coefficient": 0.1, "where": "reward", "gradient": "k2"}}, "a reward has no gradient"),
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "the gradient of k1 is 0 on average"),
         ({"correction": {"mode": "mask", "upper": 0.5}}, "below the smallest weight, 2.0"),
+        ({"learning_rate": True}, "learning_rate=True: input should not be a truth value"),
+        ({"critic": {"warmup_steps": True}}, "critic.warmup_steps=True: input should not be a truth value"),
+        ({"seed": 2**32}, "seed=4294967296: input should be less than 4294967296"),
+        ({"overlong": {"max_tokens": 5}}, "overlong.buffer_tokens is needed and is missing"),
+        ({"algorithm": "gae", "critic": {"warmup_steps": 100}}, "the policy never. Lower critic.warmup_steps"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic import (
     PositiveInt,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -159,6 +160,15 @@ class RunConfig(BaseModel):
             _register_named(LOSSES, training.get("loss"), base, "loss")
         return values
 
+    @field_validator("training", "sft", mode="wrap")
+    @classmethod
+    def _named(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        """Say of which settings it is that something is wrong with."""
+        try:
+            return validate(value)
+        except ConfigError as error:
+            raise ConfigError("\n".join(f"{info.field_name}: {line}" for line in str(error).splitlines())) from None
+
     @field_validator("policy", mode="before")
     @classmethod
     def _by_its_word(cls, value: Any) -> Any:
@@ -206,8 +216,7 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         raise ConfigError("\n".join([f"{source} cannot be followed:", *_complaints(error)])) from None
     except ConfigError as error:  # of the settings of training or sft, which explain themselves
-        named = [(complaint, "" if "sft." in complaint else "training: ") for complaint in str(error).splitlines()]
-        complaints = [f"  {group}{complaint}" for complaint, group in named]
+        complaints = [f"  {complaint}" for complaint in str(error).splitlines()]
         raise ConfigError("\n".join([f"{source} cannot be followed:", *complaints])) from None
 
 

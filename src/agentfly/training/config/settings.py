@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from agentfly.errors import ConfigError, did_you_mean
 
@@ -22,6 +22,14 @@ class Settings(BaseModel):
 
     GROUP: ClassVar[str] = ""
     """What the group is called among the training settings, such as ``kl``; empty for the training settings."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse ``yes`` and ``true``, which YAML reads as a truth value and Python as the number 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("no_truth_value", "Input should not be a truth value")
+        return value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -39,4 +47,8 @@ def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> st
     if detail["type"] == "extra_forbidden":
         within = name.removesuffix(parts[-1])
         return f"There is no training setting {name!r}. {did_you_mean(name, [within + one for one in sorted(known)])}"
+    if not name:
+        return f"{detail['input']!r} holds no settings by their names."
+    if detail["type"] == "missing":
+        return f"{name} is needed and is missing."
     return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

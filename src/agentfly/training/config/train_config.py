@@ -139,7 +139,7 @@ class TrainConfig(Settings):
     project: str = "agentfly"
     """What the trackers are told that the run is one of: a project, in MLflow an experiment."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
     max_concurrent_rollouts: PositiveInt = 256
     """Number of rollouts that run at a time."""
@@ -186,6 +186,11 @@ class TrainConfig(Settings):
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} is more than steps={self.steps}: the learning rate would never "
                 "reach learning_rate. Lower warmup_steps."
+            )
+        if algorithm.needs_critic and self.critic.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"critic.warmup_steps={self.critic.warmup_steps} with steps={self.steps}: the critic alone would learn "
+                "until the last step, and the policy never. Lower critic.warmup_steps."
             )
         if self.early_stop is not None and self.eval_every_steps is None:
             raise ConfigError(

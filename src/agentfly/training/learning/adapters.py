@@ -24,7 +24,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> No
 
     Raises:
         PrerequisiteError: peft is not installed.
-        ConfigError: the model has no such modules, or has adapters already.
+        ConfigError: the model has no such modules, has adapters already, or would have one on a weight that two layers
+            share.
     """
     refuse_adapters(model)
     try:
@@ -50,7 +51,31 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> No
             raise ConfigError(
                 f"lora.target_modules={config.target_modules!r} does not fit {type(model).__name__}: {error}"
             ) from error
+    _refuse_shared_weights(model, config)
     model.eval()  # type: ignore[no-untyped-call]
+
+
+def _refuse_shared_weights(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Raise if an adapter is on a weight that another layer has too: merged, it would change that one besides.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and not isinstance(module, BaseTunerLayer):
+            owners.setdefault(id(weight), []).append(name)
+    for names in owners.values():
+        adapted = [name.removesuffix(".base_layer") for name in names if name.endswith(".base_layer")]
+        if adapted and len(names) > 1:
+            raise ConfigError(
+                f"lora.target_modules={config.target_modules!r} puts an adapter on {adapted[0]}, whose weight this "
+                "model's input and output layers share: merged into it, the adapter would change both, and the model "
+                "that is saved would not be the one that was trained. Leave it out, as all-linear does."
+            )
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from agentfly.errors import ConfigError
 from agentfly.training.config.lora_config import LoRAConfig
@@ -60,7 +60,7 @@ class SFTConfig(Settings):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints kept; older ones are removed."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of the rows, which tasks are held out, and the first weights of adapters."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the model's weights."""

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Notebook:
     def __init__(self) -> None:
         self.run: TrackedRun | None = None
         self.told: list[tuple[int, dict[str, float]]] = []
+        self.histograms: list[dict[str, list[float]]] = []
         self.threads: set[int] = set()
         self.finished = False
 
@@ -40,9 +41,10 @@ class Notebook:
         self.run = run
         return run.id or "known as 7"
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         self.threads.add(threading.get_ident())
         self.told.append((step, dict(metrics)))
+        self.histograms.append({name: list(values) for name, values in histograms.items()})
 
     def finish(self) -> None:
         self.finished = True
@@ -65,7 +67,8 @@ async def follow(run: RunDirectory, steps: int = 2, first: int = 1, **trackers: 
     events = EventStream()
     async with tracked(trackers, run, events, project="depot", config=CONFIG):
         for step in range(first, first + steps):
-            events.emit(StepFinished(step=step, metrics={"reward/mean": step / 10, "policy/entropy": float("nan")}))
+            metrics = {"reward/mean": step / 10, "policy/entropy": float("nan")}
+            events.emit(StepFinished(step=step, metrics=metrics, histograms={"seconds": [1.0, 2.0, 9.0], "none": []}))
         events.emit(EvaluationFinished(step=first + steps - 1, metrics={"success/mean": 0.5}))
 
 
@@ -85,6 +88,7 @@ async def test_a_tracker_is_told_of_every_step_and_evaluation_on_a_thread_of_its
         (2, {"train/reward/mean": 0.2}),
         (2, {"eval/success/mean": 0.5}),
     ]
+    assert notebook.histograms == [*[{"train/seconds": [1.0, 2.0, 9.0]}] * 2, {}]
     assert notebook.finished
     assert notebook.run == TrackedRun("depot", "my-run", run.path / "mine", CONFIG)
     assert threading.get_ident() not in notebook.threads
@@ -202,9 +206,11 @@ async def test_tensorboard_reads_the_charts(run: RunDirectory) -> None:
     await follow(run, first=3, tensorboard=TRACKERS["tensorboard"]())
     charts = EventAccumulator(str(run.tensorboard))
     charts.Reload()
-    assert set(charts.Tags()["tensors"]) == {"train/reward/mean", "eval/success/mean"}
-    points = charts.Tensors("train/reward/mean")
-    assert [(point.step, round(point.tensor_proto.float_val[0], 6)) for point in points] == [
+    assert set(charts.Tags()["scalars"]) == {"train/reward/mean", "eval/success/mean"}
+    histogram = charts.Histograms("train/seconds")[-1]
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (4, 3.0, 9.0)
+    points = charts.Scalars("train/reward/mean")
+    assert [(point.step, round(point.value, 6)) for point in points] == [
         (1, 0.1),
         (2, 0.2),
         (3, 0.3),

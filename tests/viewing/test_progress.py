@@ -115,6 +115,13 @@ def test_a_run_that_was_finished_already_says_how_to_go_further(live):
     assert "first step" not in told[told.rindex("already") :]
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_run_that_ended_early_says_why_and_no_longer_how_much_is_left(live):
+    told = shown(live=live, events=[*a_run(), TrainingFinished(step=2, seconds=20.0, reason="the target is met")])
+    assert "ended early, after step 2: the target is met" in told
+    assert not live or " left" not in told[told.rindex("step 2/4") :]
+
+
 def test_a_step_with_unscored_rollouts_says_why_with_the_first_failure_of_that_step_alone():
     metrics = {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "reward/mean": 0.0}
     events = [

@@ -87,6 +87,12 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
     assert "█" in shown
 
 
+def test_the_report_says_why_a_run_ended_early(run):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(training_report(run, stopped_early="reward/mean reached 1"))
+    assert "ended early: reward/mean reached 1" in console.file.getvalue()
+
+
 def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(training_report(RunDirectory.create(tmp_path)))

@@ -115,7 +115,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
         raise
     console = Console()
     finished = RunDirectory(result.run_dir)
-    console.print(training_report(finished))
+    console.print(training_report(finished, stopped_early=result.stopped_early))
     console.print("\nwhat can be done next", style="bold")
     for command in _next_commands(finished, result.steps, evaluated=experiment.eval_tasks is not None):
         console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)

@@ -204,8 +204,9 @@ class Trainer:
                     place, evaluations[place.step] = await self._evaluate(means, place)
                 if self._is_checkpoint(place):
                     await self._save(means, place)
+            stopped_early = self._verdict(place) if place.step < config.steps else ""
             events.emit(
-                TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=self._verdict(place))
+                TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early)
             )
         checkpoint = self._checkpoints.latest()
         assert checkpoint is not None
@@ -216,7 +217,7 @@ class Trainer:
             evaluations,
             checkpoint,
             self._checkpoints.best(),
-            self._verdict(place) if place.step < config.steps else "",
+            stopped_early,
         )
 
     # --- before the first step ----------------------------------------------------------------------------------------

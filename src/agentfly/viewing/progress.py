@@ -13,7 +13,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentfly.events import CheckpointSaved, EvaluationFinished, Event, Progress, StepFinished, TrainingStarted
+from agentfly.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    Event,
+    Progress,
+    StepFinished,
+    TrainingFinished,
+    TrainingStarted,
+)
 from agentfly.viewing.chart import sparkline
 from agentfly.viewing.counted import counted
 from agentfly.viewing.lessons import Lessons
@@ -91,6 +99,8 @@ class ConsoleProgress:
                 return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])
             case CheckpointSaved():
                 return f"checkpoint {event.path}"
+            case TrainingFinished() if event.reason:
+                return _ended_early(event.step, event.reason)
             case Progress() if event.what != self._told:
                 self._told = event.what
                 return event.what
@@ -106,6 +116,8 @@ class ConsoleProgress:
             parts.append(self._figures_table())
             if state.ended_before:
                 parts.append(Text(_ended(state.step), style="yellow"))
+            if state.ended:
+                parts.append(Text(_ended_early(state.step, state.ended)))
             parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
         elif state.running or state.finished:
             parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
@@ -115,12 +127,13 @@ class ConsoleProgress:
 
     def _bar(self) -> RenderableType:
         state = self._state
-        left = state.seconds_left()
+        is_over = state.ended_before or bool(state.ended)
+        left = None if is_over else state.seconds_left()
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {state.step}/{state.steps}", style="bold"),
             ProgressBar(total=state.steps, completed=state.step, width=30),
-            Text(f"{_clock(left)} left" if left is not None else "" if state.ended_before else "first step ..."),
+            Text(f"{_clock(left)} left" if left is not None else "" if is_over else "first step ..."),
         )
         return row
 
@@ -158,6 +171,10 @@ def _figures(metrics: dict[str, float]) -> list[str]:
         shown.append(f"turns {metrics[TURNS]:.1f}")
     shown += [f"loss {metrics[name]:.4f}" for name in ("sft/loss", "sft/held_out_loss") if name in metrics]
     return shown
+
+
+def _ended_early(step: int, reason: str) -> str:
+    return f"ended early, after step {step}: {reason}"
 
 
 def _ended(step: int) -> str:

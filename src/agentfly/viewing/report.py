@@ -63,10 +63,17 @@ class RunSummary:
         )
 
 
-def training_report(run: RunDirectory) -> RenderableType:
-    """Reward and held-out success at the start and the end, the curve, a trajectory from each, and the files."""
+def training_report(run: RunDirectory, *, stopped_early: str = "") -> RenderableType:
+    """Reward and held-out success at the start and the end, the curve, a trajectory from each, and the files.
+
+    Args:
+        run: the run's directory.
+        stopped_early: why the run ended before its last step, in words; empty if it did not.
+    """
     summary = RunSummary.of(run)
     parts: list[RenderableType] = [_figures(summary)]
+    if stopped_early:
+        parts.append(Text(f"ended early: {stopped_early}"))
     parts += [Text(sentence, style="yellow") for sentence in summary.lessons]
     if summary.rewards:
         parts += [Text("\nmean reward of each step"), Text(chart(summary.rewards), style="green", no_wrap=True)]

@@ -44,6 +44,7 @@ class RunState:
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
         refusal: why scoring failed for the first time in the last finished step; empty if it did not.
+        ended: why the run has ended before its last step; empty if it has not.
         doing: what goes on besides rollouts, for instance the loading of a model.
     """
 
@@ -59,6 +60,7 @@ class RunState:
     tokens: int = 0
     lessons: Lessons = field(default_factory=Lessons)
     refusal: str = ""
+    ended: str = ""
     doing: Progress | None = None
     run_dir: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -105,7 +107,7 @@ class RunState:
             case Progress():
                 self.doing = event
             case TrainingFinished():
-                self.doing = None
+                self.doing, self.ended = None, event.reason
 
     @property
     def ended_before(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -47,8 +47,8 @@ class MLflowTracker:
             self._client.log_batch(self._id, params=some)
         return self._id
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """See `Tracker.log`. MLflow keeps numbers alone, and so no histogram."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

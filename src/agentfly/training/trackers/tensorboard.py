@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly.training.trackers.tracker import TrackedRun, require_package
@@ -17,15 +17,19 @@ class TensorBoardTracker:
 
     def start(self, run: TrackedRun) -> str:
         """See `Tracker.start`."""
-        from tensorboard.summary import Writer
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = Writer(str(run.directory))
+        self._writer = SummaryWriter(str(run.directory))
         return run.name
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         """See `Tracker.log`."""
+        import numpy as np
+
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step=step)
+            self._writer.add_scalar(name, value, step)
+        for name, values in histograms.items():
+            self._writer.add_histogram(name, np.asarray(values), step)
         self._writer.flush()
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,12 +43,13 @@ class Tracker(Protocol):
         """Begin, or go on with the run that has the id; the id under which it is known from now on."""
         ...
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         """Keep the metrics of a step. Those of an evaluation come in a call of their own.
 
         Args:
             step: number of finished steps. The steps after a checkpoint come again where a run goes on from it.
             metrics: finite numbers, by names that begin with ``train/`` or ``eval/``.
+            histograms: all values of what ``metrics`` has but figures of, by names of that kind; none is empty.
         """
         ...
 

@@ -21,6 +21,8 @@ from agentfly.training.worker_thread import in_thread
 
 logger = logging.getLogger(__name__)
 
+_Told = tuple[int, dict[str, float], dict[str, list[float]]]  # what `Tracker.log` is called with
+
 PATIENCE_S = 30.0
 """Seconds that a run waits at its end for all trackers to take what is left."""
 
@@ -66,7 +68,7 @@ class Delivery:
         self._tracker = tracker
         self._run = run
         self._ids = ids
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._deliver, name=f"agentfly-tracker-{name}", daemon=True)
         self._thread.start()
@@ -75,7 +77,9 @@ class Delivery:
         if isinstance(event, (StepFinished, EvaluationFinished)):
             kind = "train" if isinstance(event, StepFinished) else "eval"
             metrics = {f"{kind}/{name}": float(v) for name, v in event.metrics.items() if math.isfinite(v)}
-            self._queue.put((event.step, metrics))
+            all_values = event.histograms if isinstance(event, StepFinished) else {}
+            histograms = {f"{kind}/{name}": values for name, values in all_values.items() if values}
+            self._queue.put((event.step, metrics, histograms))
 
     def end(self) -> None:
         """Nothing more will come."""

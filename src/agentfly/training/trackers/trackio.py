@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly.training.trackers.tracker import TrackedRun, require_package
@@ -34,8 +34,8 @@ class TrackioTracker:
             )
         return str(self._run.name)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """See `Tracker.log`. Histograms are left to their figures among the metrics."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:

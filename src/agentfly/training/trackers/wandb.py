@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly.errors import PrerequisiteError
@@ -48,9 +48,12 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=_STEP)
         return str(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         """See `Tracker.log`."""
-        self._run.log({_STEP: step, **metrics})
+        import wandb
+
+        shown = {name: wandb.Histogram(list(values)) for name, values in histograms.items()}
+        self._run.log({_STEP: step, **metrics, **shown})
 
     def finish(self) -> None:
         """See `Tracker.finish`."""

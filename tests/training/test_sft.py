@@ -20,7 +20,7 @@ from agentfly.run_directory import RunDirectory
 from agentfly.tasks.stockroom import eval_tasks, hermes_agent, stockroom_reward
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
-from agentfly.training.sft.learner import SupervisedLearner, rate_share
+from agentfly.training.sft.learner import SupervisedLearner
 from agentfly.training.sft.sft import sft
 from agentfly.training.sft.trainer import SFTResult
 
@@ -88,8 +88,10 @@ def test_no_setting_that_bounds_memory_changes_the_update(changes):
     ],
 )
 def test_the_learning_rate_rises_and_follows_its_schedule(schedule, shares):
-    config = SFTConfig(schedule=schedule, warmup_share=1 / 3)
-    assert [rate_share(config, update, 6) for update in range(6)] == pytest.approx(shares, abs=1e-6)
+    config = SFTConfig(schedule=schedule, warmup_share=1 / 3, learning_rate=1e-4)
+    learner = SupervisedLearner(load_policy("tiny", dtype="float32").model, config, updates=6)
+    rates = [learner.learn(ROWS)["policy/learning_rate"] for _ in range(6)]
+    assert rates == pytest.approx([1e-4 * share for share in shares], abs=1e-10)
 
 
 def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):

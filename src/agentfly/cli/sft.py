@@ -34,9 +34,10 @@ def sft(
     Trajectories of at least sft.min_reward are learned from: sampled ids as they are, and the conversations of an
     oracle or another model in this model's chat format. The loss is on the agent's own turns alone.
     """
-    from agentfly.cli.config_file import load_config, save_config
+    from agentfly.cli.begun_run import begun_run
+    from agentfly.cli.config_file import load_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.events import Event, EventStream, TrainingStarted
+    from agentfly.events import EventStream
     from agentfly.run_directory import RunDirectory
     from agentfly.training.sft.sft import sft as warm_start
 
@@ -53,31 +54,17 @@ def sft(
     config = load_config(source, [word for word in words if "=" in word])
     experiment = Experiment.of(config)
     experiment.fetch_model()
-    run = None if resume is None else RunDirectory(resume)
+    resumed = None if resume is None else RunDirectory(resume)
     events = EventStream()
-
-    def keep_configuration(event: Event) -> None:
-        """Write the configuration once it is known that the run can be begun, or gone on with."""
-        nonlocal run
-        if isinstance(event, TrainingStarted):
-            run = RunDirectory(event.run_dir)
-            save_config(config, run.config_file)
-
-    try:
-        with events.subscribed(keep_configuration):
-            result = warm_start(
-                experiment.agent,
-                data,
-                run_dir=config.run_dir if resume is None else resume,
-                resume=resume is not None,
-                events=events,
-                **config.sft.model_dump(),
-            )
-    except (KeyboardInterrupt, SystemExit):
-        if run is not None:
-            sources = " ".join(map(shlex.quote, data))
-            typer.echo(f"stopped; to go on: agentfly sft --resume {shlex.quote(str(run.path))} {sources}", err=True)
-        raise
+    with begun_run(config, resumed, events, command="sft", sources=shlex.join(data)):
+        result = warm_start(
+            experiment.agent,
+            data,
+            run_dir=config.run_dir if resume is None else resume,
+            resume=resume is not None,
+            events=events,
+            **config.sft.model_dump(),
+        )
     _report(result, evaluated=experiment.eval_tasks is not None)
 
 

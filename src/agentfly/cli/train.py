@@ -64,9 +64,10 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     """
     from rich.console import Console
 
-    from agentfly.cli.config_file import OracleConfig, PolicyConfig, save_config
+    from agentfly.cli.begun_run import begun_run
+    from agentfly.cli.config_file import OracleConfig, PolicyConfig
     from agentfly.cli.experiment import Experiment
-    from agentfly.events import Event, EventStream, TrainingStarted
+    from agentfly.events import EventStream
     from agentfly.run_directory import RunDirectory
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
@@ -84,35 +85,21 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     experiment = Experiment.of(config)
     experiment.require_definitions([*experiment.tasks, *(experiment.eval_tasks or [])])
     experiment.fetch_model()
-    run = resumed
     events = EventStream()
-
-    def keep_configuration(event: Event) -> None:
-        """Write the configuration once it is known that the run can be begun, or gone on with, as it says."""
-        nonlocal run
-        if isinstance(event, TrainingStarted):
-            run = RunDirectory(event.run_dir)
-            save_config(config, run.config_file)
-
-    try:
-        with events.subscribed(keep_configuration):
-            result = train_agent(
-                experiment.agent,
-                experiment.tasks,
-                experiment.reward,
-                eval_tasks=experiment.eval_tasks,
-                curriculum=experiment.curriculum,
-                run_dir=config.run_dir if resumed is None else resumed.path,
-                resume=resumed is not None,
-                progress=True,
-                events=events,
-                policy=experiment.training_policy(),
-                **config.training.model_dump(),
-            )
-    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
-        if run is not None:
-            typer.echo(f"stopped; to go on: agentfly train --resume {run.path}", err=True)
-        raise
+    with begun_run(config, resumed, events, command="train"):
+        result = train_agent(
+            experiment.agent,
+            experiment.tasks,
+            experiment.reward,
+            eval_tasks=experiment.eval_tasks,
+            curriculum=experiment.curriculum,
+            run_dir=config.run_dir if resumed is None else resumed.path,
+            resume=resumed is not None,
+            progress=True,
+            events=events,
+            policy=experiment.training_policy(),
+            **config.training.model_dump(),
+        )
     console = Console()
     finished = RunDirectory(result.run_dir)
     console.print(training_report(finished, stopped_early=result.stopped_early))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,21 @@ def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
         place: how far the run has come.
         learner: state of the learner, tensors and plain values.
     """
+    write_state(path, "place.json", {"format": FORMAT, **asdict(place)}, learner)
+
+
+def write_state(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
+    """Write what is needed beside the model into the checkpoint at ``path``, where `read_learner` finds the learner's.
+
+    Args:
+        path: the checkpoint.
+        name: the JSON file of ``about``, below ``trainer/``.
+        about: what is known of the run.
+        learner: state of the learner, tensors and plain values.
+    """
     folder = path / "trainer"
     folder.mkdir()
-    (folder / "place.json").write_text(json.dumps({"format": FORMAT, **asdict(place)}, indent=1), encoding="utf-8")
+    (folder / name).write_text(json.dumps(about, indent=1), encoding="utf-8")
     torch.save(learner, folder / "learner.pt")
 
 

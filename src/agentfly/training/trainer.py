@@ -205,9 +205,7 @@ class Trainer:
                 if self._is_checkpoint(place):
                     await self._save(means, place)
             stopped_early = self._verdict(place) if place.step < config.steps else ""
-            events.emit(
-                TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early)
-            )
+            events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early))
         checkpoint = self._checkpoints.latest()
         assert checkpoint is not None
         return TrainResult(

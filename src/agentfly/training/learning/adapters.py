@@ -7,11 +7,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.embedded.adapters import has_adapters
 from agentfly.training.config.lora_config import LoRAConfig
+
+
+def trainable_weights(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: int) -> list[Parameter]:
+    """The weights that are to learn: those of fresh adapters, or without a configuration of any all of the model's.
+
+    Raises:
+        PrerequisiteError, ConfigError: as of `add_adapters`.
+    """
+    if lora is None:
+        model.requires_grad_()
+    else:
+        add_adapters(model, lora, seed=seed)
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> None:
@@ -107,8 +121,17 @@ def adapters_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """In the block the inputs of adapters are dropped at random; dropout of the model itself stays off."""
+def adapter_dropout(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: int, step: int) -> Iterator[None]:
+    """In the block the inputs of adapters are dropped at random; dropout of the model itself stays off.
+
+    Args:
+        model: a model with the adapters of ``lora``.
+        lora: says how much is dropped; without adapters, or at a rate of 0, nothing is, and nothing is drawn.
+        seed, step: what is dropped follows from these two, and whoever draws numbers elsewhere draws the same.
+    """
+    if lora is None or not lora.dropout:
+        yield
+        return
     layers = [
         module
         for name, module in model.named_modules()
@@ -117,7 +140,9 @@ def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
     for layer in layers:
         layer.train()
     try:
-        yield
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(1_000_003 * seed + step)
+            yield
     finally:
         for layer in layers:
             layer.eval()

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from agentfly.policies.embedded.scoring import score_states, score_tokens, state
 from agentfly.training.advantages import Advantages, Floats
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learning.activation_checkpointing import checkpointed, enable_checkpointing
-from agentfly.training.learning.adapters import adapter_dropout, add_adapters, refuse_adapters
+from agentfly.training.learning.adapters import adapter_dropout, refuse_adapters, trainable_weights
 from agentfly.training.learning.batch_tokens import BatchTokens, by_row, flat
 from agentfly.training.learning.critic import Critic
 from agentfly.training.learning.learning_rate import rate_share
@@ -91,17 +91,14 @@ class Learner:
         if config.gradient_checkpointing:  # before the rest, which copies the model
             enable_checkpointing(model)
         self._critic = Critic(model, config) if needs_critic else None
-        if config.lora is None:
-            model.requires_grad_()
-        else:
-            add_adapters(model, config.lora, seed=config.seed)
+        weights = trainable_weights(model, config.lora, seed=config.seed)
         self._penalty = (
             Penalty(model, config.kl, temperature=temperature, adapters=config.lora is not None)
             if config.kl.coefficient > 0
             else None
         )
         self._optimizer = Optimizer(
-            [weight for weight in model.parameters() if weight.requires_grad],
+            weights,
             betas=config.adam_betas,
             epsilon=config.adam_epsilon,
             weight_decay=config.weight_decay,
@@ -164,7 +161,7 @@ class Learner:
         tokens, mismatch = BatchTokens.of(rows, advantages.values, scores, self._model.device).corrected(
             config.correction
         )
-        step = _Step(rows, tokens, config.learning_rate * rate_share(config, self.steps), stop)
+        step = _Step(rows, tokens, self._rate(), stop)
         if self._penalty is not None and scores.token_rewards is not None:
             penalties = flat(scores.token_rewards, torch.device("cpu"))
             step.tally.mean("policy/reference_kl", -penalties / self._penalty.coefficient.value)
@@ -249,17 +246,20 @@ class Learner:
     @contextmanager
     def _learning(self) -> Iterator[None]:
         """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
-        dropout = self._config.lora.dropout if self._config.lora else 0.0
-        devices = [self._model.device] if self._model.device.type == "cuda" else []
-        with (
-            self._optimizer.gathering(),
-            checkpointed(self._model),
-            adapter_dropout(self._model) if dropout else nullcontext(),
-            torch.random.fork_rng(devices, enabled=bool(dropout)),
-        ):
-            if dropout:
-                torch.manual_seed(1_000_003 * self._config.seed + self.steps)
+        dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.steps)
+        with self._optimizer.gathering(), checkpointed(self._model), dropping:
             yield
+
+    def _rate(self) -> float:
+        """The learning rate of the step at hand."""
+        config = self._config
+        return config.learning_rate * rate_share(
+            self.steps,
+            steps=config.steps,
+            warmup=config.warmup_steps,
+            schedule=config.schedule,
+            final_share=config.final_learning_rate_share,
+        )
 
     def _update(self, step: _Step, part: Sequence[int], *, measure: bool, fresh: bool) -> None:
         """One update from the rows of a mini-batch; those that teach nothing are at most measured."""

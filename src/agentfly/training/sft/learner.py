@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.training.learning.activation_checkpointing import checkpointed, enable_checkpointing
-from agentfly.training.learning.adapters import adapter_dropout, add_adapters, refuse_adapters
+from agentfly.training.learning.adapters import adapter_dropout, refuse_adapters, trainable_weights
+from agentfly.training.learning.learning_rate import rate_share
 from agentfly.training.learning.mini_batches import micro_batches
 from agentfly.training.learning.optimizer import Optimizer
 from agentfly.training.rows import Row
@@ -49,15 +50,11 @@ class SupervisedLearner:
         refuse_adapters(model)
         if config.gradient_checkpointing:
             enable_checkpointing(model)
-        if config.lora is None:
-            model.requires_grad_()
-        else:
-            add_adapters(model, config.lora, seed=config.seed)
         self._model = model
         self._config = config
         self._updates = updates
         self._optimizer = Optimizer(
-            [weight for weight in model.parameters() if weight.requires_grad],
+            trainable_weights(model, config.lora, seed=config.seed),
             betas=_BETAS,
             epsilon=_EPSILON,
             weight_decay=config.weight_decay,
@@ -73,7 +70,7 @@ class SupervisedLearner:
             number of tokens learned, ``rows/sampled_tokens``.
         """
         tokens = sum(len(row.targets) for row in rows)
-        rate = self._config.learning_rate * rate_share(self._config, self.done, self._updates)
+        rate = self._rate()
         total = 0.0
         with self._learning():
             for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
@@ -116,23 +113,12 @@ class SupervisedLearner:
     @contextmanager
     def _learning(self) -> Iterator[None]:
         """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
-        dropout = self._config.lora.dropout if self._config.lora else 0.0
-        devices = [self._model.device] if self._model.device.type == "cuda" else []
-        with (
-            self._optimizer.gathering(),
-            checkpointed(self._model),
-            adapter_dropout(self._model) if dropout else nullcontext(),
-            torch.random.fork_rng(devices, enabled=bool(dropout)),
-        ):
-            if dropout:
-                torch.manual_seed(1_000_003 * self._config.seed + self.done)
+        dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.done)
+        with self._optimizer.gathering(), checkpointed(self._model), dropping:
             yield
 
-
-def rate_share(config: SFTConfig, update: int, updates: int) -> float:
-    """Share of the full learning rate in an update (from 0) of so many: it rises, then follows the schedule."""
-    warmup = round(config.warmup_share * updates)
-    if update < warmup:
-        return (update + 1) / warmup
-    done = (update - warmup) / max(updates - warmup, 1)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[config.schedule]
+    def _rate(self) -> float:
+        """The learning rate of the update at hand."""
+        config, warmup = self._config, round(self._config.warmup_share * self._updates)
+        share = rate_share(self.done, steps=self._updates, warmup=warmup, schedule=config.schedule)
+        return config.learning_rate * share

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agentfly.errors import ConfigError
 from agentfly.events import (
     CheckpointSaved,
@@ -25,7 +23,7 @@ from agentfly.events import (
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Checkpoints, load_weights, write_model
+from agentfly.training.checkpoints import Checkpoints, load_weights, read_learner, write_model, write_state
 from agentfly.training.resume import forget_after
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
@@ -160,16 +158,13 @@ class SupervisedTrainer:
         forget_after(self._run, None if latest is None else self._checkpoints.saved()[-1][0])
         if latest is not None:
             load_weights(self._policy.model, latest)
-            learner.load_state(torch.load(latest / "trainer" / "learner.pt", map_location="cpu", weights_only=True))
+            learner.load_state(read_learner(latest))
         return learner
 
     def _save(self, learner: SupervisedLearner) -> None:
         def write(path: Path) -> None:
             write_model(path, self._policy.model, self._policy.tokenizer.hf)
-            folder = path / "trainer"
-            folder.mkdir()
-            (folder / "sft.json").write_text(json.dumps(asdict(self._about), indent=1), encoding="utf-8")
-            torch.save(learner.state(), folder / "learner.pt")
+            write_state(path, "sft.json", asdict(self._about), learner.state())
 
         path = self._checkpoints.save(learner.done, write)
         self._events.emit(CheckpointSaved(step=learner.done, path=str(path)))

@@ -22,7 +22,10 @@ def python(program: str, *, executable: Path | str = sys.executable, cwd: Path |
     return done.stdout
 
 
-@pytest.mark.parametrize("statement", ["import agentfly", "import agentfly.cli.main"])
+SETTINGS = "import agentfly.training.config.train_config, agentfly.training.sft.config"
+
+
+@pytest.mark.parametrize("statement", ["import agentfly", "import agentfly.cli.main", SETTINGS])
 def test_importing_loads_nothing_heavy(statement):
     program = [
         "import sys, time",

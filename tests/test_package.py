@@ -78,6 +78,8 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert "agentfly/py.typed" in held
     assert any(name.startswith("agentfly/") and name.endswith(".safetensors") for name in held)
     assert {"agentfly/tasks/stockroom/tiny.yaml", "agentfly/tasks/stockroom/smollm2-135m.yaml"} <= held
+    assert {f"agentfly/policies/models/{name}/model.safetensors" for name in ("tiny", "tiny-depot")} <= held
+    assert wheel.stat().st_size < 8_000_000
 
 
 SCRIPTED = """
@@ -126,6 +128,10 @@ def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path):
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert "agentfly-rl[train]" in re.sub(r"\s+", " ", doctor.stdout)
     assert python(SCRIPTED, executable=binaries / "python", cwd=tmp_path).strip() == "[1.0] 42"
+
+    subprocess.run([binaries / "agentfly", "init", "look-up"], capture_output=True, check=True, cwd=tmp_path)
+    written = {path.name for path in (tmp_path / "look-up").iterdir()}
+    assert written == {"README.md", "config.yaml", "look_up.py", "test_look_up.py"}
 
     config = tmp_path / "config.yaml"
     config.write_text("agent: json:dumps\ntasks: x.jsonl\n")

@@ -136,6 +136,7 @@ def test_findings_lay_the_arms_beside_one_another_and_say_how_many_runs_have_a_f
     assert told["runs"][3] == {"arm": "other", "seed": 2, "success": 0.2, "steps to 50%": None}
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_picture_with_every_curve_and_arm(tmp_path):
     runs = finished_runs(tmp_path)
     draw(study(), runs, tmp_path / "one.svg")

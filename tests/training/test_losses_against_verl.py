@@ -24,6 +24,8 @@ from agentfly.training.losses.mismatch import mismatch_metrics
 from agentfly.training.losses.token_batch import ClipRange, TokenBatch
 from agentfly.training.losses.value_loss import value_loss
 
+pytestmark = pytest.mark.slow  # the import of verl is
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 SLOT_WIDTH = 6
 verl_name: dict[AggregationName, str] = {

@@ -104,6 +104,7 @@ def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
     assert [line.values["sft/held_out_loss"] for line in run.metrics("eval")] == list(result.held_out.values())
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_a_model_that_says_what_it_was_taught(tmp_path):
     result = started(tmp_path, held_out_share=0.0, epochs=25)
     learned = AGENT.with_model(result.checkpoint)

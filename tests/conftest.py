@@ -1,8 +1,13 @@
-"""What holds for all tests: which of them may be run a second time."""
+"""What holds for all tests: which of them may be run a second time, and that none fails for the machine being busy."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes, or the drawing of one, says how busy the machine is.
+settings.register_profile("agentfly", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("agentfly")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -112,7 +112,8 @@ print(result.rewards, result.trajectories[0].turns[0].results[0].observation.str
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path):
+def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # which would add to it
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     binaries = tmp_path / "venv" / "bin"
     install = [binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]

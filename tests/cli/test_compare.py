@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from agentfly.cli import main as cli
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory, save_trajectories
@@ -27,16 +26,8 @@ def evaluation(run: RunDirectory, step: int, *rewards: float | None) -> Path:
 
 
 @pytest.fixture
-def compare(monkeypatch, capsys):
-    def run(*words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["agentfly", "compare", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out + captured.err
-
-    return run
+def compare(agentfly):
+    return partial(agentfly, "compare")
 
 
 def test_a_run_is_compared_with_itself_before_training(compare, tmp_path):

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from agentfly.cli import main as cli
 from agentfly.cli.field_list import field_called, field_groups, nearest_field
 from agentfly.training.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {field.key: field for group in field_groups() for field in group.fields}
-
-
-@pytest.fixture
-def agentfly(monkeypatch, capsys):
-    def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["agentfly", *words])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out + captured.err
-
-    return run
 
 
 def test_every_training_setting_is_listed_however_deep_it_lies():

@@ -133,7 +133,7 @@ async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | Non
         shutil.rmtree(path, ignore_errors=True)  # of a run that was stopped before it had begun
         own = [f"training.seed={run.seed}", "training.threads=1", f"run_dir={path.resolve()}"]
         asked = [str(study.config_file), *study.words, *run.arm.words, *words, *own]
-    log = run.directory.path.with_suffix(".log")
+    log = path.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as said:
         process = await asyncio.create_subprocess_exec(

@@ -33,7 +33,8 @@ class TrainConfig(Settings):
     """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`; in a file also a
     reference of an `Algorithm`, as ``module:name`` or ``path/file.py:name``."""
     loss: str = "ppo_clip"
-    """What is minimised: a name in `agentfly.training.losses.LOSSES`."""
+    """What is minimised: a name in `agentfly.training.losses.LOSSES`; in a file also a reference, as for
+    ``algorithm``."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_token_mean", "constant"] = "token_mean"
     """How the tokens' losses become one: the mean over all tokens of a batch; the mean over its rows of each row's sum
     (``sequence_mean``) or of each row's mean (``sequence_token_mean``); or the sum over tokens divided by

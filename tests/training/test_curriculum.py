@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -111,6 +113,16 @@ def test_a_curriculum_says_what_it_is_and_not_where_it_lies() -> None:
     assert repr(Longest(3)) == repr(Longest(3)) == "Longest(least=3)"
     assert repr(Longest(3)) != repr(Longest(4))
     assert repr(BySuccessRate(tries=4)) == repr(BySuccessRate(tries=4))
+
+
+@pytest.mark.parametrize("rank", [None, math.nan, "first"])
+def test_what_tasks_cannot_be_ordered_by_is_refused(rank: Any) -> None:
+    class Ranks(Curriculum):
+        def rank(self, task: Task, record: TaskRecord) -> float:
+            return rank  # type: ignore[no-any-return]
+
+    with pytest.raises(UsageError, match=r"Return a number from rank\(\)"):
+        GuidedOrder(TASKS, 0, Ranks()).take(0, 1)
 
 
 def test_what_is_no_curriculum_is_refused() -> None:

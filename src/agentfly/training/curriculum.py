@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,7 +175,17 @@ class GuidedOrder(TaskOrder):
     def _drawn(self, number: int) -> list[int]:
         places = self._shuffled(number)
         kept = [place for place in places if self._curriculum.keeps(*self._known(place))] or places
-        return sorted(kept, key=lambda place: self._curriculum.rank(*self._known(place)))
+        return sorted(kept, key=self._rank)
+
+    def _rank(self, place: int) -> float:
+        task, record = self._known(place)
+        rank: object = self._curriculum.rank(task, record)
+        if isinstance(rank, (int, float)) and not math.isnan(rank):
+            return rank
+        raise UsageError(
+            f"The curriculum {self._curriculum!r} ranks the task {task.id!r} as {rank!r}, which is no number that "
+            "tasks could be ordered by. Return a number from rank()."
+        )
 
     def _known(self, place: int) -> tuple[Task, TaskRecord]:
         task = self._tasks[place]

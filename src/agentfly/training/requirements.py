@@ -53,14 +53,22 @@ def require_score(agent: Agent, reward: AnyReward, *, greedy: bool) -> None:
 
 
 def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None:
-    """Raise if something looks at evaluations, and there are none.
+    """Raise if something asks for evaluations or looks at them, and there are none.
 
     Raises:
         ConfigError: it does.
     """
-    asks = "early_stop" if config.early_stop is not None else "keep_best" if config.keep_best else ""
+    asks = (
+        "early_stop looks at what evaluations find"
+        if config.early_stop is not None
+        else "keep_best looks at what evaluations find"
+        if config.keep_best
+        else f"eval_every_steps={config.eval_every_steps} asks for evaluations"
+        if config.eval_every_steps is not None
+        else ""
+    )
     if asks and not eval_tasks:
-        raise ConfigError(f"{asks} looks at what evaluations find, and there are no held-out tasks. Give eval_tasks.")
+        raise ConfigError(f"{asks}, and there are no held-out tasks. Give eval_tasks.")
 
 
 def training_temperature(agent: Agent, config: TrainConfig) -> float:

@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.images import Image, PlacedImage
+from agentfly.training.advantages import Advantages
 from agentfly.training.learning.stopping import UpdateStopped
+from agentfly.training.losses import LOSSES
+from agentfly.training.losses.policy_losses import ppo_clip
+from agentfly.training.losses.token_batch import ClipRange, TokenBatch, TokenLoss
+from agentfly.training.requirements import require_advantages
 from tests.training.small_learning import constant, learn, learner_of, own_logprobs, rows_of, small_model, weights
 
 
@@ -128,6 +133,32 @@ def test_weight_decay_takes_matrices_and_leaves_the_scales_of_norms() -> None:
     for name, weight in model.named_parameters():
         expected = before[name] * (0.9 if weight.ndim > 1 else 1.0)
         torch.testing.assert_close(weight.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (-1, 1), (1, -1)])
+def test_a_loss_that_is_not_one_value_a_token_is_refused_and_moves_nothing(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
+        made = ppo_clip(batch, clip)
+        return dataclasses.replace(made, loss=made.loss.reshape(shape) if shape else made.loss.mean())
+
+    monkeypatch.setattr(LOSSES, "_known", {"ppo_clip": odd})
+    model = small_model()
+    rows, before = rows_of(model), weights(model)
+    with pytest.raises(UsageError, match="one value a token"):
+        learn(learner_of(model), rows, constant(rows, [1, -1, 1, -1]))
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("wrong", [lambda one: one[:-1], lambda one: [one[1], one[0], *one[2:]], lambda one: [0.0] * 4])
+def test_advantages_that_are_not_one_number_a_sampled_token_are_refused(wrong: Any) -> None:
+    rows = rows_of(small_model())
+    right = constant(rows, [1, -1, 1, -1])
+    require_advantages(Advantages(right, right), rows, "mine")
+    for advantages in (Advantages(wrong(right)), Advantages(right, wrong(right))):
+        with pytest.raises(UsageError, match="The algorithm 'mine' judged"):
+            require_advantages(advantages, rows, "mine")
 
 
 @pytest.mark.parametrize("values", [None, [0.0] * 4])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, GroupReward
 from agentfly.agents.reward import tool_rewards
 from agentfly.errors import ConfigError, UsageError
 from agentfly.task import Task
+from agentfly.training.advantages import Advantages
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.rows import RowBatch
+from agentfly.training.rows import Row, RowBatch
 
 
 def require_rows(batch: RowBatch) -> None:
@@ -26,6 +29,26 @@ def require_rows(batch: RowBatch) -> None:
             "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
             "log-probs need a policy that returns them; those that are cut off need a larger max_row_tokens."
         )
+
+
+def require_advantages(advantages: Advantages, rows: Sequence[Row], algorithm: str) -> None:
+    """Raise unless each sampled token of each row was judged by one number.
+
+    Raises:
+        UsageError: it was not.
+    """
+    wanted = [(len(row.targets),) for row in rows]
+    for judged in (advantages.values, advantages.returns):
+        shapes = wanted if judged is None else [np.shape(one) for one in judged]
+        if shapes != wanted:
+            found = next((pair for pair in zip(shapes, wanted, strict=False) if pair[0] != pair[1]), None)
+            what = (
+                f"{len(shapes)} rows of {len(wanted)}" if found is None else f"shape {found[0]} where it is {found[1]}"
+            )
+            raise UsageError(
+                f"The algorithm {algorithm!r} judged {what}. It has to return an array for each row of the evidence, "
+                "with a number for each of its sampled tokens (row.targets)."
+            )
 
 
 def require_score(agent: Agent, reward: AnyReward, *, greedy: bool) -> None:

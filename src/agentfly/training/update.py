@@ -12,7 +12,7 @@ from agentfly.training.batch_metrics import batch_metrics
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.harvest import Harvest
 from agentfly.training.learning.learner import Learner
-from agentfly.training.requirements import require_rows
+from agentfly.training.requirements import require_advantages, require_rows
 from agentfly.training.retokenization import retokenized
 from agentfly.training.row_limits import within_limits
 from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
@@ -85,4 +85,5 @@ class Update:
             baselines=baselines if self._algorithm.needs_greedy else None,
         )
         advantages = self._algorithm.estimate(evidence, self._config.advantage)
+        require_advantages(advantages, rows, self._config.algorithm)
         return self._learner.learn(rows, advantages, scores, stop)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, UsageError
 from agentfly.policies.embedded.scoring import score_states, score_tokens, states_before
 from agentfly.training.advantages import Advantages, Floats
 from agentfly.training.config.train_config import TrainConfig
@@ -155,6 +155,7 @@ class Learner:
         Raises:
             UpdateStopped: ``stop`` was set.
             ConfigError: a row holds images.
+            UsageError: the loss is not one value a token.
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
@@ -308,6 +309,12 @@ class Learner:
         scores = score_states(self._model, states, ids, targets, temperature=self._temperature)
         batch = TokenBatch(scores.logprobs, tokens.old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
+        if policy.loss.shape != scores.logprobs.shape:  # which torch might broadcast to numbers that mean nothing
+            raise UsageError(
+                f"The loss {self._config.loss!r} returned the shape {tuple(policy.loss.shape)} for "
+                f"{len(scores.logprobs)} tokens. It has to return one value a token; their mean is taken later, over "
+                "the whole batch."
+            )
         loss = aggregation(policy.loss * tokens.weights, tokens.mask, tokens.row)
         if self._config.entropy_coefficient > 0:
             loss = loss - self._config.entropy_coefficient * aggregation(scores.entropy, tokens.mask, tokens.row)

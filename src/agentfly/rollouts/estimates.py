@@ -14,6 +14,9 @@ from dataclasses import dataclass
 LEVEL = 0.95
 """How often intervals made in this way hold the true value."""
 
+_NORMAL_QUANTILE = 1.959963984540054
+"""How many standard errors the interval at `LEVEL` reaches to each side, under the normal distribution."""
+
 _NORMAL_FROM = 2000
 """With more degrees of freedom than this, Student's t is the normal distribution to four digits."""
 
@@ -92,7 +95,7 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
 def student_quantile(degrees: int) -> float:
     """How many standard errors the interval at `LEVEL` reaches to each side, with so many degrees of freedom."""
     if degrees > _NORMAL_FROM:
-        return 1.959963984540054
+        return _NORMAL_QUANTILE
     low, high = 1.9, 13.0
     while high - low > 1e-10:
         middle = (low + high) / 2
@@ -116,7 +119,7 @@ def _student_within(t: float, degrees: int) -> float:
 
 
 def _wilson(share: float, count: float) -> tuple[float, float]:
-    z = 1.959963984540054
+    z = _NORMAL_QUANTILE
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, min(centre - reach, share)), min(1.0, max(centre + reach, share))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentfly as af
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.catalog import find_model
 from agentfly.policies.load import load_policy
 from agentfly.training import export as export_module
@@ -115,6 +115,18 @@ def test_nothing_is_written_over(runs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ConfigError, match="neither a model nor a checkpoint"):
         export(tmp_path, tmp_path / "model")
+
+
+def test_a_shipped_model_is_exported_by_its_name_to_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    assert export("tiny", tmp_path / "link").path == tmp_path / "disk"
+    assert (tmp_path / "link" / "config.json").is_file()
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrerequisiteError, match=r"file/model cannot be written: Not a directory\. Name another"):
+        export("tiny", tmp_path / "file" / "model")
 
 
 def test_the_command_says_where_the_model_is(runs, tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def export(
     with the checkpoint on a probe; the directory appears only once it agrees.
 
     Args:
-        source: the directory of a run, whose last checkpoint is taken, or of a checkpoint or model.
+        source: the directory of a run, whose last checkpoint is taken, or of a checkpoint or model; or a model's name.
         to: where the model goes; it must not be there yet, or be empty.
         step: of a run: which checkpoint.
         adapter: write the adapter alone, in peft's format.
@@ -76,7 +76,7 @@ def export(
         PrerequisiteError: the model cannot be loaded, or the directory cannot be written.
         ExportMismatch: what was written does not say what the checkpoint says.
     """
-    checkpoint, target = _checkpoint(Path(source), step), Path(to)
+    checkpoint, target = _checkpoint(Path(source), step), Path(to).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already. Name a directory that is not there yet, or is empty.")
     base = base_of(checkpoint)
@@ -115,7 +115,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
     if (source / "config.json").is_file() or not source.is_dir():
         if step is not None:
             raise ConfigError(f"A step chooses among the checkpoints of a run, and {source} is not a run's directory.")
-        return find_model(source)
+        return find_model(str(source) if len(source.parts) == 1 else source)  # one word may be a name
     saved = dict(Checkpoints(RunDirectory(source).checkpoints, keep=1).saved())
     if not saved:
         raise ConfigError(f"{source} holds neither a model nor a checkpoint. Name a run that has saved one.")
@@ -152,7 +152,7 @@ def _adapted_logprobs(base: Path, adapter: Path) -> torch.Tensor:
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """A directory to write to, which becomes ``target`` when the block ends well, and is gone otherwise."""
-    draft = target.absolute().with_name(f".unfinished-{target.absolute().name}")
+    draft = target.with_name(f".unfinished-{target.name}")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -160,7 +160,9 @@ def _appearing(target: Path) -> Iterator[Path]:
         if target.is_dir():
             target.rmdir()
         draft.rename(target)
-    except PermissionError as error:
-        raise PrerequisiteError(f"{target} cannot be written: {error.strerror}. Name another directory.") from error
+    except OSError as error:
+        raise PrerequisiteError(
+            f"{target} cannot be written: {error.strerror or error}. Name another directory."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,19 @@ def test_rollouts_are_shown_and_kept(agentfly):
     ]
     out, _ = agentfly("rollout", "project/config.yaml", "-n", "1", "--quiet", "run_dir=runs/quiet")
     assert "What about" not in out
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_command_that_fails_before_the_first_rollout_leaves_no_run(project, monkeypatch, capsys, command):
+    with socket.socket() as nobody:  # bound, and listened at by nobody
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+        monkeypatch.setattr(sys, "argv", ["agentfly", command, "project/config.yaml", "--base-url", url])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert left.value.code == 1
+    assert "nobody could be reached" in capsys.readouterr().err
+    assert list(Path("runs").glob("*")) == []
 
 
 @pytest.mark.slow

@@ -163,6 +163,11 @@ def test_settings_that_contradict_each_other(refused):
     assert "warmup_steps=9 is more than steps=5" in message
 
 
+def test_a_pass_at_more_attempts_than_are_made(refused):
+    _, told = refused("eval", "config.yaml", "--k", "1,8", "training.eval_attempts=4", "training.eval_temperature=1")
+    assert "pass@8 needs as many attempts at a task, and training.eval_attempts is 4" in told
+
+
 def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     code, message = refused("train", "--resume", "runs/none")
     assert code == 2

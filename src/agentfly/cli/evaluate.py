@@ -64,6 +64,12 @@ def evaluate(
     words = [*endpoint_asked(base_url), *(overrides or [])]
     wanted = None if ks is None else _numbers(ks)
     kept = KeptRun.of("eval", source, words, checkpoint, resume)
+    most = kept.config.training.eval_attempts
+    if wanted is not None and wanted[-1] > most:
+        raise ConfigError(
+            f"--k {ks}: pass@{wanted[-1]} needs as many attempts at a task, and training.eval_attempts is {most}. "
+            "Raise it, with training.eval_temperature above 0, or lower k."
+        )
     experiment = Experiment.of(kept.config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{resume or source} names no held-out tasks to evaluate on. Set eval_tasks.")

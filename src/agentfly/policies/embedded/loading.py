@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.embedded.adapters import base_of, merge_adapters
 from agentfly.policies.embedded.attention import enable_packed_attention
 from agentfly.policies.embedded.scoring import score_tokens
+
+_ALONE = threading.RLock()
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -81,14 +84,18 @@ def _weights_of(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars from the terminal."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    """Keep transformers' progress bars from the terminal, and let one thread at a time load or save a model.
+
+    While it loads, transformers changes what makes weights in the whole process: two at once spoil each other.
+    """
+    with _ALONE:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if shown:
+                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _refuse_unsupported(path: Path, config: Any) -> None:

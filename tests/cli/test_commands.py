@@ -81,7 +81,7 @@ def agentfly(project, monkeypatch, capsys):
 def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
     out, err = agentfly("train", "project/config.yaml", "run_dir=runs/mine")
     assert "2 training steps" in out
-    assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n" in out
+    assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n  agentfly export runs/mine --to DIR\n" in out
     assert "agentfly train --resume runs/mine training.steps=4\n  tensorboard --logdir runs/mine/tensorboard" in out
     assert "step 2/2" in err
     run = RunDirectory("runs/mine")

@@ -50,6 +50,13 @@ def test_pass_at_k_is_over_the_tasks_with_as_many_attempts():
     assert board.pass_at(4) is None
 
 
+def test_the_interval_of_pass_at_k_stays_within_0_and_1():
+    board = Scoreboard.of([*attempts("a", 1.0, 1.0), *attempts("b", 1.0, 1.0), *attempts("c", 0.0, 0.0)])
+    estimate = board.pass_at(2)
+    assert (estimate.low, estimate.high) == (0.0, 1.0)
+    assert estimate.mean == pytest.approx(2 / 3)
+
+
 def test_nothing_that_counts_gives_no_number():
     board = Scoreboard.of(attempts("a", None))
     assert board.reward() is board.success() is board.pass_at(1) is None

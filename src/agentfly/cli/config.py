@@ -43,7 +43,7 @@ def config(
         return
     console = Console()
     for group in groups:
-        console.print(_table(group))
+        console.print(_listed(group))
 
 
 def _chosen(word: str) -> list[FieldGroup]:
@@ -81,14 +81,15 @@ def _print_resolved(path: Path, overrides: list[str]) -> None:
     typer.echo(config_text(load_config(path, overrides)), nl=False)
 
 
-def _table(group: FieldGroup) -> RenderableType:
-    from rich.table import Table
+def _listed(group: FieldGroup) -> RenderableType:
+    """A group as a list: each key with its default, as they are overridden, what it takes, and what it is for."""
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
-    table = Table(title=Text(f"{group.key or 'the run'}: {group.about}", "bold"), title_justify="left", expand=True)
-    table.add_column("field", overflow="fold", ratio=3)
-    for heading, ratio in (("takes", 2), ("default", 2), ("what it is", 6)):
-        table.add_column(heading, overflow="fold", ratio=ratio)
+    lines: list[RenderableType] = [Text(f"{group.key or 'the run'}: {group.about}", "bold underline")]
     for field in group.fields:
-        table.add_row(Text(field.key, "bold"), Text(field.kind), Text(field.default), Text(field.meaning))
-    return table
+        worded = field.default in ("needed", "see below")
+        head = Text.assemble((field.key, "bold"), "  " if worded else "=", field.default, (f"  ({field.kind})", "dim"))
+        lines += [head, Padding(Text(field.meaning), (0, 0, 0, 4))]
+    return Group(*lines, "")

@@ -169,6 +169,16 @@ class RunConfig(BaseModel):
         except ConfigError as error:
             raise ConfigError("\n".join(f"{info.field_name}: {line}" for line in str(error).splitlines())) from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misplaced(cls, values: Any) -> Any:
+        """Say of a key below ``training`` that it belongs beside it."""
+        training = values.get("training") if isinstance(values, dict) else None
+        for key in training if isinstance(training, dict) else ():
+            if key in cls.model_fields and key not in TrainConfig.model_fields:
+                raise ConfigError(f"{key!r} stands beside 'training', not below it. Write {key}, not training.{key}.")
+        return values
+
     @field_validator("policy", mode="before")
     @classmethod
     def _by_its_word(cls, value: Any) -> Any:

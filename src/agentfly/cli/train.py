@@ -112,8 +112,8 @@ def _next_commands(run: RunDirectory, steps: int, *, evaluated: bool) -> list[st
     """Commands that look further into a run that has finished so many steps, or go further with it."""
     directory = shlex.quote(str(run.path))
     further = f"agentfly train --resume {directory} training.steps={2 * steps}"
-    commands = [f"agentfly eval {directory}"] if evaluated else []
-    commands += [f"agentfly rollout {directory} -n 2", further]
+    commands = [f"agentfly compare {directory}", f"agentfly eval {directory}"] if evaluated else []
+    commands += [f"agentfly rollout {directory} -n 2", f"agentfly export {directory} --to DIR", further]
     if run.tensorboard.exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(run.tensorboard))}")
     return commands

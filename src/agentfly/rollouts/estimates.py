@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LEVEL = 0.95
 """How often intervals made in this way hold the true value."""
@@ -76,6 +76,13 @@ def share_over_tasks(successes: Sequence[Sequence[bool]]) -> Estimate:
     if share in (0.0, 1.0):
         independent = float(count)
     return Estimate(share, *_wilson(share, min(max(independent, count), attempts)), count)
+
+
+def within_shares(estimate: Estimate) -> Estimate:
+    """An estimate of a share, with what of its interval lies beyond 0 and 1 taken away."""
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:

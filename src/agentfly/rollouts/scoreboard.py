@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import ConfigError
-from agentfly.rollouts.estimates import Estimate, mean_over_tasks, pass_at_k, share_over_tasks
+from agentfly.rollouts.estimates import Estimate, mean_over_tasks, pass_at_k, share_over_tasks, within_shares
 from agentfly.rollouts.summary import succeeded
 from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory
@@ -89,12 +89,13 @@ class Scoreboard:
     def pass_at(self, k: int) -> Estimate | None:
         """Share of the tasks that ``k`` attempts solve, over the tasks with as many attempts that count.
 
-        The interval is Student's t over the tasks, for ``k`` of 1 Wilson's. None where no task has as many.
+        The interval is Student's t over the tasks, as far as it is within 0 and 1, for ``k`` of 1 Wilson's. None where
+        no task has as many.
         """
         chances = [chance for scores in self.scored if (chance := scores.pass_at(k)) is not None]
         if not chances:
             return None
-        return self.success() if k == 1 else mean_over_tasks([[chance] for chance in chances])
+        return self.success() if k == 1 else within_shares(mean_over_tasks([[chance] for chance in chances]))
 
     def to_json(self, ks: Sequence[int]) -> dict[str, Any]:
         """Everything as JSON can hold it: the estimates, what was left out, and each task's scores."""

@@ -51,4 +51,10 @@ def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> st
         return f"{detail['input']!r} holds no settings by their names."
     if detail["type"] == "missing":
         return f"{name} is needed and is missing."
+    if detail["type"] in ("model_type", "model_attributes_type") and not parts:
+        first = next(iter(known))
+        return (
+            f"{name}={detail['input']!r}: this is a group of settings, of which some have to be given, such as "
+            f"{first}. There are: {', '.join(known)}."
+        )
     return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

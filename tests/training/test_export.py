@@ -108,6 +108,12 @@ def test_what_says_something_else_does_not_appear(runs, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_all_files_may_be_read_by_whom_the_directory_may_be_read(runs, tmp_path):
+    done = export(runs["whole"], tmp_path / "model")
+    readers = done.path.stat().st_mode & 0o444
+    assert {path.stat().st_mode & 0o444 for path in done.path.iterdir()} == {readers}
+
+
 def test_nothing_is_written_over(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is there already"):

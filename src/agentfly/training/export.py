@@ -157,6 +157,8 @@ def _appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         yield draft
+        for path in draft.iterdir():  # safetensors writes for the owner alone
+            path.chmod(draft.stat().st_mode & 0o666)
         if target.is_dir():
             target.rmdir()
         draft.rename(target)

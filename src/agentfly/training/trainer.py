@@ -18,6 +18,7 @@ from agentfly.agents.reward import tool_rewards
 from agentfly.events import (
     CheckpointSaved,
     EventStream,
+    Progress,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
@@ -320,6 +321,7 @@ class Trainer:
         self._order.note(gathered.trajectories)
         place = replace(place, step=step, cursor=place.cursor + len(gathered.groups))
         if step in means.told:
+            self._events.emit(Progress(what=f"step {step} trained again, from the rollouts on file"))
             return place, means.told[step]
         trained = {row.rollout_id for row in batch.rows}
         seconds = {

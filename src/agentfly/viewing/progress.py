@@ -89,7 +89,8 @@ class ConsoleProgress:
             case StepFinished():
                 left = state.seconds_left()
                 parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
-                parts.append(f"{state.tokens_per_second(event.time):.0f} tokens/s")
+                if speed := state.tokens_per_second(event.time):  # a warm start samples none
+                    parts.append(f"{speed:.0f} tokens/s")
                 if left:
                     parts.append(f"{_clock(left)} left")
                 return "\n".join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -27,7 +27,8 @@ class Settings(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse ``yes`` and ``true``, which YAML reads as a truth value and Python as the number 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and annotation is not bool and not _is_group(annotation):
             raise PydanticCustomError("no_truth_value", "Input should not be a truth value")
         return value
 
@@ -39,6 +40,11 @@ class Settings(BaseModel):
         except ValidationError as error:
             complaints = [_complaint(detail, cls.GROUP, cls.model_fields) for detail in error.errors()]
             raise ConfigError("\n".join(complaints)) from None
+
+
+def _is_group(annotation: Any) -> bool:
+    """Whether a field holds settings of its own, which say themselves what they take."""
+    return any(isinstance(one, type) and issubclass(one, Settings) for one in (annotation, *get_args(annotation)))
 
 
 def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> str:

@@ -215,6 +215,13 @@ async def test_a_second_run_in_one_directory_must_say_that_it_goes_on(tmp_path: 
         await trained(tmp_path)
 
 
+async def test_a_trainer_runs_once_and_says_how_to_go_on(tmp_path: Path) -> None:
+    trainer = Trainer(agent(), TASKS, later, run_dir=tmp_path, config=TrainConfig(**{**SMALL, "steps": 1}))
+    await trainer.run()
+    with pytest.raises(UsageError, match="resume=True"):
+        await trainer.run()
+
+
 async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Path) -> None:
     @reward
     def earlier(context: Context) -> float:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.reward import tool_rewards
+from agentfly.errors import UsageError
 from agentfly.events import (
     CheckpointSaved,
     EventStream,
@@ -172,6 +173,7 @@ class Trainer:
         require_evaluations(self._config, self._eval_tasks)
         self._trackers = {name: TRACKERS[name]() for name in self._config.trackers}
         self._resume = resume
+        self._ran = False
         if not resume:
             self._run.require_unused()
 
@@ -180,9 +182,12 @@ class Trainer:
 
         Raises:
             TooManyFailures: infrastructure spoiled too large a share of a batch.
-            UsageError: not one rollout of a step can be trained on.
+            UsageError: not one rollout of a step can be trained on, or this has run before.
             AgentFlyError: something is missing or wrong before the first rollout starts.
         """
+        if self._ran:
+            raise UsageError("This Trainer has run. To go on with its run, make another one with resume=True.")
+        self._ran = True
         started = time.perf_counter()
         config, events = self._config, self._events
         async with AsyncExitStack() as owned:

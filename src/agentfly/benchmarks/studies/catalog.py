@@ -31,6 +31,7 @@ CHAIN_VS_STEP = Study(
     name="chain-vs-step",
     question="Does an agent learn more from whole conversations, or from turns that see the last turn alone?",
     config="agentfly.tasks.depot:tiny.yaml",
+    words=("training.learning_rate=6e-4",),
     arms=(
         Arm("chain", "chain: one growing conversation", ("training.strategy=chain",)),
         Arm("step", "step: the errand and the last turn", FORGETFUL),
@@ -43,7 +44,7 @@ GRPO_VS_GIGPO = Study(
     name="grpo-vs-gigpo",
     question="Does an advantage of each step among equal states help where only the end is rewarded?",
     config="agentfly.tasks.depot:tiny.yaml",
-    words=FORGETFUL,
+    words=(*FORGETFUL, "training.steps=30", "training.eval_every_steps=5"),
     arms=(
         Arm("grpo", "GRPO", ("training.algorithm=grpo",)),
         Arm("gigpo", "GiGPO", ("training.algorithm=gigpo",)),

@@ -193,7 +193,7 @@ def test_every_shipped_study_has_one_place_in_the_results():
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 TINIEST = ["training.steps=1", "training.tasks_per_step=1", "training.attempts=2", "training.eval_attempts=1"]
-TINIEST += ["eval_tasks=null", "training.checkpoint_every_steps=1"]
+TINIEST += ["eval_tasks=null", "training.eval_every_steps=null", "training.checkpoint_every_steps=1"]
 
 
 async def test_a_directory_that_holds_another_study_is_refused(tmp_path):

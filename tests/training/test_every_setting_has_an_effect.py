@@ -239,7 +239,18 @@ def test_the_same_batch_is_judged_otherwise(setting: str) -> None:
 
 @pytest.mark.parametrize("setting", RATED)
 def test_the_learning_rate_is_another(setting: str) -> None:
-    rates = [rate_share(TrainConfig(**settings), 6) for settings in RATED[setting]]
+    rates = []
+    for settings in RATED[setting]:
+        config = TrainConfig(**settings)
+        rates.append(
+            rate_share(
+                6,
+                steps=config.steps,
+                warmup=config.warmup_steps,
+                schedule=config.schedule,
+                final_share=config.final_learning_rate_share,
+            )
+        )
     assert rates[0] != rates[1]
 
 

@@ -61,11 +61,6 @@ class ServedPolicy:
         """The version of the weights that the servers sample with."""
         return self._servers.version
 
-    @property
-    def takes_images(self) -> bool:
-        """No: the learner sees no images, whatever the servers do."""
-        return False
-
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -14,15 +14,24 @@ SEED   ?= 1
 # with CUDA: make demo TORCH=torch==2.13.0+cpu
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check format oracles vllm trl clean
+# Where this is set (some container images do), every program that the tests start would compile the package anew, and
+# pytest would rewrite every test again: a third of the time of collecting them.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-long check format oracles vllm trl clean
 
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn
 	@$(BIN)/agentfly demo --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
 # A slow test that fails is run once more (tests/conftest.py says why); so many at most, for more is no accident.
-test: $(VENV)/dev.stamp oracles  ## every test, slow ones included
+test: $(VENV)/dev.stamp oracles  ## the fast and the slow tests
 	@$(BIN)/python scripts/fetch_tokenizers.py
 	@$(BIN)/python -m pytest --reruns 1 --max-suite-reruns 8
+
+# The same tests with many times the random histories and fuzzed inputs (tests/support/scale.py), and the long ones.
+test-long: $(VENV)/dev.stamp oracles  ## every test, for hours
+	@$(BIN)/python scripts/fetch_tokenizers.py
+	@AGENTFLY_TESTS=long $(BIN)/python -m pytest -m "" --timeout 7200
 
 check: $(VENV)/dev.stamp  ## format, lint, types, import contracts and the fast tests
 	@$(BIN)/ruff format --check .

@@ -10,12 +10,16 @@ settings.register_profile("agentfly", deadline=None, suppress_health_check=[Heal
 settings.load_profile("agentfly")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave ``--reruns`` to slow tests.
+    """Make long tests slow ones too, and leave ``--reruns`` to slow tests.
 
     Those drive engines, servers and processes of the machine, where one may lose a race that is no fault of ours, among
     thousands that did not. `make test` runs such a one again and says so (RERUN). Whatever is fast has no such excuse.
     """
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("reruns", None):
         return
     for item in items:

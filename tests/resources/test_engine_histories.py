@@ -20,6 +20,7 @@ from agentfly.resources.scheduler.pool import InstanceState
 from agentfly.resources.scope import Scope
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
 from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.scale import scaled
 
 BUDGET = Budget(cpus=6)
 LIMITS = {"start_timeout_s": 4.0, "reset_timeout_s": 2.0, "release_timeout_s": 1.0}
@@ -256,5 +257,5 @@ def test_nothing_is_lost_shared_or_left_over_in_random_histories(run_history):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("start", range(1000, 3000, 250))
 def test_nothing_is_lost_shared_or_left_over_in_many_long_random_histories(run_history, start):
-    for seed in range(start, start + 250):
+    for seed in range(start, start + scaled(25, 250)):
         run_history(seed, 200)

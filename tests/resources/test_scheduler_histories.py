@@ -21,6 +21,7 @@ from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
 from agentfly.resources.scheduler.supply import PATIENCE_S
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
+from tests.support.scale import scaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,7 +434,7 @@ class TestShortHistories(SchedulerHistory.TestCase):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=2_000, **UNSHRUNK)
+@settings(max_examples=scaled(200, 2_000), **UNSHRUNK)
 @given(seed=st.integers(0, 2**64 - 1))
 def test_every_invariant_holds_after_each_step_of_long_random_histories(seed):
     dice, history = Random(seed), SchedulerHistory()

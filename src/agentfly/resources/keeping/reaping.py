@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from agentfly.errors import ResourceError
 from agentfly.resources.descendants import TRACKERS_S, is_resource_tracker
 from agentfly.resources.identity import start_time
 from agentfly.resources.keeping.keeper import MARK
+from agentfly.resources.tree_removal import remove_tree
 
 _PATIENCE_S = 10.0
 
@@ -43,8 +43,7 @@ def reap(traces: Mapping[str, Any]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(grave)
+    remove_tree(grave)
 
 
 def _left(traces: Mapping[str, Any], directories: Sequence[Path]) -> list[int]:

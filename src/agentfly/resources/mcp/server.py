@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
@@ -28,6 +27,7 @@ from agentfly.resources.ledger import state_directory
 from agentfly.resources.mcp.spec import MCPServerSpec
 from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
+from agentfly.resources.tree_removal import remove_tree
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -114,8 +114,7 @@ class MCPServer(Resource):
         self._released = True
         self._lost = "it was released."
         await self._end(self.spec.release_timeout_s / 4)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._directory)
+        await on_own_thread(remove_tree, self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:

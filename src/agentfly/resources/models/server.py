@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
@@ -34,7 +33,9 @@ from agentfly.resources.models.loaded import Loaded
 from agentfly.resources.models.server_run import ServerRun, log_file
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.models.token_server import CONTROL_S, LOAD_WEIGHTS, TokenServer, from_root, read_answer
+from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
+from agentfly.resources.tree_removal import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +129,7 @@ class ModelServer(Resource, Judge, TokenServer):
         await self._end(self.spec.release_timeout_s / 2)
         if self._devices and self._gpus is not None:
             await self._gpus.free(self.instance)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._directory)
+        await on_own_thread(remove_tree, self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:

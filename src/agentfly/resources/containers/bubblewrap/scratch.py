@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import stat
 import tempfile
 from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.tree_removal import remove_tree
 
 SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
 EXCHANGE = "shell"  # what a sandbox's directory has for its shell
@@ -54,6 +53,4 @@ def remove_scratch(scratch: Path) -> None:
     Raises:
         OSError: something of it cannot be removed.
     """
-    while scratch.exists():
-        with contextlib.suppress(FileNotFoundError):  # its shell may be removing what a command needed, too
-            shutil.rmtree(scratch)
+    remove_tree(scratch)

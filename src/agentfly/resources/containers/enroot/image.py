@@ -16,6 +16,7 @@ from agentfly.errors import ResourceStartError
 from agentfly.resources.containers import images
 from agentfly.resources.containers.enroot.program import environment, fetching_environment, run, sandbox_uid
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.tree_removal import remove_tree
 
 _MAGIC = b"hsqs"
 _WAIT_S = 0.05
@@ -164,10 +165,7 @@ def _variables(path: Path) -> tuple[tuple[str, str], ...]:
 
 def _remove(*paths: Path) -> None:
     for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove_tree(path)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from transformers import (
 from agentfly.policies.embedded.attention import enable_packed_attention
 from agentfly.policies.hf_tokenizer import HFTokenizer
 
-VOCABULARY = 300
+VOCABULARY = 260  # as many as `hf_tokenizer` has tokens
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
@@ -34,13 +34,15 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def random_model(kind: str = "llama", *, hidden: int = 64, layers: int = 2, tie: bool = False) -> PreTrainedModel:
+def random_model(
+    kind: str = "llama", *, hidden: int = 64, layers: int = 2, tie: bool = False, rows: int = VOCABULARY
+) -> PreTrainedModel:
     """A model with weights large enough that its logits tell tokens and prompts apart."""
     config, model_class, more = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(
         config(
-            vocab_size=VOCABULARY,
+            vocab_size=rows,
             hidden_size=hidden,
             intermediate_size=2 * hidden,
             num_hidden_layers=layers,

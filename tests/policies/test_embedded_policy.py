@@ -64,7 +64,7 @@ def assert_exact(model: PreTrainedModel, prompt: Sequence[int], generation: Gene
 
 
 def random_prompt(chance: random.Random, length: int) -> list[int]:
-    return [chance.randrange(1, 300) for _ in range(length)]
+    return [chance.randrange(1, 260) for _ in range(length)]
 
 
 def test_it_is_a_policy(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
@@ -328,7 +328,7 @@ async def test_a_policy_can_be_entered_again(model: PreTrainedModel, tokenizer: 
             assert_exact(model, [1, 2], await policy.generate([1, 2], GREEDY, rollout_id="a"))
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [300]])
+@pytest.mark.parametrize("prompt", [[], [-1], [260]])
 async def test_a_prompt_that_is_none_is_refused_alone(
     model: PreTrainedModel, tokenizer: HFTokenizer, prompt: list[int]
 ) -> None:

@@ -141,7 +141,7 @@ async def test_memory_that_runs_out_fails_what_runs_and_nothing_after_it(
     model: PreTrainedModel, tokenizer: HFTokenizer, monkeypatch: pytest.MonkeyPatch, allocations: int
 ) -> None:
     chance = random.Random(0)
-    prompts = [[chance.randrange(1, 300) for _ in range(length)] for length in (5, 100, 120, 125, 250, 300)]
+    prompts = [[chance.randrange(1, 260) for _ in range(length)] for length in (5, 100, 120, 125, 250, 300)]
     sampling = SamplingParams(max_tokens=16)
     async with EmbeddedPolicy(model, tokenizer) as policy:
 

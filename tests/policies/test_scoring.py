@@ -23,7 +23,7 @@ def grouped_rows() -> tuple[Rows, Rows]:
     chance = random.Random(0)
 
     def tokens(count: int) -> list[int]:
-        return [chance.randrange(300) for _ in range(count)]
+        return [chance.randrange(260) for _ in range(count)]
 
     rows: Rows = []
     targets: Rows = []
@@ -89,7 +89,7 @@ def test_scores_in_chunks_equal_scores_at_once(
     whole = score_tokens(model, rows, targets)
     expected = gradients(model, whole.logprobs, None)
     monkeypatch.setattr(scoring, "WHOLE_LOGITS", 0)
-    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 300 * 7)
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 260 * 7)
 
     chunked = score_tokens(model, rows, targets)
 

@@ -16,6 +16,7 @@ from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.task import Task
 from agentfly.tokens import Origin
+from agentfly.training.rows import rows_from_trajectories
 from agentfly.trajectory import FinishReason
 
 END = 257
@@ -432,3 +433,27 @@ async def test_what_a_tool_says_for_readers_of_the_trajectory_is_recorded():
     result = await run(Agent(model="scripted", tools=[look]), ["go"], policy=ScriptedPolicy([call("look"), "end"]))
     record = result.trajectories[0].turns[0].results[0]
     assert (record.state, record.info) == ({"at": [1, 2]}, {"moves": 9})
+
+
+class Padded(ScriptedPolicy):
+    """Samples, where it is asked for, an id that no token has, which leaves no trace in the text."""
+
+    async def generate(self, prompt_ids, sampling, **how):
+        generation = await super().generate(prompt_ids, sampling, **how)
+        if "padding" not in self.tokenizer.decode(prompt_ids):
+            return generation
+        ids = [generation.ids[0], 300, *generation.ids[1:]]
+        return Generation(ids, [0.0] * len(ids), generation.finish, generation.version)
+
+
+async def test_a_sampled_id_that_no_token_has_spoils_its_rollout_which_is_counted_and_in_no_row():
+    @reward
+    def generous() -> float:
+        return 1.0
+
+    result = await run(agent(), ["go", "padding"], policy=Padded(["done"]), reward=generous)
+    sound, spoiled = result.trajectories
+    assert (sound.reward, sound.trainable) == (1.0, True)
+    assert (spoiled.reward, spoiled.trainable, spoiled.infrastructure_failed) == (None, False, True)
+    assert "id 300, which no token of its tokenizer has" in spoiled.failure.message
+    assert rows_from_trajectories(result.trajectories).left_out == {"infrastructure": 1}

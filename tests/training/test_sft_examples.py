@@ -14,6 +14,7 @@ from agentfly.errors import Boundary, ConfigError
 from agentfly.policies.catalog import find_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
+from agentfly.tokens import TokenSequence
 from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.examples import Examples, examples_from, read_data
 from agentfly.trajectory import Failure, FinishReason, Trajectory, save_trajectories
@@ -109,6 +110,26 @@ def test_ids_of_this_model_are_taken_as_they_are_and_those_of_another_are_not():
     ]
     with pytest.raises(ConfigError, match="9 no tokens"):
         examples(tokens="sampled")
+
+
+class Larger(ByteTokenizer):
+    """One of a model whose output layer has more rows than there are tokens: ids of padding spell nothing."""
+
+    def decode(self, ids):
+        return super().decode([one for one in ids if one in self.token_ids])
+
+
+def test_ids_that_no_token_has_are_never_learned_though_the_text_is_spelled_all_the_same():
+    oracle = oracles()[0]
+    [turn], [sequence] = oracle.turns, oracle.sequences
+    padded = TokenSequence()
+    padded.append_prompt(sequence.ids[: turn.start])
+    sampled = [300, *sequence.ids[turn.start : turn.stop]]
+    padded.append_sampled(sampled, [0.0] * len(sampled), 0)
+    spelled = replace(oracle, sequences=[padded], turns=[replace(turn, stop=turn.stop + 1)])
+    found = examples([spelled, *oracles()[1:]], tokenizer=Larger())
+    assert (found.sampled, found.rendered) == (8, 1)
+    assert all(max(row.ids) < 300 for row in found.rows)
 
 
 def test_the_fingerprint_tells_rows_apart():

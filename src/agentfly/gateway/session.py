@@ -239,6 +239,7 @@ class Session:
             self.trajectory.sequences,
             max_tokens=self._policy.context_length,
             stop_ids=stop_ids,
+            token_ids=self._policy.tokenizer.token_ids,
             barred_ids=barred_ids(self._policy.tokenizer.vision),
         )
         self._lines.append(Line(name, tape))

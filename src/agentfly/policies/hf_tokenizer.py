@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -88,6 +88,13 @@ class HFTokenizer:
         """Text of ids, control tokens included; invalid bytes become U+FFFD."""
         text: str = self._text_tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+    @cached_property
+    def token_ids(self) -> Collection[int]:
+        """The ids that a token has."""
+        found = frozenset(self.hf.get_vocab().values())
+        whole = range(max(found, default=-1) + 1)
+        return whole if len(found) == len(whole) else found
 
     @property
     def control_tokens(self) -> dict[str, int]:

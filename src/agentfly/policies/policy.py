@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
@@ -45,7 +45,8 @@ class Generation:
     Attributes:
         ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
         logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
-            None where the policy cannot tell, which makes the trajectory untrainable.
+            None where the policy cannot tell, which makes the trajectory untrainable. No id is one that no token has
+            (`agentfly.policies.vocabulary`).
         finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
         version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
         raw_logprobs: per id, its log-prob at temperature 1, without cuts and bars; None where the policy cannot tell.
@@ -67,6 +68,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens included; invalid bytes become U+FFFD."""
+        ...
+
+    @property
+    def token_ids(self) -> Collection[int]:
+        """The ids that a token has. Models may have rows for more, which are padding and stand for no text."""
         ...
 
     @property

@@ -46,6 +46,11 @@ class ByteTokenizer:
         if sees:
             self.vision = ByteVision()
 
+    @property
+    def token_ids(self) -> range:
+        """The bytes, and the control tokens after them."""
+        return range(max(self.control_tokens.values()) + 1)
+
     def encode_text(self, text: str) -> list[int]:
         """The bytes of the text."""
         return list(text.encode("utf-8"))

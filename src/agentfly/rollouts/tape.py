@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from agentfly.errors import TokenInvariantError
@@ -30,14 +30,16 @@ class Tape:
     """Records the token sequences of one conversation, with their invariants checked at every turn.
 
     Held at every turn: the ids sent start with the ids sent one turn earlier in the same sequence plus the ids sampled
-    then, and no sampled id is one that only images have. Held at the end: the mask is 1 exactly on what the policy
-    returned, and nothing rendered carries a log-prob.
+    then, and each sampled id is one that a token has, and none that only images have. Held at the end: the mask is 1
+    exactly on what the policy returned, and nothing rendered carries a log-prob.
 
     Args:
         sequences: the trajectory's sequences, to which this conversation's are added.
         max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index, and ends the
             sequence; an image that the cut would part is left out whole, with its tokens.
         stop_ids: the ids that end a generation.
+        token_ids: the ids that the policy's tokenizer has a token for; None where that is not known. No generation may
+            hold another: it would stand for no text.
         barred_ids: the ids that no generation may hold, such as those of images.
     """
 
@@ -47,11 +49,13 @@ class Tape:
         *,
         max_tokens: int,
         stop_ids: Sequence[int],
+        token_ids: Collection[int] | None = None,
         barred_ids: Sequence[int] = (),
     ) -> None:
         self._sequences = sequences
         self._limit = max_tokens
         self._stop_ids = frozenset(stop_ids)
+        self._token_ids = token_ids
         self._barred_ids = frozenset(barred_ids)
         self._full = False  # nothing can be sampled any more in the current sequence
         self._current: int | None = None
@@ -141,6 +145,7 @@ class Tape:
                 "The policy sampled a token that only images have, for which there is no image; refusing what it "
                 "returned. A policy has to leave out SamplingParams.barred_ids."
             )
+        self._require_tokens(generation.ids)
         sequence = self._sequence
         start = len(sequence)
         sequence.append_sampled(generation.ids, generation.logprobs, generation.version, generation.raw_logprobs)
@@ -164,6 +169,15 @@ class Tape:
             if not masked == counted == sequence.sampled_count:
                 raise TokenInvariantError("The loss mask does not cover exactly the sampled tokens. This is a bug.")
             sequence.freeze()
+
+    def _require_tokens(self, ids: Sequence[int]) -> None:
+        known = self._token_ids
+        if known is not None and (unknown := next((one for one in ids if one not in known), None)) is not None:
+            raise TokenInvariantError(
+                f"The policy sampled the id {unknown}, which no token of its tokenizer has: padding of the model's "
+                "output layer, which nobody would see in the text. The rollout is refused. A policy has to leave such "
+                "ids out (agentfly.policies.vocabulary.never_sampled)."
+            )
 
     def _unanswered(self) -> set[int]:
         """The current sequence, if nothing was sampled in it."""

@@ -120,7 +120,13 @@ class Voice:
             return ChatSpeaker(agent, cast(ChatPolicy, self.policy), tape, put, sampling, rollout_id)
         limit = min(agent.max_sequence_tokens or policy.context_length, policy.context_length)
         barred = barred_ids(policy.tokenizer.vision)
-        tape = Tape(sequences, max_tokens=limit, stop_ids=self.chat.stop_ids, barred_ids=barred)
+        tape = Tape(
+            sequences,
+            max_tokens=limit,
+            stop_ids=self.chat.stop_ids,
+            token_ids=policy.tokenizer.token_ids,
+            barred_ids=barred,
+        )
         strategy = STRATEGIES[self.strategy](self.chat, tape)
         sampling = replace(sampling, stop_ids=self.chat.stop_ids, barred_ids=barred)
         return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id)

@@ -120,9 +120,3 @@ def packed_hidden(
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
-
-
-def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """The layer that turns hidden states into logits."""
-    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return layer

@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from agentfly.errors import PolicyError
-from agentfly.policies.embedded.attention import output_layer, packed_hidden
+from agentfly.policies.embedded.attention import packed_hidden
 from agentfly.policies.embedded.keyvalues import CachedAttention, Chunk, KeyValueStore
+from agentfly.policies.embedded.output_layer import OutputLayer
 from agentfly.policies.embedded.sampling import sample
 from agentfly.policies.embedded.slots import Placement, Resident, SlotTable
 from agentfly.policies.policy import SamplingParams
@@ -72,7 +73,7 @@ class RunningBatch:
         """``max_resident`` is at least ``max_concurrent``, so that a running row always has a slot."""
         self.waiting: deque[Request] = deque()  # those of higher priority first
         self._model = model
-        self._head = output_layer(model)
+        self._head = OutputLayer(model)
         self._max_concurrent = max_concurrent
         self._context_length = context_length
         self._version = version

@@ -20,11 +20,13 @@ from agentfly.images import PlacedImage
 from agentfly.policies.catalog import find_model
 from agentfly.policies.embedded.batch import Request, RunningBatch
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
+from agentfly.policies.embedded.output_layer import OutputLayer, rule_out
 from agentfly.policies.embedded.sampler import Sampler
 from agentfly.policies.embedded.sampling import check_sampling
 from agentfly.policies.embedded.threads import choose_threads
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
+from agentfly.policies.vocabulary import never_sampled
 
 
 class EmbeddedPolicy:
@@ -33,6 +35,7 @@ class EmbeddedPolicy:
     Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
     until it is forgotten, and what a prompt shares with any sequence in memory is copied rather than computed. The
     weights are those of ``model``: a trainer updates them in place inside `exclusive`, so nothing is ever synchronised.
+    Ids that no token of the tokenizer has are ruled out for the model, whoever samples or scores by it.
 
     Sampling is repeatable: the random numbers of a generation depend on the policy's seed, the rollout's id and the
     number of its turn only, not on which other rollouts run at the same time. (The logits of a token can still differ
@@ -72,6 +75,7 @@ class EmbeddedPolicy:
             )
         if max_context_tokens is not None and not 2 <= max_context_tokens <= longest:
             raise ConfigError(f"max_context_tokens is {max_context_tokens}; this model can hold 2 to {longest} tokens.")
+        rule_out(model, never_sampled(tokenizer, OutputLayer(model).rows))
         self.model = model
         self._tokenizer = tokenizer
         self._context_length = max_context_tokens or longest

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentfly.policies.embedded.attention import enable_packed_attention, output_layer, packed_hidden
+from agentfly.policies.embedded.attention import enable_packed_attention, packed_hidden
+from agentfly.policies.embedded.output_layer import OutputLayer
 from agentfly.policies.embedded.packing import pack_rows
 
 WHOLE_LOGITS = 2**26
@@ -60,7 +60,7 @@ def score_tokens(
         Scores of all targets, in the order of the rows; N is the number of targets.
 
     Raises:
-        ValueError: rows and targets do not fit together.
+        ValueError: rows and targets do not fit together, or a token cannot be sampled from the model.
     """
     _check(rows, targets, temperature)
     hidden = states_before(model, rows, targets, share_prefixes=share_prefixes)
@@ -106,7 +106,9 @@ def score_states(
 ) -> TokenScores:
     """What the model's output layer makes of what `states_before` gave; the arguments are those of `score_tokens`."""
     wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
-    return _score_hidden(output_layer(model), states, torch.tensor(wanted, device=model.device), temperature)
+    tokens, head = torch.tensor(wanted, dtype=torch.long, device=model.device), OutputLayer(model)
+    head.require_possible(tokens)
+    return _score_hidden(head, states, tokens, temperature)
 
 
 def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temperature: float) -> None:
@@ -120,7 +122,7 @@ def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temp
             raise ValueError(f"The targets of row {number} must ascend within 1 to {len(row) - 1}.")
 
 
-def _score_hidden(head: nn.Linear, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
+def _score_hidden(head: OutputLayer, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
     """Scores of ``wanted`` [N] from hidden states [N, hidden], without more than a bounded number of logits at once."""
 
     def score(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,9 +135,9 @@ def _score_hidden(head: nn.Linear, hidden: torch.Tensor, wanted: torch.Tensor, t
     if not len(hidden):
         nothing = torch.zeros(0, device=hidden.device)
         return TokenScores(nothing, nothing)
-    if len(hidden) * head.out_features <= WHOLE_LOGITS:
+    if len(hidden) * head.rows <= WHOLE_LOGITS:
         return TokenScores(*score(hidden, wanted))
-    size = max(1, CHUNK_LOGITS // head.out_features)
+    size = max(1, CHUNK_LOGITS // head.rows)
     parts = [
         checkpoint(score, states, tokens, use_reentrant=False)
         for states, tokens in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True)

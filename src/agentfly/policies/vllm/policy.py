@@ -32,6 +32,7 @@ from agentfly.policies.vllm.members import LeasedMember, Member, RemoteMember
 from agentfly.policies.vllm.proof import LOW_PRECISION, PROBE, PROBE_TOKENS, TOLERANCES, Proof
 from agentfly.policies.vllm.reference import Reference, directory_reference
 from agentfly.policies.vllm.settings import RUNNING, check_settings, settled_spec
+from agentfly.policies.vocabulary import never_sampled
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.models.sample import Sample
 from agentfly.resources.models.spec import ModelServerSpec
@@ -40,6 +41,9 @@ from agentfly.resources.own_thread import on_own_thread
 
 if TYPE_CHECKING:
     from agentfly.policies.hf_tokenizer import HFTokenizer
+
+MOST_BARRED = 1024
+"""The most ids that vLLM bars in a request. What it samples of others that no token has is refused by the record."""
 
 
 class VLLMPolicy:
@@ -117,6 +121,8 @@ class VLLMPolicy:
         self._raw = raw_logprobs
         self._exchange = Exchange(self._model, None if exchange is None else Path(exchange))
         self._config: dict[str, Any] = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
+        rows = self._config.get("text_config", self._config).get("vocab_size", 0)
+        self._never_sampled = never_sampled(self._tokenizer, rows)
         self._context_length = 0
         probe = tuple(probe_ids if probe_ids is not None else self._tokenizer.encode_text(PROBE)[:PROBE_TOKENS])
         self._make_fleet = partial(
@@ -180,7 +186,7 @@ class VLLMPolicy:
         """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
 
         Log-probs are those under the distribution that was sampled from; at temperature 0 they are those at
-        temperature 1 without cuts.
+        temperature 1 without cuts. Ids that no token has are barred (see `MOST_BARRED`).
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; nothing was sent.
@@ -312,7 +318,7 @@ class VLLMPolicy:
             seed=sampling.seed,
             adapter=self._adapter,
             images=[placed.image for placed in images],
-            barred_ids=sampling.barred_ids,
+            barred_ids=self._barred(sampling),
         )
         if images and sample.prompt_ids != tuple(prompt_ids):
             raise APIMalformed(
@@ -331,13 +337,17 @@ class VLLMPolicy:
     ) -> Sequence[float] | None:
         """Log-probs at temperature 1 without cuts; None where they are not asked for, or cannot be had."""
         plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
-        if plain and not sampling.barred_ids:
+        if plain and set(sampling.barred_ids) <= set(self._never_sampled):
             return sample.logprobs
         whole = [*prompt_ids, *sample.ids]
         if not self._raw or images or len(whole) >= self._context_length or version != self._version:
             return None
         numbers = await member.server.logprobs(whole, adapter=self._adapter)
         return numbers[-len(sample.ids) :] if version == self._version else None
+
+    def _barred(self, sampling: SamplingParams) -> Sequence[int]:
+        """The ids that the server must not sample: those asked for, and as many of the others as it takes."""
+        return tuple(dict.fromkeys([*sampling.barred_ids, *self._never_sampled]))[:MOST_BARRED]
 
     @property
     def _placeholder(self) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentfly.policies.embedded.attention import output_layer
+from agentfly.policies.embedded.output_layer import OutputLayer
 from agentfly.policies.embedded.scoring import CHUNK_LOGITS, score_tokens, states_before
 from agentfly.training.config.kl_config import KLConfig
 from agentfly.training.learning.adapters import adapters_disabled
@@ -100,7 +100,7 @@ class Penalty:
         """Over the whole vocabulary. Logits are made chunk by chunk, and again for the backward pass."""
         with self._reference() as model, torch.no_grad():
             others = states_before(model, [row.ids for row in rows], [row.targets for row in rows])
-        head, other_head = output_layer(self._model), output_layer(model)
+        head, other_head = OutputLayer(self._model), OutputLayer(model)
 
         def of_chunk(own: Tensor, other: Tensor) -> Tensor:
             logits = head(own).float() / self._temperature
@@ -108,7 +108,7 @@ class Penalty:
                 reference = other_head(other).float() / self._temperature
             return full_divergence(logits, reference)
 
-        size = max(1, CHUNK_LOGITS // head.weight.shape[0])
+        size = max(1, CHUNK_LOGITS // head.rows)
         chunks = zip(torch.split(states, size), torch.split(others, size), strict=True)
         parts: list[Tensor] = [checkpoint(of_chunk, own, other, use_reentrant=False) for own, other in chunks]
         return torch.cat(parts)

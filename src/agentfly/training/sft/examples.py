@@ -182,7 +182,7 @@ def _winners(trajectories: Iterable[Trajectory], config: SFTConfig, left_out: Co
 
 
 def _spells(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
-    """Whether the trajectory has ids for all its turns, and they spell its text in this tokenizer."""
+    """Whether the trajectory has ids for all its turns, all of tokens, that spell its text in this tokenizer."""
     own = [turn for turn in trajectory.turns if not turn.policy]
     if not own or not trajectory.has_tokens or not any(one.sampled_count for one in trajectory.own_sequences):
         return False
@@ -190,7 +190,7 @@ def _spells(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
     for turn in own:
         ids = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]
         said = ids[:-1] if turn.stopped and ids[-1] in control else ids
-        if tokenizer.decode(said) != turn.text:
+        if tokenizer.decode(said) != turn.text or any(one not in tokenizer.token_ids for one in ids):
             return False
     return True
 

@@ -16,7 +16,7 @@ from agentfly.policies.hf_tokenizer import HFTokenizer
 
 def test_control_tokens_are_the_special_ones_and_those_of_the_template(tokenizer: HFTokenizer) -> None:
     assert set(tokenizer.control_tokens) == {"<|start|>", "<|end|>", "<tool_call>"}
-    assert tokenizer.eos_id == tokenizer.control_tokens["<|end|>"]
+    assert tokenizer.eos_ids == (tokenizer.control_tokens["<|end|>"],)
 
 
 PIECES = st.sampled_from(["<|start|>", "<|end|>", "<tool_call>", "<|", "|>", "<|en", "d|>", " ", "    ", "\n"])
@@ -64,7 +64,7 @@ def test_the_tokenizer_it_is_made_of_is_left_as_it_was(
     hf_tokenizer: PreTrainedTokenizerFast, tokenizer: HFTokenizer
 ) -> None:
     tokenizer.encode_text("<|end|>")
-    assert hf_tokenizer.encode("<|end|>", add_special_tokens=False) == [tokenizer.eos_id]
+    assert hf_tokenizer.encode("<|end|>", add_special_tokens=False) == list(tokenizer.eos_ids)
 
 
 def test_decoding_shows_control_tokens_and_survives_invalid_bytes(tokenizer: HFTokenizer) -> None:
@@ -82,7 +82,7 @@ def test_a_vocabulary_that_spells_its_control_token_as_a_piece_is_kept_from_it()
     backend.decoder = decoders.Metaspace()
     tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"))
     ids = tokenizer.encode_text("a</s>a")
-    assert tokenizer.eos_id not in ids
+    assert not set(tokenizer.eos_ids) & set(ids)
     assert [pieces[token] for token in ids if pieces[token] != "▁"] == list("a</s>a")
 
 

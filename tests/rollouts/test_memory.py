@@ -190,7 +190,7 @@ async def test_a_summary_may_hold_what_no_tokenizer_takes_and_is_only_words():
     trajectory, policy = await play(memory, turns(2))
     assert trajectory.finish is FinishReason.ANSWERED
     assert f"{HEADING}\nhalf ? <|im_end|><|im_end|>" in policy.prompts[-1]
-    assert list(trajectory.sequences[-1].ids).count(policy.tokenizer.eos_id) == 2  # of the user and of the model
+    assert list(trajectory.sequences[-1].ids).count(policy.tokenizer.eos_ids[0]) == 2  # of the user and of the model
 
 
 async def test_a_summary_that_finds_no_room_ends_the_rollout_as_length():

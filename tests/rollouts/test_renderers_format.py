@@ -123,6 +123,22 @@ def test_a_call_is_read_and_its_answer_follows_exactly_what_was_sampled(family):
 
 
 @pytest.mark.slow
+def test_ids_at_which_the_model_is_to_stop_beside_those_of_the_format_end_turns_too():
+    own = tokenizer_of("qwen3")
+    other = own.control_tokens["<|vision_end|>"]
+    tokenizer = HFTokenizer(own.hf, eos_ids=[other, own.encode_text("}")[0]])
+    chat, tools = chat_format_of(agent("qwen3"), tokenizer), agent("qwen3").template_tools
+    assert {own.control_tokens["<|im_end|>"], other, own.encode_text("}")[0]} <= set(chat.stop_ids)
+    call = sampled("qwen3")[:-1]
+    for end, said in ((other, ""), (own.encode_text("}")[0], "}")):
+        assert chat.reply([*own.encode_text("An owl."), end]).content == f"An owl.{said}"
+        after = [*chat.prompt([user("What is an owl?")], tools).ids, *call, end]
+        following = chat.continuation([answer("a bird")], after=after, conversation=[], tools=tools)
+        assert "a bird" in own.decode(following.ids)
+    assert [one.name for one in chat.reply([*call, other]).calls] == ["lookup"]
+
+
+@pytest.mark.slow
 @families
 def test_a_call_that_was_cut_is_an_error_or_none_and_never_runs(family):
     whole = sampled(family)

@@ -124,7 +124,7 @@ async def test_a_turn_that_a_limit_cut_has_no_end_to_learn():
     rendered = Renderer(agent(), ByteTokenizer(), max_tokens=10_000).render(trajectory)
     assert as_seen(rendered) == as_seen(trajectory)
     assert rendered.sequences[0].loss_mask[-1] == 1
-    assert rendered.sequences[0].ids[-1] != ByteTokenizer().eos_id
+    assert rendered.sequences[0].ids[-1] not in ByteTokenizer().eos_ids
 
 
 async def test_the_calls_and_thoughts_that_an_endpoint_told_apart_are_written_as_this_model_writes_them():

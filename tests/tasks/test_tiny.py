@@ -48,7 +48,7 @@ def test_the_model_is_a_few_megabytes():
 
 def test_the_markers_of_turns_and_calls_are_control_tokens(tokenizer):
     assert set(tokenizer.control_tokens) == {"<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"}
-    assert tokenizer.eos_id == tokenizer.control_tokens["<|im_end|>"]
+    assert tokenizer.eos_ids == (tokenizer.control_tokens["<|im_end|>"],)
 
 
 def test_any_text_is_encoded_without_loss(tokenizer):
@@ -100,7 +100,7 @@ def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int]
         rendered = (
             chat.continuation(unanswered, after=ids, conversation=unanswered) if ids else chat.prompt(unanswered)
         ).ids
-        said = [*ControlTokens(tokenizer).encode(message["content"]), tokenizer.eos_id]
+        said = [*ControlTokens(tokenizer).encode(message["content"]), *tokenizer.eos_ids]
         ids += [*rendered, *said]
         sampled += [False] * len(rendered) + [True] * len(said)
         unanswered = []

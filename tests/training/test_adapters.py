@@ -157,6 +157,14 @@ def test_a_checkpoint_of_adapters_loads_as_a_model_and_can_be_trained_further(tm
     assert logprobs_of(again.model, rows) != pytest.approx(before, abs=1e-4)
 
 
+def test_a_checkpoint_of_adapters_stops_at_the_ids_at_which_its_model_does(tmp_path: Path) -> None:
+    policy = load_policy("tiny", dtype="float32")
+    policy.model.generation_config.eos_token_id = [0, 408]
+    learner_of(policy.model, lora=LORA)
+    write_model(tmp_path / "one", policy.model, policy.tokenizer.hf)
+    assert load_policy(tmp_path / "one", dtype="float32").tokenizer.eos_ids == (0, 408)
+
+
 def test_adapters_whose_model_has_gone_say_where_it_was(tmp_path: Path) -> None:
     policy = load_policy("tiny")
     policy.model.save_pretrained(tmp_path / "base")

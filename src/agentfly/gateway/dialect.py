@@ -29,7 +29,7 @@ class Said:
 
     Attributes:
         message: the answer as it stands in the program's conversation.
-        text: everything that was sampled, without the stop id at its end.
+        text: everything that was sampled, without the control token at its end.
         calls: the tool calls in it.
         generation: what was sampled, up to where it was stopped.
     """

@@ -26,20 +26,33 @@ _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
 class HFTokenizer:
     """Implements `agentfly.policies.policy.Tokenizer` over a tokenizer of the transformers library.
 
-    Control tokens are the special tokens of the tokenizer and, besides, those added tokens that the model's chat
-    template writes (such as ``<tool_call>``, which many tokenizers do not mark as special) or that are spelled as
-    markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text. Added tokens of
-    white space only, such as runs of blanks, are text, however a template is indented.
+    Control tokens are the special tokens of the tokenizer and, besides, those added tokens that end a text, that the
+    model's chat template writes (such as ``<tool_call>``, which many tokenizers do not mark as special), or that are
+    spelled as markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text.
+    Added tokens of white space only, such as runs of blanks, are text, however a template is indented.
+
+    Args:
+        tokenizer: the tokenizer.
+        vision: how the model sees images, if it does.
+        eos_ids: the ids at which the model is to stop beside the tokenizer's own end of text.
+
+    Attributes:
+        eos_ids: the ids at which the model is to stop, the tokenizer's own first.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vision: Vision | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, vision: Vision | None = None, *, eos_ids: Sequence[int] = ()
+    ) -> None:
         self.hf = tokenizer
         self.vision = vision
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.eos_ids = tuple(dict.fromkeys([*own, *(one for one in eos_ids if one in self.token_ids)]))
         written = self._written()
         control = {
             token_id: added
             for token_id, added in tokenizer.added_tokens_decoder.items()
             if added.special
+            or token_id in self.eos_ids
             or _MARKUP.fullmatch(added.content)
             or (added.content.strip() and any(added.content in text for text in written))
         }
@@ -69,7 +82,7 @@ class HFTokenizer:
         beside = path / "chat_template.json"  # where older models that see images have it
         if not tokenizer.chat_template and beside.is_file():
             tokenizer.chat_template = json.loads(beside.read_text(encoding="utf-8"))["chat_template"]
-        return cls(tokenizer, HFVision.of(path, tokenizer))
+        return cls(tokenizer, HFVision.of(path, tokenizer), eos_ids=_eos_of(path))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
@@ -105,12 +118,6 @@ class HFTokenizer:
     def greedy_tokens(self) -> dict[str, tuple[bool, bool]]:
         """Control tokens that take the white space before or after them along, and which of the two."""
         return dict(self._greedy)
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id that ends a text, if the tokenizer has one."""
-        eos: int | None = self.hf.eos_token_id
-        return eos
 
     @property
     def chat_template(self) -> str | None:
@@ -165,6 +172,17 @@ class HFTokenizer:
             return [text for template in templates for text in template.written()]
         except ChatFormatError:
             return []  # rendering says what is wrong with it
+
+
+def _eos_of(path: Path) -> list[int]:
+    """The ids at which the model in a directory is to stop: its generation settings say, or else its configuration."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for told in (settings, settings.get("text_config") or {}):
+            if (found := told.get("eos_token_id")) is not None:
+                return [int(one) for one in (found if isinstance(found, list) else [found])]
+    return []
 
 
 def _with_control_as_text(backend: FastTokenizer, control_ids: frozenset[int]) -> FastTokenizer:

@@ -86,8 +86,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def eos_id(self) -> int | None:
-        """The id that ends a text, if the tokenizer has one."""
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids at which the model is to stop, as its tokenizer and its generation settings say; often one or two."""
         ...
 
     @property

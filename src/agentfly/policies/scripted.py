@@ -37,7 +37,7 @@ class ByteTokenizer:
 
     control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257, ByteVision.placeholder: 258}
     greedy_tokens: dict[str, tuple[bool, bool]] = {}
-    eos_id = 257
+    eos_ids = (257,)
     chat_template = "{# ChatML; tools and tool_calls, one a line as JSON #}"
 
     vision: ByteVision | None = None
@@ -142,7 +142,7 @@ class ScriptedPolicy:
         if seconds:
             await asyncio.sleep(seconds)
         text = await self._text(prompt_ids, turn)
-        ids = [*self.tokenizer.encode_text(text), self.tokenizer.eos_id]
+        ids = [*self.tokenizer.encode_text(text), *self.tokenizer.eos_ids]
         cut = ids[:room]
         finish: Literal["stop", "length"] = "stop" if len(cut) == len(ids) else "length"
         return Generation(cut, [0.0] * len(cut), finish, self.version, [0.0] * len(cut))

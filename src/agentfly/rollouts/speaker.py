@@ -17,7 +17,7 @@ class Utterance:
 
     Attributes:
         message: the turn as it stands in the conversation.
-        text: everything that was sampled, without the stop id at its end.
+        text: everything that was sampled, without the control token at its end.
         content: what of it was said, without the thoughts.
         reasoning: the thoughts in it, where the format tells them apart.
         calls: the tool calls in it. A turn that a limit cut makes none, even if what is left of it happens to parse.

@@ -142,7 +142,7 @@ class TimedModel:
         self._turns.clear()
 
     def _ids(self, text: str) -> list[int]:
-        return [*self.tokenizer.encode_text(text), self.tokenizer.eos_id]
+        return [*self.tokenizer.encode_text(text), *self.tokenizer.eos_ids]
 
 
 _MOST_TURNS = 32

@@ -62,8 +62,10 @@ def merge_adapters(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 
 def save_adapters(model: PreTrainedModel, path: Path) -> None:
-    """Write a model's adapters into a directory: its configuration, and peft's files in a folder beside it."""
+    """Write a model's adapters into a directory: its configurations, and peft's files in a folder beside them."""
     model.config.save_pretrained(path)
+    if model.generation_config is not None:  # at which ids the model is to stop
+        model.generation_config.save_pretrained(path)
     write_adapters(model, path / ADAPTER_FOLDER)
 
 

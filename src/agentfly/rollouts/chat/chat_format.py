@@ -31,7 +31,7 @@ class Reply:
     """A generation as the format reads it.
 
     Attributes:
-        text: everything that was sampled as text, without the stop id at its end.
+        text: everything that was sampled as text, without the control token at its end.
         content: what of it is said, without the thoughts.
         reasoning: the thoughts; None where there are none.
         calls: the tool calls, where the format reads calls itself; None where the agent's tool-call format is to read

@@ -18,6 +18,7 @@ from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError, say
 from agentfly.messages import Message, ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
+from agentfly.rollouts.chat.endings import without_end
 from agentfly.rollouts.chat.placeholders import require_no_images
 from agentfly.rollouts.chat.proof import Exchange, mishaps
 from agentfly.rollouts.chat.rearranged import one_call_at_a_time
@@ -73,7 +74,9 @@ class RenderersFormat:
         self._control = ControlTokens(tokenizer)
         self._tools = [dict(tool) for tool in tools]
         self._renderer = _renderer(name, _Encoder(tokenizer, self._control), history)
-        self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self._own_stops = frozenset(self._renderer.get_stop_token_ids())
+        self.stop_ids = tuple(dict.fromkeys([*self._renderer.get_stop_token_ids(), *tokenizer.eos_ids]))
+        self._control_ids = frozenset(tokenizer.control_tokens.values())
         self._opening = [*([system] if system else []), QUESTION]
         self._one_call = False
         self._marks = self._needs_marks()
@@ -125,8 +128,10 @@ class RenderersFormat:
 
     def reply(self, ids: Sequence[int]) -> Reply:
         """What a generation says, with its calls where the format has described the tools."""
-        text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
-        parsed = self._renderer.parse_response(list(ids), tools=self._tools or None, prompt_ids=self._prompt_ids)
+        said = without_end(ids, self.stop_ids, self._control_ids)
+        text = self._tokenizer.decode(said)
+        known = ids if ids and ids[-1] in self._own_stops else said
+        parsed = self._renderer.parse_response(list(known), tools=self._tools or None, prompt_ids=self._prompt_ids)
         calls = tuple(map(_call, range(len(parsed.tool_calls)), parsed.tool_calls)) if self._tools else None
         return Reply(text, parsed.content, parsed.reasoning_content or None, calls)
 
@@ -234,7 +239,7 @@ class _Encoder:
     def __init__(self, tokenizer: Tokenizer, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._control = control
-        self.eos_token_id = tokenizer.eos_id
+        self.eos_token_id = next(iter(tokenizer.eos_ids), None)
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of a part of a rendered conversation."""

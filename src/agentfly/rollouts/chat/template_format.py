@@ -9,6 +9,7 @@ from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
+from agentfly.rollouts.chat.endings import without_end
 from agentfly.rollouts.chat.placeholders import with_images
 from agentfly.rollouts.chat.proof import ANSWERED, Exchange, keeps_thoughts, prove, require_written
 from agentfly.rollouts.chat.skeleton import first_place
@@ -56,6 +57,7 @@ class TemplateChatFormat:
         self._tokenizer = tokenizer
         self._turns = turns = Turns(tokenizer)
         self.stop_ids = turns.endings.stop_ids
+        self._control_ids = frozenset(tokenizer.control_tokens.values())
         possible = [exchange for exchange in exchanges if turns.shape.allows(exchange.turn)]
         if history == "keep":
             for exchange in possible:
@@ -90,14 +92,12 @@ class TemplateChatFormat:
         if text is None:
             return None
         ids = self._turns.control.encode(text)
-        sampled_end = after[-1] in self.stop_ids and (ids[0] == after[-1] or not self._turns.endings.by_next_header)
-        return with_images(ids[1:] if sampled_end else ids, messages, self._tokenizer)
+        ended = len(self._said(after[-1:])) == 0 and (ids[0] == after[-1] or not self._turns.endings.by_next_header)
+        return with_images(ids[1:] if ended else ids, messages, self._tokenizer)
 
     def reply(self, ids: Sequence[int]) -> Reply:
         """What a generation says."""
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        text = self._tokenizer.decode(ids)
+        text = self._tokenizer.decode(self._said(ids))
         reasoning, content = self._turns.shape.thoughts.split(text)
         return Reply(text, content, reasoning)
 
@@ -129,6 +129,9 @@ class TemplateChatFormat:
         following = turns.control.encode(turns.following(answers, tools)) if answers else []
         stop = following[0] if following and following[0] in self.stop_ids else self.stop_ids[0]
         return [*turns.control.encode(str(disarmed["content"])), stop]
+
+    def _said(self, ids: Sequence[int]) -> Sequence[int]:
+        return without_end(ids, self.stop_ids, self._control_ids)
 
     def _grows(self, exchange: Exchange, tools: Definitions, system: Message | None) -> bool:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from agentfly.agents.subagent import Subagent, subagent
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
+from agentfly.durations import is_duration, is_number
 from agentfly.errors import ConfigError, UnknownTool, UsageError, say
 from agentfly.messages import Message, ToolCall
 from agentfly.resources.spec import ResourceSpec
@@ -261,8 +261,10 @@ class Agent:
             limit = getattr(self, name)
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
                 raise ConfigError(f"Agent({name}={limit!r}): it must be a whole number of at least 1.")
-        if self.max_wall_seconds is not None and not (_is_number(self.max_wall_seconds) and self.max_wall_seconds > 0):
-            raise ConfigError(f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be above 0, or None.")
+        if self.max_wall_seconds is not None and not is_duration(self.max_wall_seconds):
+            raise ConfigError(
+                f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be a finite number above 0, or None."
+            )
         for name, whole in (("max_sequence_tokens", "sequence that holds it"), ("max_sampled_tokens", "rollout")):
             limit = getattr(self, name)
             if limit is not None and self.max_tokens_per_turn > limit:
@@ -289,15 +291,11 @@ class Agent:
                 )
 
     def _check_sampling(self) -> None:
-        if not (_is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (is_number(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"Agent(temperature={self.temperature!r}): it must be a finite number of at least 0.")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"Agent(top_p={self.top_p!r}): it must be a number above 0 and at most 1.")
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise ConfigError(
                 f"Agent(top_k={self.top_k!r}): it must be a whole number of at least 0; 0 samples from all tokens."
             )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,6 +13,7 @@ import docstring_parser
 from agentfly.agents.needs import Needs, checked_needs
 from agentfly.agents.parameters import MISSING, Parameter, Source, read_parameters
 from agentfly.agents.schema import Argument, ArgumentSchema
+from agentfly.durations import is_duration
 from agentfly.errors import ToolDefinitionError
 
 MAX_OUTPUT_TOKENS = 4_000
@@ -38,8 +39,11 @@ class Settings:
         Raises:
             ToolDefinitionError: a setting has a value that cannot be.
         """
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ToolDefinitionError(f"The tool {name!r} has timeout_s={self.timeout_s}; it must be above 0, or None.")
+        if self.timeout_s is not None and not is_duration(self.timeout_s):
+            raise ToolDefinitionError(
+                f"The tool {name!r} has timeout_s={self.timeout_s!r}; it must be a finite number of seconds above 0, "
+                "without quotes, or None."
+            )
         for setting, least in (("max_output_tokens", 1), ("retries", 0)):
             value = getattr(self, setting)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -14,6 +14,7 @@ from agentfly.agents.needs import Needs, checked_needs
 from agentfly.agents.parameters import MISSING, Parameter, Source, field_of_task, read_parameters
 from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
 from agentfly.contexts.context import Context
+from agentfly.durations import is_duration
 from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, UsageError, say
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
@@ -137,8 +138,11 @@ def make(
     name = name or name_of(function)
     if isinstance(function, (RewardFunction, type)) or not callable(function):
         raise RewardDefinitionError(f"{name!r} is not a function. Put @{kind._decorator}, once, on a function.")
-    if timeout_s is not None and not timeout_s > 0:
-        raise RewardDefinitionError(f"The reward {name!r} has timeout_s={timeout_s}; it must be above 0, or None.")
+    if timeout_s is not None and not is_duration(timeout_s):
+        raise RewardDefinitionError(
+            f"The reward {name!r} has timeout_s={timeout_s!r}; it must be a finite number of seconds above 0, without "
+            "quotes, or None."
+        )
     try:
         parameters, resources = read_parameters(function, names), checked_needs(resources)
     except ValueError as error:

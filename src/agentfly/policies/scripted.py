@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from agentfly.durations import is_number
 from agentfly.errors import ConfigError, PolicyError, PromptTooLong
 from agentfly.images import Image, PlacedImage
 from agentfly.messages import Content, Message, text_of
@@ -117,6 +118,11 @@ class ScriptedPolicy:
                     f"ScriptedPolicy({script!r:.100}): it must be a list of texts, one for each turn, or a function of "
                     "prompt and turn."
                 )
+        if not callable(seconds) and not (is_number(seconds) and seconds >= 0):
+            raise ConfigError(
+                f"ScriptedPolicy(seconds={seconds!r}): it must be a finite number of at least 0, or a function of "
+                "rollout id and turn."
+            )
         self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0

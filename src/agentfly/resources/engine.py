@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from agentfly.durations import is_number
 from agentfly.errors import ConfigError, ResourceError, UsageError, message_of
 from agentfly.events import (
     EventStream,
@@ -145,7 +146,8 @@ class ResourceEngine:
             DeadlockBroken: the wait could never have ended.
             EngineClosed: the engine is closed.
             ConfigError: the spec takes more than the whole budget.
-            UsageError: the spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
+            UsageError: the spec is of no registered kind, or cannot be hashed; ``timeout`` is no number of seconds; or
+                this is not the engine's event loop.
         """
         require_usable(spec)
         (lease,) = await self._ask((spec,), owner, Scope(scope), timeout, priority, callers)
@@ -235,6 +237,11 @@ class ResourceEngine:
         callers: tuple[Hashable, ...],
     ) -> tuple[Lease[Any], ...]:
         loop = self._own_loop()
+        if timeout is not None and not (is_number(timeout) and timeout >= 0):
+            raise UsageError(
+                f"acquire(timeout={timeout!r}): give the most seconds to wait, a finite number of at least 0 without "
+                "quotes; or None, which waits as long as it takes."
+            )
         now = loop.time()
         request = Request(
             id=next(self._request_ids),

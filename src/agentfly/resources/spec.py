@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from numbers import Integral, Real
-from typing import Generic, Literal, Self, TypeVar
+from numbers import Integral
+from typing import Any, Generic, Literal, Self, TypeVar
 
+from agentfly.durations import is_duration, is_number
 from agentfly.errors import ConfigError, did_you_mean
 from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.resource import Resource
+from agentfly.resources.spec_identity import typed_key
 
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
@@ -19,8 +20,9 @@ R_co = TypeVar("R_co", bound=Resource, covariant=True)
 class ResourceSpec(Generic[R_co]):
     """A frozen, hashable, picklable description of a resource. The whole spec is its pool's key.
 
-    Two specs that differ in any field never share an instance. A new kind of resource is a subclass of this, a
-    subclass of `Resource`, and a call of `agentfly.resources.registry.register`.
+    Two specs that differ in any field never share an instance, and values of different types differ: ``1``, ``1.0``
+    and ``True`` are three arguments. A new kind of resource is a subclass of this, a subclass of `Resource`, and a call
+    of `agentfly.resources.registry.register`.
 
     Args:
         capacity: the most instances alive at once, counting those that start, reset or stop.
@@ -82,6 +84,37 @@ class ResourceSpec(Generic[R_co]):
             raise ConfigError(f"{cls.__name__} needs {' and '.join(missing)}. Write {cls.__name__}({written}).")
         return super().__new__(cls)
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Have a kind's specs told apart as these are; `dataclass` would write an equality that ignores types."""
+        super().__init_subclass__(**arguments)
+        if not {"__eq__", "__hash__"} & vars(cls).keys():
+            cls.__eq__ = ResourceSpec.__eq__  # type: ignore[method-assign]
+            cls.__hash__ = ResourceSpec.__hash__  # type: ignore[method-assign]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return self._key == other._key if type(self) is type(other) and isinstance(other, ResourceSpec) else False
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(self._key)
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    @property
+    def _key(self) -> tuple[Hashable, ...]:
+        """The values of all fields with their types, made once, because every request looks its pool up by it."""
+        key: tuple[Hashable, ...] | None = self.__dict__.get("_typed")
+        if key is None:
+            key = tuple(typed_key(getattr(self, field.name)) for field in fields(self) if field.compare)
+            object.__setattr__(self, "_typed", key)
+        return key
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_hash", "_typed")}
+
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
         """What `__new__` asks for when a spec is copied or unpickled."""
         return (), {name: getattr(self, name) for name in self._required()}
@@ -102,7 +135,7 @@ class ResourceSpec(Generic[R_co]):
             if getattr(self, name) is not None:
                 self._require_whole(name, least=1, otherwise=", or None for no limit")
         for name in ("cpus", "gpus"):
-            if not (_is_number(value := getattr(self, name)) and value >= 0):
+            if not (is_number(value := getattr(self, name)) and value >= 0):
                 raise self._wrong(name, "write a number of at least 0, without quotes")
         for name in ("prepare_timeout_s", "start_timeout_s", "reset_timeout_s", "release_timeout_s"):
             self._require_seconds(name)
@@ -119,7 +152,7 @@ class ResourceSpec(Generic[R_co]):
             raise self._wrong(name, f"write a whole number of at least {least}, without quotes{otherwise}")
 
     def _require_seconds(self, name: str, *, otherwise: str = "") -> None:
-        if not (_is_number(value := getattr(self, name)) and value > 0):
+        if not is_duration(getattr(self, name)):
             raise self._wrong(name, f"write a number of seconds above 0, without quotes{otherwise}")
 
     def _require_size(self, name: str) -> int:
@@ -175,7 +208,3 @@ class ResourceSpec(Generic[R_co]):
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         return parse_bytes(self.memory)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

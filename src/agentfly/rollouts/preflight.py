@@ -14,6 +14,7 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.tool import Tool
+from agentfly.durations import require_durations
 from agentfly.errors import AgentFlyError, ResourceError, message_of, say
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
@@ -103,6 +104,7 @@ async def preflight(
         strategy: as of `Runner`.
         limit_s: seconds that each thing may take.
     """
+    require_durations("preflight", limit_s=limit_s)
     rows = as_tasks(tasks)
     found = check_definitions(agent, rows, reward)
     for finding in found:

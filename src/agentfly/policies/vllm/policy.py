@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from agentfly.durations import require_durations
 from agentfly.errors import (
     APIMalformed,
     APIRefused,
@@ -107,6 +108,9 @@ class VLLMPolicy:
         call_timeout_s: float = 600.0,
     ) -> None:
         check_settings(spec, servers, urls, model, in_flight, raw_logprobs)
+        require_durations(
+            "VLLMPolicy", drain_timeout_s=drain_timeout_s, patience_s=patience_s, call_timeout_s=call_timeout_s
+        )
         require_packages("The tokenizer of a served model", "transformers")
         from agentfly.policies.hf_tokenizer import HFTokenizer
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urljoin
 
+from agentfly.durations import require_durations
 from agentfly.errors import (
     APIMalformed,
     APIRateLimited,
@@ -71,7 +72,7 @@ class ModelClient:
         max_answer_bytes: answers longer than this are malformed.
 
     Raises:
-        ConfigError: ``base_url`` cannot be called.
+        ConfigError: ``base_url`` cannot be called, or a time limit is no number of seconds.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ModelClient:
         read_timeout_s: float = 300.0,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
+        require_durations("ModelClient", connect_timeout_s=connect_timeout_s, read_timeout_s=read_timeout_s)
         self.base_url = parse_base_url(base_url)
         self.model = model
         self._credentials = credentials or Credentials()
@@ -160,6 +162,7 @@ class ModelClient:
 
         Errors are those of `chat`.
         """
+        require_durations(path, call_timeout_s=call_timeout_s)
         url = path if "://" in path else f"{self.base_url}{path}"
         content = None if body is None else _to_json(body)
         outcome = await self._exchange(method, url, content, call_timeout_s)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
+from agentfly.durations import is_duration
 from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend, candidates, choose
 from agentfly.resources.containers.command import Command, Outcome, encoded, require_type, shell_word
@@ -230,8 +231,8 @@ class Container(Resource):
         require_type("cwd", cwd, str | None, "a directory inside, as a text")
         require_type("stdin", stdin, bytes | str | None, "a text or bytes")
         require_type("env", env, Mapping | None, "a mapping of names to texts")
-        if not timeout > 0:
-            raise ToolError(f"run(timeout={timeout!r}): give a number of seconds above 0.")
+        if not is_duration(timeout):
+            raise ToolError(f"run(timeout={timeout!r}): give a finite number of seconds above 0.")
         if max_output < 0:
             raise UsageError(f"run(max_output={max_output}): give a number of bytes, or 0 to keep none.")
         variables = dict(env or {})

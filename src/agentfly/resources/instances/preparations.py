@@ -13,6 +13,7 @@ from agentfly.resources.emit import Emit
 from agentfly.resources.instances.work import CANCEL_GRACE_S, bounded
 from agentfly.resources.registry import kind_of, prepare, require_usable
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec_identity import typed_key
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class Preparations:
 
 def _key(spec: Spec) -> Hashable | None:
     own = spec.preparation_key
-    return None if own is None else (kind_of(spec).name, own)
+    return None if own is None else (kind_of(spec).name, typed_key(own))
 
 
 def _seen(task: asyncio.Task[None]) -> None:

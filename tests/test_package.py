@@ -140,5 +140,5 @@ def test_the_wheel_installs_and_works_in_an_empty_environment(wheel, tmp_path, m
         [binaries / "agentfly", "train", config], check=False, capture_output=True, text=True, cwd=tmp_path
     )
     assert trained.returncode == 1
-    assert "pip install 'agentfly-rl[train]'" in trained.stderr
+    assert f"pip install 'agentfly-rl[train] @ {Path(wheel).as_uri()}'" in trained.stderr
     assert "Traceback" not in trained.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfly.errors import PrerequisiteError, UsageError
+from agentfly.installation import install_command
 
 _BEGINNINGS = {
     b"\x89PNG\r\n\x1a\n": "image/png",
@@ -164,7 +165,7 @@ def _png(pixels: Any) -> bytes:
         from PIL import Image as Pillow
     except ImportError as error:
         raise PrerequisiteError(
-            f"A NumPy array becomes an image by the package Pillow ({error}): pip install 'agentfly-rl[images]'"
+            f"A NumPy array becomes an image by the package Pillow ({error}): {install_command('images')}"
         ) from error
     picture = pixels if isinstance(pixels, Pillow.Image) else Pillow.fromarray(pixels)
     if picture.mode not in _PILLOW_MODES:

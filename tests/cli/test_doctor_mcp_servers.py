@@ -7,6 +7,7 @@ import importlib.metadata
 import pytest
 
 from agentfly.cli.doctor import Verdict, mcp_servers
+from agentfly.installation import install_command
 
 
 def version(name: str) -> str:
@@ -19,7 +20,7 @@ def test_the_doctor_says_how_to_get_the_package_that_is_missing(monkeypatch: pyt
     monkeypatch.setattr(importlib.metadata, "version", version)
     finding = mcp_servers()
     assert (finding.verdict, finding.found) == (Verdict.NOTE, "without mcp")
-    assert "pip install 'agentfly-rl[mcp]'" in finding.cure
+    assert install_command("mcp") in finding.cure
 
 
 def test_the_doctor_tells_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from agentfly import __version__
 from agentfly.cli import main as cli
 from agentfly.errors import ConfigError, PrerequisiteError, ResourceError
+from agentfly.installation import install_command
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_an_unknown_command_or_option_exits_with_2(agentfly):
         (ExceptionGroup("several", [ResourceError("first"), ResourceError("second")]), 1, "first"),
         (OSError(errno.ENOSPC, "No space left on device", "/data/model"), 1, "holds /data/model"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "no space left"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'agentfly-rl[train]'"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, install_command("train")),
     ],
 )
 def test_a_failure_that_a_user_can_mend_is_one_message_without_a_traceback(agentfly, monkeypatch, error, code, told):

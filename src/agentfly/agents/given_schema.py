@@ -10,6 +10,7 @@ from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.json_schema import plain, read_as
 from agentfly.agents.schema import Argument, ToolSchema
 from agentfly.errors import PrerequisiteError, ToolDefinitionError
+from agentfly.installation import install_command
 
 
 class GivenSchema(ToolSchema):
@@ -83,7 +84,7 @@ def _validator(tool: str, schema: Mapping[str, Any]) -> Any:
         from jsonschema.validators import validator_for
     except ImportError as error:
         raise PrerequisiteError(
-            f"Tools described by a JSON schema need the package jsonschema ({error}): pip install 'agentfly-rl[mcp]'."
+            f"Tools described by a JSON schema need the package jsonschema ({error}): {install_command('mcp')}."
         ) from error
     kind = validator_for(schema, default=Draft202012Validator)
     try:

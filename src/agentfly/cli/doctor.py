@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentfly.installation import install_command
+
 if TYPE_CHECKING:
     from agentfly.resources.containers.capabilities import Capabilities
 
@@ -131,7 +133,7 @@ def training_packages() -> Finding:
             "training packages",
             Verdict.NOTE,
             f"without {', '.join(missing)}",
-            "Needed to train, and to sample from a model on this machine: pip install 'agentfly-rl[train]'.",
+            f"Needed to train, and to sample from a model on this machine: {install_command('train')}.",
         )
     return Finding("training packages", Verdict.OK, ", ".join(found))
 
@@ -227,7 +229,7 @@ def mcp_servers() -> Finding:
             "MCP servers",
             Verdict.NOTE,
             "without mcp",
-            "Needed for the tools of such: pip install 'agentfly-rl[mcp]'.",
+            f"Needed for the tools of such: {install_command('mcp')}.",
         )
     return Finding("MCP servers", Verdict.OK, f"mcp {version}")
 

@@ -34,6 +34,7 @@ from agentfly.cli import (
 )
 from agentfly.cli.configured_command import ConfiguredCommand
 from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
+from agentfly.installation import install_command
 from agentfly.policies.load import shorten_spinning
 
 app = typer.Typer(
@@ -110,7 +111,7 @@ def _known(error: BaseException) -> AgentFlyError | None:
     if isinstance(error, ModuleNotFoundError) and error.name in _TRAINING_PACKAGES:
         return PrerequisiteError(
             f"This needs {error.name}, which is not installed: models that run on this machine, and training, come "
-            "with pip install 'agentfly-rl[train]'."
+            f"with {install_command('train')}."
         )
     return None
 

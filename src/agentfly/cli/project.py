@@ -10,13 +10,14 @@ import unicodedata
 from pathlib import Path
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.installation import install_command
 
 TEMPLATE = Path(__file__).parent / "project_template"
 """A project that works as it lies there, called ``my-task``."""
 
 FILES = ("README.md", "config.yaml", "my_task.py", "test_my_task.py")
 
-_NAME, _MODULE = "my-task", "my_task"
+_NAME, _MODULE, _INSTALL = "my-task", "my_task", "INSTALL-TRAIN"
 
 
 def new_project(directory: Path) -> list[Path]:
@@ -45,7 +46,9 @@ def new_project(directory: Path) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
         written = []
         for file in FILES:
-            text = (TEMPLATE / file).read_text(encoding="utf-8").replace(_NAME, name).replace(_MODULE, module)
+            text = (TEMPLATE / file).read_text(encoding="utf-8")
+            for placeholder, meant in ((_NAME, name), (_MODULE, module), (_INSTALL, install_command("train"))):
+                text = text.replace(placeholder, meant)
             path = directory / file.replace(_MODULE, module)
             path.write_text(text, encoding="utf-8")
             written.append(path)

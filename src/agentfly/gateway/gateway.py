@@ -19,6 +19,7 @@ from agentfly.gateway.conversation import read_conversation
 from agentfly.gateway.dialect import Dialect, Wanted
 from agentfly.gateway.session import Session
 from agentfly.gateway.wire import ChatRequest, Refusal
+from agentfly.installation import install_command
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Failure, Trajectory
@@ -254,7 +255,7 @@ class Gateway:
             from agentfly.gateway.http import Server
         except ModuleNotFoundError as error:
             raise PrerequisiteError(
-                f"The gateway needs {error.name}, which is not installed: pip install 'agentfly-rl[gateway]'"
+                f"The gateway needs {error.name}, which is not installed: {install_command('gateway')}"
             ) from error
         self._dialect = Dialect.of(self.policy.tokenizer, self._calls, history=self._history)
         server = Server(self)

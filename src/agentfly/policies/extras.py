@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from agentfly.errors import PrerequisiteError
+from agentfly.installation import install_command
 
 
 def require_training_packages() -> None:
@@ -30,5 +31,5 @@ def require_packages(what: str, *names: str) -> None:
     if missing:
         raise PrerequisiteError(
             f"{what} needs {' and '.join(missing)}, not installed here. "
-            "Get what is needed with: pip install 'agentfly-rl[train]'"
+            f"Get what is needed with: {install_command('train')}"
         )

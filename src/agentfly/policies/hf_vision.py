@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, PreTrain
 
 from agentfly.errors import PrerequisiteError, UsageError
 from agentfly.images import Image
+from agentfly.installation import install_command
 
 _RESERVED = re.compile(r"(image|video|vision|boi|eoi)_(\w+_)?token_(id|index)")
 """How configurations name the ids that only images and videos have."""
@@ -85,7 +86,7 @@ class HFVision:
     def _images(self) -> Any:
         """The image processor; the one on Pillow, so that no other package has a say in the pixels."""
         if importlib.util.find_spec("PIL") is None:
-            raise PrerequisiteError("Images are read by Pillow, not installed here: pip install 'agentfly-rl[images]'")
+            raise PrerequisiteError(f"Images are read by Pillow, not installed here: {install_command('images')}")
         try:
             return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 self._path, local_files_only=True, backend="pil"

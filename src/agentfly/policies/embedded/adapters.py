@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.installation import install_command
 
 ADAPTER_FOLDER = "adapter"
 """Folder of a model's directory in which adapters are, in the files of peft."""
@@ -52,7 +53,7 @@ def merge_adapters(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         from peft import LoraConfig, LoraModel
     except ImportError as error:
         raise PrerequisiteError(
-            f"{path} holds adapters, which are read by the package peft: pip install 'agentfly-rl[train]'."
+            f"{path} holds adapters, which are read by the package peft: {install_command('train')}."
         ) from error
     tuner = LoraModel(model, LoraConfig.from_pretrained(str(path / ADAPTER_FOLDER)), "default")
     load_adapters(model, path)

@@ -21,6 +21,7 @@ from agentfly.errors import (
     message_of,
     say,
 )
+from agentfly.installation import install_command
 from agentfly.resources.keeping.kept_program import KeptProgram
 from agentfly.resources.keeping.log import tail
 from agentfly.resources.ledger import state_directory
@@ -296,5 +297,5 @@ def _require_package() -> None:
     except ImportError as error:
         raise PrerequisiteError(
             f"Servers of the Model Context Protocol need the package mcp, version 2 ({error}): "
-            "pip install 'agentfly-rl[mcp]'."
+            f"{install_command('mcp')}."
         ) from error

@@ -15,6 +15,7 @@ from agentfly.agents.agent import History
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.format import call_id
 from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError, say
+from agentfly.installation import install_command
 from agentfly.messages import Message, ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
@@ -262,7 +263,7 @@ def _renderer(name: str, encoder: _Encoder, history: History) -> Any:
         from renderers import config_from_name, create_renderer
     except ImportError as error:
         raise PrerequisiteError(
-            "Agent(chat_format='renderers…') needs the renderers package: pip install 'agentfly-rl[renderers]'."
+            f"Agent(chat_format='renderers…') needs the renderers package: {install_command('renderers')}."
         ) from error
     if name == NOT_BY_HAND:
         raise ConfigError("The format 'default' of the renderers package is no format of a model. Say 'template'.")

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.installation import install_command
 from agentfly.policies.embedded.adapters import has_adapters
 from agentfly.training.config.lora_config import LoRAConfig
 
@@ -46,7 +47,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> No
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise PrerequisiteError(
-            "Training adapters (lora) needs the package peft: pip install 'agentfly-rl[train]'."
+            f"Training adapters (lora) needs the package peft: {install_command('train')}."
         ) from error
     asked = LoraConfig(
         r=config.rank,

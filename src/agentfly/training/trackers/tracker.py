@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentfly.errors import PrerequisiteError
+from agentfly.installation import install_command
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,6 @@ def require_package(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise PrerequisiteError(
             f"The tracker {package!r} needs the package {package}, which is not installed here. Get it with: "
-            f"pip install 'agentfly-rl[{extra}]'. Or leave it out of the setting trackers; metrics.jsonl has every "
+            f"{install_command(extra)}. Or leave it out of the setting trackers; metrics.jsonl has every "
             "metric all the same."
         )

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentfly.errors import PrerequisiteError, ResourceError
+from agentfly.installation import install_command
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -31,7 +32,7 @@ def connect(address: str, api_version: str = "auto") -> Docker:
         from aiohttp import ClientTimeout
     except ImportError as error:
         raise PrerequisiteError(
-            f"Containers of docker and podman need the package aiodocker ({error}): pip install 'agentfly-rl[docker]'."
+            f"Containers of docker and podman need the package aiodocker ({error}): {install_command('docker')}."
         ) from error
     return Docker(url=address, api_version=api_version, timeout=ClientTimeout(total=CALL_PATIENCE_S, sock_connect=10))
 

@@ -13,6 +13,10 @@ from typing import Any, cast
 from agentfly.errors import ConfigError, UsageError
 from agentfly.images import Image
 from agentfly.messages import Message, content_of, images_of, message_to_json
+from agentfly.task_files import read_rows
+
+_PROMPT_NAMES = ("problem", "question", "query", "instruction", "input", "messages", "conversation", "text")
+"""Fields that data sets call what the agent is asked."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,9 @@ class Task:
                 prompt = fields.pop(name)
                 break
         else:
-            near = difflib.get_close_matches("prompt", [str(name) for name in fields], n=1)
-            cure = f"Did you mean {near[0]!r}?" if near else "Rename the field that holds what the agent is asked."
             raise ConfigError(
                 "A task needs a field 'prompt' (a text or a list of messages); this row has only "
-                f"{sorted(map(str, fields))}. {cure}"
+                f"{sorted(map(str, fields))}. {_how_to_name_a_prompt(fields)}"
             )
         return cls(prompt=prompt, id=str(fields.pop("id", "")), fields=fields)
 
@@ -93,17 +95,32 @@ class Task:
         return [message_to_json(message) if _has_parts(message) else message for message in prompt]
 
 
-def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | str | Path) -> list[Task]:
-    """Tasks from whatever a user has: tasks, mappings, prompts, or the path of a JSON-lines file.
+def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
+    """The cure for a row without a prompt: the field to rename, if one looks like what the agent is asked."""
+    names = [str(name) for name in fields]
+    near = [name for name in _PROMPT_NAMES if name in names] or difflib.get_close_matches("prompt", names, n=1)
+    if near:
+        return f"Rename {near[0]!r} to 'prompt'."
+    return "Rename the field that holds what the agent is asked to 'prompt'."
+
+
+def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | Task | Mapping[str, Any] | str | Path) -> list[Task]:
+    """Tasks from whatever a user has: tasks, mappings, prompts, one of these, or the path of a file.
+
+    A text by itself is a path. `agentfly.task_files` says which kinds of files there are.
 
     Images of a file's tasks may be given by their paths, from the directory of the file on.
 
     Raises:
-        ConfigError: a row has no prompt, an image is none, the file cannot be read as JSON lines, or two tasks that are
+        ConfigError: a row has no prompt, an image is none, the file cannot be read, or two tasks that are
             not the same have the same id. One task may be there more than once.
     """
     if isinstance(tasks, (str, Path)):
         return _read_task_file(Path(tasks))
+    if isinstance(tasks, (Task, Mapping)):
+        tasks = [tasks]
+    if not isinstance(tasks, Iterable):
+        raise ConfigError(f"A {type(tasks).__name__} holds no tasks. Give a list of tasks, or the path of a file.")
     made = [_as_task(task) for task in tasks]
     if not made:
         raise ConfigError("There is no task to run: the collection of tasks is empty.")
@@ -197,28 +214,19 @@ def _require_own_ids(tasks: Sequence[Task], places: Sequence[str]) -> None:
 
 
 def _read_task_file(path: Path) -> list[Task]:
-    if not path.is_file():
-        raise ConfigError(f"There is no file of tasks at {path}. Give the path of a JSON-lines file, one task a line.")
     tasks: list[Task] = []
     places: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}, line {number} is not a JSON object: {error}.") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}.")
-            try:
-                for name in ("prompt", "question"):
-                    if name in row:
-                        row[name] = _with_images(row[name], path.parent)
-                tasks += as_tasks([row])
-                places.append(f"line {number}")
-            except ConfigError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from None
+    for place, row in read_rows(path):
+        try:
+            for name in ("prompt", "question"):
+                if name in row:
+                    row[name] = _with_images(row[name], path.parent)
+            tasks += as_tasks([row])
+            places.append(place)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, {place}: {error}") from None
     if not tasks:
-        raise ConfigError(f"{path} holds no task. Write one JSON object a line, each with a 'prompt'.")
+        raise ConfigError(f"{path} holds no task. Write one row a task, each with a 'prompt'.")
     try:
         _require_own_ids(tasks, places)
     except ConfigError as error:

@@ -31,6 +31,17 @@ def test_a_row_without_a_prompt_is_refused_naming_its_fields():
         Task.from_row({"answer": 4})
 
 
+@pytest.mark.parametrize("name", ["problem", "messages", "promptt"])
+def test_a_row_that_calls_its_prompt_otherwise_is_told_to_rename_it(name):
+    with pytest.raises(ConfigError, match=f"Rename '{name}' to 'prompt'"):
+        Task.from_row({"answer": "4", "solution": "2 + 2", name: "2 + 2?"})
+
+
+@pytest.mark.parametrize("one", [Task("a", {"b": 1}), {"prompt": "a", "b": 1}])
+def test_one_task_is_a_list_of_one(one):
+    assert as_tasks(one) == [Task("a", {"b": 1})]
+
+
 def test_no_tasks_at_all_is_refused():
     with pytest.raises(ConfigError, match="no task"):
         as_tasks([])
@@ -84,7 +95,7 @@ def test_a_field_that_cannot_be_saved_is_named_before_anything_runs(value):
 def test_a_row_that_cannot_be_a_task_is_named_by_its_line(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl, line 2: .*Did you mean 'promt'"):
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl, line 2: .*Rename 'promt' to 'prompt'"):
         as_tasks(file)
 
 
@@ -110,6 +121,12 @@ def test_line_separators_inside_a_text_do_not_end_a_line(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [task.prompt for task in as_tasks(file)] == ["a\u2028b\x85c"]
+
+
+@pytest.mark.parametrize("tasks", [5, None, len])
+def test_what_holds_no_tasks_is_refused(tasks):
+    with pytest.raises(ConfigError, match="holds no tasks"):
+        as_tasks(tasks)
 
 
 @pytest.mark.parametrize("task", [b"x", None, 5])

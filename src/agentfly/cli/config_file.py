@@ -129,7 +129,7 @@ class RunConfig(BaseModel):
     memory: MemoryConfig | None = None
     """What the agent recalls of the conversation at each turn; as the agent says if not given."""
     tasks: str
-    """Reference of the tasks, or of a function that returns them, or path of a JSON-lines file."""
+    """Reference of the tasks, or of a function that returns them, or path of a file: JSON lines, CSV, parquet."""
     eval_tasks: str | None = None
     """The same for the held-out tasks; without them nothing is evaluated."""
     reward: str | None = None

@@ -95,7 +95,7 @@ async def preflight(
 
     Args:
         agent: the agent.
-        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file of such rows.
+        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
         reward: scores the oracle's rollout.
         oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called, and the
             reward scores an agent that does nothing.

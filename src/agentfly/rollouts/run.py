@@ -73,7 +73,7 @@ async def run(
 
     Args:
         agent: the agent.
-        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file of such rows.
+        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
         reward: scores each rollout.
         attempts: rollouts a task; they form a group.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.

@@ -115,7 +115,8 @@ class Trainer:
 
     Args:
         agent: the agent.
-        tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a JSON-lines file.
+        tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a file
+            (`agentfly.task_files`).
         reward: scores the rollouts; without one, the sum of the tools' rewards is the score, 0 where they gave none.
         run_dir: directory of the run's checkpoints, trajectories and metrics.
         eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.

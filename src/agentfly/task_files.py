@@ -1,0 +1,125 @@
+"""The rows of a file of tasks: JSON lines, JSON, CSV or parquet."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.installation import install_command
+
+_CSV = {".csv": ",", ".tsv": "\t"}
+_PARQUET_MAGIC = b"PAR1"
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file, each with its place there, such as ``line 3``.
+
+    The ending of the name says what the file is: ``.csv`` and ``.tsv`` have a header line, ``.parquet`` is read by
+    pyarrow, ``.json`` is one list of objects. Every other file is JSON lines.
+
+    Raises:
+        ConfigError: there is no such file, or it is not what its ending says, or a row is not an object.
+        PrerequisiteError: pyarrow is needed and not installed.
+    """
+    if not path.is_file():
+        raise ConfigError(f"There is no file of tasks at {path}. Give the path of a file with one task a row.")
+    ending = path.suffix.lower()
+    if ending == ".parquet":
+        return _parquet_rows(path)
+    text = _text_of(path)
+    if ending in _CSV:
+        return _csv_rows(path, text, _CSV[ending])
+    if ending == ".json":
+        return _json_rows(path, text)
+    return _json_line_rows(path, text)
+
+
+def _text_of(path: Path) -> str:
+    content = path.read_bytes()
+    if content.startswith(_PARQUET_MAGIC):
+        raise ConfigError(f"{path} is a parquet file. Let its name end in .parquet.")
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ConfigError(f"{path} is UTF-16 text. Save it as UTF-8.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line} is not UTF-8 text: byte {content[error.start]:#04x} at {error.start}. Save the file "
+            "as UTF-8."
+        ) from None
+
+
+def _json_line_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is not a JSON object: {error}. The file is read as JSON lines, one object a "
+                "line; for other kinds let its name end in .json, .csv, .tsv or .parquet."
+            ) from None
+        yield f"line {number}", _object(row, f"{path}, line {number}")
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}. If it has one object a line, call it .jsonl.") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} holds a {type(rows).__name__} at its top, and has to hold a list of objects.")
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", _object(row, f"{path}, row {number}")
+
+
+def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(max(len(text), 131_072))
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    while True:
+        place = f"line {reader.line_num + 1}" if reader.line_num else "line 2"
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ConfigError(f"{path}, {place} is not CSV: {error}.") from None
+        if row is None:
+            return
+        if None in row or None in row.values():
+            raise ConfigError(
+                f"{path}, {place} has another number of cells than the header line has, which names "
+                f"{', '.join(map(str, reader.fieldnames or []))}. Put cells with a {delimiter!r} in them in quotes."
+            )
+        yield place, dict(row)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise PrerequisiteError(
+            f"{path}: parquet files are read by pyarrow, not installed here. Get it with: {install_command('data')}"
+        )
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not a parquet file that can be read: {error}") from None
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is not a JSON object but a {type(row).__name__}.")
+    return row

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
 from agentfly.training.advantages import ALGORITHMS, Algorithm
+from agentfly.training.config.synonyms import EXPLAINED
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES
 from agentfly.training.registry import Registry
@@ -294,6 +295,7 @@ def _complaints(error: ValidationError) -> Iterator[str]:
         if problem["type"] == "extra_forbidden":
             near = nearest_field(where)
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
+            hint = EXPLAINED.get(where.rpartition(".")[2], hint)
             yield f"  There is no key {where!r}. {hint}"
         elif problem["type"] == "missing":
             given = problem["input"] if isinstance(problem["input"], dict) else {}

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentfly.cli.config_file import RunConfig
+from agentfly.training.config.synonyms import SYNONYMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def field_called(name: str) -> str | None:
 def nearest_field(name: str) -> str | None:
     """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
     group, _, last = name.rpartition(".")
+    if last in SYNONYMS:
+        return f"training.{SYNONYMS[last]}"
     keys = [field.key for each in field_groups() for field in each.fields]
     beside = [key for key in keys if key.rpartition(".")[0] == group]
     for among, cutoff in ((beside, 0.75), (keys, 0.6)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, get_args
 
@@ -9,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from agentfly.errors import ConfigError, did_you_mean
+from agentfly.training.config.synonyms import EXPLAINED, SYNONYMS, with_canonical_names
+
+_log = logging.getLogger("agentfly")
 
 
 class Settings(BaseModel):
@@ -32,6 +36,17 @@ class Settings(BaseModel):
             raise PydanticCustomError("no_truth_value", "Input should not be a truth value")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_canonical_names(cls, values: Any) -> Any:
+        """Take a setting under the name that other frameworks have for it, and say what it is called here."""
+        if cls.GROUP or not isinstance(values, Mapping):
+            return values
+        settings, renamed = with_canonical_names(values, cls.model_fields)
+        for given, name in renamed.items():
+            _log.warning("The training setting %s is called %s here, and is read as that.", given, name)
+        return settings
+
     @model_validator(mode="wrap")
     @classmethod
     def _explained(cls, value: Any, validate: Callable[[Any], Self]) -> Self:
@@ -52,7 +67,9 @@ def _complaint(detail: ErrorDetails, group: str, known: Mapping[str, Any]) -> st
     name = ".".join(([group] if group else []) + parts)
     if detail["type"] == "extra_forbidden":
         within = name.removesuffix(parts[-1])
-        return f"There is no training setting {name!r}. {did_you_mean(name, [within + one for one in sorted(known)])}"
+        cure = EXPLAINED.get(name) or (f"It is called {SYNONYMS[name]!r} here." if name in SYNONYMS else "")
+        cure = cure or did_you_mean(name, [within + one for one in sorted(known)])
+        return f"There is no training setting {name!r}. {cure}"
     if not name:
         return f"{detail['input']!r} holds no settings by their names."
     if detail["type"] == "missing":

@@ -1,0 +1,121 @@
+"""Names that other frameworks have for training settings, and what they are called here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SYNONYMS: Mapping[str, str] = {
+    "adv_estimator": "algorithm",
+    "advantage_estimator": "algorithm",
+    "beta": "kl.coefficient",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "entropy_coeff": "entropy_coefficient",
+    "ent_coef": "entropy_coefficient",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "eval_steps": "eval_every_steps",
+    "gae_lam": "advantage.gae_lambda",
+    "gamma": "advantage.discount",
+    "group_size": "attempts",
+    "kl_coef": "kl.coefficient",
+    "kl_loss_coef": "kl.coefficient",
+    "lam": "advantage.gae_lambda",
+    "learning_rate_schedule": "schedule",
+    "lora_alpha": "lora.alpha",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "loss_agg_mode": "aggregation",
+    "loss_type": "loss",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "max_steps": "steps",
+    "n_samples_per_prompt": "attempts",
+    "num_generations": "attempts",
+    "num_iterations": "updates_per_step",
+    "num_steps": "steps",
+    "ppo_epochs": "updates_per_step",
+    "report_to": "trackers",
+    "save_steps": "checkpoint_every_steps",
+    "save_total_limit": "keep_checkpoints",
+    "test_freq": "eval_every_steps",
+    "total_steps": "steps",
+    "total_training_steps": "steps",
+}
+"""Settings by what they are called elsewhere; both mean the same number in the same unit."""
+
+EXPLAINED: Mapping[str, str] = {
+    name: text
+    for names, text in (
+        (
+            ("batch_size", "train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
+            "A step trains tasks_per_step tasks with attempts rollouts of each: set these two. How much is computed at "
+            "once is micro_batch_tokens.",
+        ),
+        (
+            ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size_per_gpu"),
+            "Gradients are accumulated over as many parts as memory asks for: set micro_batch_tokens. It changes no "
+            "number.",
+        ),
+        (
+            ("ppo_mini_batch_size", "mini_batch_size"),
+            "Set mini_batches, the number of parts of a batch that make an update each.",
+        ),
+        (
+            ("num_train_epochs", "num_epochs", "epochs", "total_epochs"),
+            "A run is as long as steps says: set steps, to epochs times the number of tasks, divided by tasks_per_step. For several "
+            "updates on the same rollouts set updates_per_step.",
+        ),
+        (
+            ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),
+            "How much is sampled is a limit of the agent: Agent(max_tokens_per_turn=…, max_sampled_tokens=…).",
+        ),
+        (
+            ("max_prompt_length", "max_seq_length", "max_length"),
+            "How long a sequence may be is a limit of the agent: Agent(max_sequence_tokens=…). What memory allows is "
+            "max_context_tokens.",
+        ),
+        (("top_p", "top_k", "min_p"), "How tokens are sampled is up to the agent: Agent(top_p=…, top_k=…)."),
+        (("max_turns",), "How many turns there may be is a limit of the agent: Agent(max_turns=…)."),
+        (
+            ("scale_rewards", "norm_adv_by_std_in_grpo"),
+            "Whether advantages are divided by the standard deviation is up to the algorithm: grpo does, dr_grpo does "
+            "not.",
+        ),
+    )
+    for name in names
+}
+"""What to set in place of a setting that has no counterpart of the same meaning."""
+
+
+def with_canonical_names(values: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings under the names that they have here.
+
+    Args:
+        values: training settings as a user wrote them; groups are mappings.
+        known: the names that there are.
+
+    Returns:
+        The settings, and what was renamed: the name here by the name that was written. A name is left as it is where
+        the setting is given under its own name too.
+    """
+    renamed: dict[str, Any] = dict(values)
+    names: dict[str, str] = {}
+    for name in values:
+        if name in known or name not in SYNONYMS:
+            continue
+        group, _, last = SYNONYMS[name].rpartition(".")
+        place = renamed
+        if group:
+            inner = renamed.get(group)
+            if not isinstance(inner, Mapping | None):
+                continue
+            place = dict(inner or {})
+        if last in place:
+            continue
+        place[last] = renamed.pop(name)
+        if group:
+            renamed[group] = place
+        names[name] = SYNONYMS[name]
+    return renamed, names

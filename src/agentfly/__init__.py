@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from agentfly.task import Task as Task
     from agentfly.training.config.train_config import TrainConfig as TrainConfig
     from agentfly.training.train import train as train
+    from agentfly.training.train import train_async as train_async
     from agentfly.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"
@@ -85,6 +86,7 @@ _HOMES = {
     "run": "agentfly.rollouts.run",
     "tool": "agentfly.agents.tool",
     "train": "agentfly.training.train",
+    "train_async": "agentfly.training.train",
     "weighted": "agentfly.agents.weighted",
 }
 

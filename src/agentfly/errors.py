@@ -61,6 +61,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names) or 'none'}."
 
 
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments by names that there are not, with the nearest that there is.
+
+    Args:
+        what: the function or class that they were given to.
+        given: the names.
+        known: the names that there are.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise UsageError(f"{what} has no argument {name!r}. {did_you_mean(name, names)}")
+
+
 # --- what the user wrote -------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from agentfly.errors import ConfigError, UsageError
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.run_directory import RunDirectory
-from agentfly.training.train import train
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.train import train, train_async
 
 AGENT = Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
 
@@ -35,6 +37,30 @@ def test_a_run_is_kept_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: py
     assert run.events_file.stat().st_size > 0
     assert any(run.tensorboard.iterdir())
     assert result.checkpoint.is_dir()
+
+
+def files_of(run: Path) -> set[str]:
+    return {str(path.relative_to(run)) for path in run.rglob("*") if "tfevents" not in path.name}
+
+
+async def test_a_run_that_is_awaited_takes_the_same_arguments_and_leaves_the_same_files(tmp_path: Path) -> None:
+    settings = {"steps": 1, "tasks_per_step": 2, "attempts": 2}
+    await asyncio.to_thread(train, AGENT, ["a", "b"], brief, run_dir=tmp_path / "blocking", **settings)
+    result = await train_async(AGENT, ["a", "b"], brief, run_dir=tmp_path / "awaited", **settings)
+    assert result.run_dir == tmp_path / "awaited"
+    assert files_of(tmp_path / "awaited") == files_of(tmp_path / "blocking")
+    assert signature(train).parameters == signature(train_async).parameters
+
+
+def test_settings_replace_those_of_a_config(tmp_path: Path) -> None:
+    config = TrainConfig(steps=2, tasks_per_step=1, attempts=2)
+    result = train(AGENT, ["a"], brief, run_dir=tmp_path / "run", config=config, steps=1)
+    assert result.steps == 1
+    with pytest.raises(ConfigError, match="config is a dict, and has to be a TrainConfig"):
+        train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config={"steps": 2})
+    with pytest.raises(ConfigError, match="Did you mean 'steps'"):
+        train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config=config, stepz=1)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_can_be_made_longer(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: 
 
 
 async def test_train_says_how_it_is_done_inside_an_event_loop(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"await Trainer"):
+    with pytest.raises(UsageError, match=r"await af\.train_async"):
         train(agent(), TASKS, later, run_dir=tmp_path)
 
 

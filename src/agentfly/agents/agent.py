@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from agentfly.agents.class_tool import tools_of
 from agentfly.agents.memory.memory import FullHistory, Memory
@@ -18,7 +18,7 @@ from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
 from agentfly.durations import is_duration, is_number
-from agentfly.errors import ConfigError, UnknownTool, UsageError, say
+from agentfly.errors import ConfigError, UnknownTool, UsageError, refuse_unknown, say
 from agentfly.messages import Message, ToolCall
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
@@ -90,6 +90,18 @@ class Agent:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Refuse what is not a field before the dataclass does, whose words do not name the nearest."""
+        known = [one.name for one in fields(cls)]
+        refuse_unknown(cls.__name__, named, known)
+        if not values and "model" not in named:
+            raise UsageError(f"{cls.__name__} needs a model. Write {cls.__name__}(model='tiny', …).")
+        return super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[str | Path]:
+        """What `__new__` asks for when an agent is copied or unpickled."""
+        return (self.model,)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tools, Iterable) or isinstance(self.tools, (str, type)):

@@ -102,6 +102,11 @@ class OpenAIPolicy:
             raise UsageError("The endpoint is asked for its model when the policy is entered: async with policy: …")
         return self._spec.model
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has been entered and not left."""
+        return self._api is not None
+
     async def chat(
         self,
         messages: Sequence[Message],

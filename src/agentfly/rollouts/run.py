@@ -6,16 +6,17 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, refuse_unknown
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.record import RolloutRecord
-from agentfly.rollouts.runner import BatchSettings, Runner, require_agent
+from agentfly.rollouts.runner import BatchSettings, Runner, RunnerSettings, require_agent
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
 from agentfly.run_directory import Kind, RunDirectory
@@ -64,7 +65,7 @@ async def run(
     resume: bool = False,
     kind: Kind = "rollout",
     step: int = 0,
-    **runner_settings: Any,
+    **runner_settings: Unpack[RunnerSettings],
 ) -> RunResult:
     """Roll an agent out on tasks and score what it did.
 
@@ -87,10 +88,12 @@ async def run(
         runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
+        UsageError: there is no such argument.
         ToolDefinitionError, RewardDefinitionError: a tool or the reward asks for a field that a task does not have.
         TooManyFailures: too large a share of the rollouts failed for reasons the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
+    refuse_unknown("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])
     rows = as_tasks(tasks)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
@@ -98,18 +101,18 @@ async def run(
     if reward is not None:
         require_reward(reward)
     require_fields(agent, rows, reward)
-    run = run_dir if isinstance(run_dir, RunDirectory) or run_dir is None else RunDirectory(run_dir)
-    record = None if run is None else RolloutRecord(run.trajectories_file(step, kind), resume=resume)
+    directory = run_dir if isinstance(run_dir, RunDirectory) or run_dir is None else RunDirectory(run_dir)
+    record = None if directory is None else RolloutRecord(directory.trajectories_file(step, kind), resume=resume)
     with ended_by_sigterm():
         async with Runner(agent, reward=reward, **runner_settings) as runner, AsyncExitStack() as stack:
             settings = BatchSettings(
                 attempts=attempts, sampling=sampling, label=label, priority=priority, record=record
             )
-            if run is not None and record is not None:
+            if directory is not None and record is not None:
                 settings["label"] = label or record.about.get("label") or uuid.uuid4().hex[:8]
                 about = {"label": settings["label"], "tasks": len(rows), "attempts": attempts}
-                run.ensure()
-                stack.callback(run.remove_if_empty)
+                directory.ensure()
+                stack.callback(directory.remove_if_empty)
                 await stack.enter_async_context(record.opened(runner.traits(sampling), about))
             before = runner.occupancy()
             trajectories = await runner.collect(rows, **settings)
@@ -129,13 +132,14 @@ async def evaluate(
     run_dir: RunDirectory | Path | str | None = None,
     resume: bool = False,
     step: int = 0,
-    **runner_settings: Any,
+    **runner_settings: Unpack[RunnerSettings],
 ) -> RunResult:
     """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`.
 
     Its requests for resources go before those of a `run` on the same engine, and its rollouts begin before those of
     other batches of the same runner.
     """
+    refuse_unknown("evaluate", runner_settings, [*signature(evaluate).parameters, *RunnerSettings.__annotations__])
     return await run(
         agent,
         tasks,

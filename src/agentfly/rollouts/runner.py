@@ -72,13 +72,25 @@ class BatchSettings(TypedDict, total=False):
     first_group: int
 
 
+class RunnerSettings(TypedDict, total=False):
+    """The settings of a `Runner` besides its agent and reward, which say what they mean."""
+
+    policy: Policy | ChatPolicy | None
+    engine: ResourceEngine | None
+    events: EventStream | None
+    strategy: str
+    subagent_policies: Mapping[str, Policy | ChatPolicy]
+    max_concurrent_rollouts: int
+    max_failure_share: float
+
+
 class Runner:
     """Runs rollouts of one agent concurrently, in one process.
 
     ``async with Runner(agent) as runner: trajectories = await runner.collect(tasks, attempts=8)``
 
-    A policy or engine that is given belongs to the caller, who enters and leaves it; one that is not given is made,
-    and released when the runner is left.
+    A policy or engine that is given belongs to the caller; one that is not given is made, and released when the runner
+    is left. A policy that is not in use yet is entered, and left with the runner.
 
     Args:
         agent: the agent.
@@ -96,7 +108,7 @@ class Runner:
             infrastructure's reasons (see `Health`).
 
     Raises:
-        UsageError: ``agent`` is not an `Agent`, or ``reward`` is not a reward.
+        UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, or a policy is not a policy.
     """
 
     def __init__(
@@ -117,6 +129,8 @@ class Runner:
             require_reward(reward)
         if max_concurrent_rollouts < 1:
             raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
+        for given in (*([] if policy is None else [policy]), *subagent_policies.values()):
+            _require_policy(given)
         self._agent = agent
         self._policy = policy
         self._engine = engine
@@ -137,6 +151,9 @@ class Runner:
             policy, engine = self._policy, self._engine
             if policy is None:
                 policy = await self._load(self._agent.model)
+            for given in {id(one): one for one in (policy, *self._subagent_policies.values())}.values():
+                if not getattr(given, "in_use", True):  # one that cannot tell is the caller's
+                    await self._owned.enter_async_context(given)
             models = {str(one.model): one.model for one in self._agent.subagents if one.model != self._agent.model}
             missing = models.keys() - self._subagent_policies.keys()
             others = {**self._subagent_policies, **{name: await self._load(models[name]) for name in sorted(missing)}}
@@ -242,6 +259,22 @@ class Runner:
         if self._around is None:
             raise UsageError("The runner is not open. Use it as `async with Runner(agent) as runner: …`.")
         return self._around
+
+
+def _require_policy(policy: object) -> None:
+    """Raise unless ``policy`` is a policy: the name of a model is easily taken for it."""
+    if isinstance(policy, str | Path):
+        raise UsageError(
+            f"policy={str(policy)!r}: a policy is an object, not a name. Name a model for this process by "
+            "Agent(model=…); for an endpoint give af.OpenAIPolicy('http://…/v1', 'model')."
+        )
+    if not isinstance(policy, Policy | ChatPolicy):
+        if isinstance(policy, type):
+            raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
+        raise UsageError(
+            f"A {type(policy).__name__} is not a policy. Pass an EmbeddedPolicy, VLLMPolicy, OpenAIPolicy or "
+            "ScriptedPolicy, or an object with the methods of agentfly.policies.policy.Policy."
+        )
 
 
 def _task_number(trajectory: Trajectory) -> int:

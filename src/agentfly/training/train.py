@@ -1,4 +1,4 @@
-"""train: the one call that trains an agent, from code without an event loop."""
+"""train and train_async: the one call that trains an agent, for code without and with an event loop."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def train(
     tasks: Tasks,
     reward: AnyReward | None = None,
     *,
+    config: TrainConfig | None = None,
     eval_tasks: Tasks | None = None,
     run_dir: Path | str | None = None,
     curriculum: Curriculum | None = None,
@@ -46,17 +47,60 @@ def train(
     checkpoint stands, to go on from with ``resume=True``. Other arguments: as of `Trainer`.
 
     Args:
+        config: the settings of training; those of `TrainConfig` if not given.
         run_dir: the run's directory; one named after the time, under ``runs``, if not given.
         progress: whether to show the run's progress on standard error: live on a terminal, else a line a step.
-        settings: the fields of `TrainConfig`: ``algorithm``, ``steps``, ``learning_rate``, …
+        settings: fields of `TrainConfig` that replace those of ``config``: ``algorithm``, ``steps``,
+            ``learning_rate``, …
 
     Raises:
         ConfigError: a setting is unknown or contradicts another.
-        UsageError: ``agent`` is not an `Agent`; or this is called from inside an event loop, where ``await
-            Trainer(…).run()`` is used.
+        UsageError: ``agent`` is not an `Agent`; or this is called from inside an event loop, where `train_async` is
+            awaited.
     """
     _require_no_loop()
-    config = TrainConfig(**settings)
+    return interruption.run(
+        train_async(
+            agent,
+            tasks,
+            reward,
+            config=config,
+            eval_tasks=eval_tasks,
+            run_dir=run_dir,
+            curriculum=curriculum,
+            resume=resume,
+            progress=progress,
+            events=events,
+            policy=policy,
+            engine=engine,
+            subagent_policies=subagent_policies,
+            **settings,
+        )
+    )
+
+
+async def train_async(
+    agent: Agent,
+    tasks: Tasks,
+    reward: AnyReward | None = None,
+    *,
+    config: TrainConfig | None = None,
+    eval_tasks: Tasks | None = None,
+    run_dir: Path | str | None = None,
+    curriculum: Curriculum | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    events: EventStream | None = None,
+    policy: Policy | None = None,
+    engine: ResourceEngine | None = None,
+    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
+    **settings: Any,
+) -> TrainResult:
+    """Train an agent's policy as `train` does, from code in an event loop, such as a notebook's.
+
+    The arguments, the files and the errors are those of `train`. Cancelling it stops the run in good order.
+    """
+    settings_in_force = _with(config, settings)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     events = events or EventStream()
@@ -68,7 +112,7 @@ def train(
             reward,
             run_dir=run.path,
             eval_tasks=eval_tasks,
-            config=config,
+            config=settings_in_force,
             curriculum=curriculum,
             events=events,
             policy=policy,
@@ -79,7 +123,19 @@ def train(
         stack.enter_context(recorded(run, events))
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
-        return interruption.run(trainer.run())
+        return await trainer.run()
+
+
+def _with(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """The settings of a run: those of a configuration, with some replaced."""
+    if config is None:
+        return TrainConfig(**settings)
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"config is a {type(config).__name__}, and has to be a TrainConfig.")
+    if not settings:
+        return config
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    return TrainConfig(**{**given, **settings})
 
 
 def _require_no_loop() -> None:
@@ -89,5 +145,5 @@ def _require_no_loop() -> None:
         return
     raise UsageError(
         "train() waits for the end of the run and cannot be called inside an event loop, as in a notebook or an async "
-        "function. There, write `await Trainer(agent, tasks, reward, run_dir=…).run()`."
+        "function. There, write `await af.train_async(…)` with the same arguments."
     )

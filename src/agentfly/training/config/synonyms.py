@@ -64,8 +64,8 @@ EXPLAINED: Mapping[str, str] = {
         ),
         (
             ("num_train_epochs", "num_epochs", "epochs", "total_epochs"),
-            "A run is as long as steps says: set steps, to epochs times the number of tasks, divided by tasks_per_step. For several "
-            "updates on the same rollouts set updates_per_step.",
+            "A run is as long as steps says: set steps, to epochs times tasks divided by tasks_per_step. "
+            "For several updates on the same rollouts set updates_per_step.",
         ),
         (
             ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),

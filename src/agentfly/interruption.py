@@ -181,6 +181,31 @@ def ended_by_sigterm() -> Iterator[None]:
         raise interruption.exception() from None
 
 
+def must_pass(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """Whether what came out of a user's code is not that code's doing, and is not to be held up.
+
+    That is the interruption of the program, and the end of a coroutine that is closed without having ended. Code that
+    raises such an exception by itself has failed.
+
+    Args:
+        error: what came out.
+        task: the task that ran the code.
+    """
+    if isinstance(error, GeneratorExit):
+        return task is None or _running_task() is not task
+    if not isinstance(error, KeyboardInterrupt) or not _on_main_thread():
+        return False
+    interruption = _installed(signal.SIGINT)
+    return interruption is None or interruption.received is not None
+
+
+def _running_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
     """Within the block, which is a clean-up in bounded time, Ctrl-C waits for the end of the block, for `PATIENCE_S`.

@@ -64,17 +64,31 @@ def test_where_nothing_costs_time_a_workload_takes_the_best_possible_time(pool):
 
 @pytest.mark.slow
 def test_the_bench_makes_the_calls_that_are_needed_and_every_rollout_ends_as_planned(monkeypatch):
-    monkeypatch.setattr(measure, "WORKLOADS", (replace(SMALL, sync_share=0.5, pool=Pool(2, 0.05)),))
+    mixed = replace(SMALL, name="M", sync_share=0.5, pool=Pool(2, 0.05))
+    monkeypatch.setattr(measure, "WORKLOADS", (SMALL, mixed))
     monkeypatch.setattr(measure.kb_per_rollout, "__defaults__", (64,))
-    result = json.loads(json.dumps(measure.run_rollouts_bench()))
-    [row] = result["workloads"]
-    assert row["model_calls"] == row["needed_model_calls"] == row["turns"]
-    assert row["failed"] == 0
-    assert row["events"] > row["turns"]
+    result = json.loads(json.dumps(measure.run_rollouts_bench(repeats=2)))
+    rows = result["workloads"]
+    assert [row["workload"] for row in rows] == ["S", "M"]
+    both = [rows[0], rows[0]["with_sync_tools"], rows[1]]
+    for row in both:
+        assert row["model_calls"] == row["needed_model_calls"] == row["turns"]
+        assert row["failed"] == 0
+        assert row["events"] > row["turns"]
+    assert "with_sync_tools" not in rows[1]
     assert result["kb_per_rollout"] > 0
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=io.StringIO(), width=140)
     console.print(render(result))
-    assert f"{row['efficiency']:.1%}" in console.file.getvalue()
+    for row in both:
+        assert f"{row['efficiency']:.1%}" in console.file.getvalue()
+    assert f"{rows[0]['sync_points']:+.1f}" in console.file.getvalue()
+
+
+def test_with_sync_tools_the_work_is_the_same():
+    async_tools, sync_tools = SMALL.plans(), replace(SMALL, sync_share=1.0).plans()
+    assert [replace(plan, sync=()) for plan in async_tools] == [replace(plan, sync=()) for plan in sync_tools]
+    assert {sync for plan in async_tools for sync in plan.sync} == {False}
+    assert {sync for plan in sync_tools for sync in plan.sync} == {True}
 
 
 def test_a_workload_that_there_is_not_is_refused_naming_those_there_are():

@@ -8,7 +8,6 @@ import logging
 import random
 import tempfile
 from collections import Counter, defaultdict
-from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import pytest
@@ -225,11 +224,11 @@ async def live_through(seed, steps, directory):
     assert not list(directory.iterdir())
 
 
-class Inline(Executor):
+class Inline:
     """Stands for threads and for the disk, neither of which these histories are about."""
 
-    def submit(self, fn, /, *args, **kwargs):
-        future = Future()
+    def begin(self, function, /, *args, **kwargs):
+        future = asyncio.get_running_loop().create_future()
         future.set_result(None)
         return future
 
@@ -237,7 +236,7 @@ class Inline(Executor):
 @pytest.fixture
 def run_history(monkeypatch):
     """Live through the history of a seed. The ledger is written, but not brought to the disk."""
-    monkeypatch.setattr(lifecycle, "OwnThread", Inline)
+    monkeypatch.setattr(lifecycle, "THREADS", Inline())
     logging.disable(logging.CRITICAL)
 
     def run(seed, steps):

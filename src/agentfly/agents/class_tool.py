@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,13 +13,15 @@ from typing import Any
 from agentfly.agents.definition import Settings, define
 from agentfly.agents.function import UserFunction
 from agentfly.agents.function_tool import Tool
-from agentfly.agents.invocation import FunctionFailed, Overrun, Thread, call, invoke
+from agentfly.agents.invocation import Caller, FunctionFailed, Overrun, call, invoke
 from agentfly.agents.needs import checked_needs
 from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import MISSING, Parameter, Source, field_of_task, read_parameters
-from agentfly.agents.steady_thread import SteadyThread, on_new_thread
 from agentfly.contexts.context import Context
 from agentfly.errors import AgentFlyError, ConfigError, ToolDefinitionError, ToolUnavailable, say
+from agentfly.interruption import must_pass
+from agentfly.threads.dedicated import DedicatedThread
+from agentfly.threads.pool import THREADS
 
 _MARK = "__agentfly_tools__"
 _ENDS = ("close", "aclose")
@@ -126,8 +129,8 @@ class ToolClass:
         """The same for a subclass."""
         return self if owner is self.owner else ToolClass(owner, self._settings, self._names)
 
-    async def instance(self, context: Context) -> tuple[object, Thread]:
-        """The rollout's instance, and the thread on which its sync methods run.
+    async def instance(self, context: Context) -> tuple[object, Caller]:
+        """The rollout's instance, and what calls its sync methods.
 
         Raises:
             ToolDefinitionError: the constructor failed, or wants a field that the task does not have.
@@ -135,20 +138,20 @@ class ToolClass:
             AgentFlyError: another failure of infrastructure in it.
         """
         kept = await context.keep(self.owner, self._make, _Kept.close)
-        return kept.instance, kept.thread
+        return kept.instance, kept.caller
 
     async def _make(self, context: Context) -> _Kept:
         given = {one.name: self._value(one, context) for one in self.parameters}
         if not self._sync:
             try:
-                return _Kept(self.owner(**given), on_new_thread)
-            except (KeyboardInterrupt, GeneratorExit):
-                raise
+                return _Kept(self.owner(**given), THREADS)
             except BaseException as error:  # SystemExit, and what other languages' bindings raise
+                if must_pass(error, asyncio.current_task()):
+                    raise
                 raise self._failure(error) from error
-        thread, limit = SteadyThread(), self._settings.timeout_s
+        thread, limit = DedicatedThread(), self._settings.timeout_s
         try:
-            return _Kept(await invoke(self.owner, given, timeout_s=limit, context=context, thread=thread), thread)
+            return _Kept(await invoke(self.owner, given, timeout_s=limit, context=context, caller=thread), thread)
         except BaseException as error:
             thread.end()
             if isinstance(error, Overrun):
@@ -202,23 +205,23 @@ class ToolClass:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An instance, and the thread on which it lives, which is any where it has no sync tools."""
+    """An instance, and what calls its sync code: the thread on which it lives, or any where it has no sync tools."""
 
     instance: Any
-    thread: Thread
+    caller: Caller
 
     async def close(self) -> None:
         try:
             for name in ("aclose", "close"):
                 if callable(close := getattr(self.instance, name, None)):
-                    if isinstance(self.thread, SteadyThread) or inspect.iscoroutinefunction(close):
-                        await call(close, {}, self.thread)
+                    if isinstance(self.caller, DedicatedThread) or inspect.iscoroutinefunction(close):
+                        await call(close, {}, self.caller)
                     else:
                         close()
                     return
         finally:
-            if isinstance(self.thread, SteadyThread):
-                self.thread.end()
+            if isinstance(self.caller, DedicatedThread):
+                self.caller.end()
 
 
 def tools_of(given: object) -> list[Tool] | None:

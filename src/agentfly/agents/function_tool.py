@@ -11,11 +11,10 @@ from typing import Any, ClassVar, NoReturn, Protocol
 from agentfly.agents.definition import MAX_OUTPUT_TOKENS
 from agentfly.agents.excerpt import ECHO_CHARS, Cut, cut_by_characters, excerpt
 from agentfly.agents.function import UserFunction
-from agentfly.agents.invocation import FunctionFailed, Overrun, Thread, invoke
+from agentfly.agents.invocation import Caller, FunctionFailed, Overrun, invoke
 from agentfly.agents.outage import outage_in
 from agentfly.agents.parameters import Parameter, Source, field_of_task
 from agentfly.agents.schema import ToolSchema
-from agentfly.agents.steady_thread import on_new_thread
 from agentfly.agents.tool_result import ToolResult, as_result
 from agentfly.contexts.context import Context
 from agentfly.errors import (
@@ -29,6 +28,7 @@ from agentfly.errors import (
     message_of,
     say,
 )
+from agentfly.threads.pool import THREADS
 from agentfly.trajectory import Failure
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Home(Protocol):
         """What the instance is made with: the context, and fields of the task."""
         ...
 
-    async def instance(self, context: Context) -> tuple[object, Thread]:
-        """The rollout's instance, and the thread on which its sync methods run."""
+    async def instance(self, context: Context) -> tuple[object, Caller]:
+        """The rollout's instance, and what calls its sync methods."""
         ...
 
 
@@ -118,10 +118,10 @@ class Tool(UserFunction):
         given = self.schema.validate(arguments)
         for parameter in self.parameters_from_elsewhere:
             given[parameter.name] = self._fill_in(parameter, context)
-        function, thread = await self._callable(context)
+        function, caller = await self._callable(context)
         try:
             value = await invoke(
-                function, given, timeout_s=self.timeout_s, context=context, retries=self.retries, thread=thread
+                function, given, timeout_s=self.timeout_s, context=context, retries=self.retries, caller=caller
             )
         except Overrun:
             raise ToolTimeout(f"The call of {self.name!r} was stopped after {self.timeout_s:g} s.") from None
@@ -136,11 +136,11 @@ class Tool(UserFunction):
         told = cut(result.observation, self.max_output_tokens)
         return result if told == result.observation else replace(result, observation=told)
 
-    async def _callable(self, context: Context) -> tuple[Callable[..., Any], Thread]:
+    async def _callable(self, context: Context) -> tuple[Callable[..., Any], Caller]:
         if self.home is None:
-            return self.function, on_new_thread
-        instance, thread = await self.home.instance(context)
-        return MethodType(self.function, instance), thread
+            return self.function, THREADS
+        instance, caller = await self.home.instance(context)
+        return MethodType(self.function, instance), caller
 
     def _fill_in(self, parameter: Parameter, context: Context) -> Any:
         if parameter.source is Source.CONTEXT:

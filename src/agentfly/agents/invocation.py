@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from agentfly.agents.outage import may_pass
-from agentfly.agents.steady_thread import on_new_thread
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError, UsageError, message_of, say
+from agentfly.errors import UsageError, message_of, say
+from agentfly.interruption import must_pass
+from agentfly.threads.call import ThreadExit
+from agentfly.threads.pool import THREADS
 
 T = TypeVar("T")
 
-Thread = Callable[[Callable[[], None], str], None]
-"""Has a work done on some thread, which gets a name if it is new."""
+
+class Caller(Protocol):
+    """Calls functions that may block, on threads: `Threads`, or a `DedicatedThread`."""
+
+    async def call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
+        """Call a function with arguments by name, and return what it returns."""
+        ...
+
 
 FIRST_PAUSE_S = 0.5
 """The longest pause before the second try of a function; it doubles with each further one, up to `LONGEST_PAUSE_S`."""
@@ -58,12 +65,13 @@ async def invoke(
     timeout_s: float | None,
     context: Context,
     retries: int = 0,
-    thread: Thread = on_new_thread,
+    caller: Caller = THREADS,
 ) -> Any:
     """Call a sync or async function and wait for what it returns.
 
-    A sync function runs on a thread of its own, with the caller's context variables. When it overruns or the caller is
-    cancelled, it is left alone: a thread cannot be stopped, but nobody waits for it, at exit neither.
+    A sync function runs on a thread, with the caller's context variables. When it overruns or the caller is cancelled,
+    it is left alone: a thread cannot be stopped, but nobody waits for it, at exit neither. An async one is cancelled;
+    one that takes no notice of that and returns all the same has overrun nevertheless.
 
     Args:
         function: what to call.
@@ -73,96 +81,60 @@ async def invoke(
         context: the rollout's context, which knows what was waited for.
         retries: how often it is called again after failures that may pass (see `may_pass`), after pauses of random
             length.
-        thread: where a sync function runs.
+        caller: calls sync functions.
 
     Raises:
         Overrun: the function took longer than ``timeout_s``.
         FunctionFailed: the function raised; ``error`` says what. An attempt to end the process, and a cancellation
             that nobody asked for, count as failures of the function.
-        PrerequisiteError: no thread could be started for a sync function.
     """
     limit = None if timeout_s is None else asyncio.timeout(None)
+    task = asyncio.current_task()
+    asked = _requests_to_end(task)
+    result, failure = None, None
     try:
         if limit is None or timeout_s is None:
-            return await _call_until_it_works(function, arguments, retries, thread)
-        async with limit, _Clock(limit, timeout_s, context):
-            return await _call_until_it_works(function, arguments, retries, thread)
-    except TimeoutError as error:
-        if limit is not None and limit.expired():
-            raise Overrun from None
-        raise FunctionFailed(error) from None
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise FunctionFailed(error) from None
-    except _ThreadRefused as error:
-        raise PrerequisiteError(
-            f"No thread could be started for a sync function ({error}). The machine's limit on threads is reached: "
-            "raise it (ulimit -u, or the container's limit on pids), run fewer rollouts at a time, or make it async."
-        ) from error
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # SystemExit, and what other languages' bindings raise
-        raise FunctionFailed(error) from None
-
-
-async def run_in_thread(function: Callable[..., T], arguments: Mapping[str, Any], thread: Thread = on_new_thread) -> T:
-    """Call a sync function on a thread and wait for what it returns, with the caller's context variables.
-
-    One thread a call, because a pool of fewer threads than rollouts would make sync functions wait for one another.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-    variables = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            result = variables.run(function, **arguments)
-        except StopIteration as error:  # a future cannot carry it
-            report(outcome.set_exception, RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:
-            report(outcome.set_exception, error)
+            result = await _call_until_it_works(function, arguments, retries, caller)
         else:
-            report(outcome.set_result, result)
+            async with limit, _Clock(limit, timeout_s, context):
+                result = await _call_until_it_works(function, arguments, retries, caller)
+    except BaseException as error:  # SystemExit, and what other languages' bindings raise, too
+        if must_pass(error, task):
+            raise
+        failure = error
+    if isinstance(failure, asyncio.CancelledError) and _requests_to_end(task) > asked:
+        raise failure
+    if limit is not None and limit.expired():  # whatever the function has made of being cancelled
+        raise Overrun
+    if failure is not None:
+        raise FunctionFailed(failure.error if isinstance(failure, ThreadExit) else failure)
+    return result
 
-    def report(settle: Callable[[Any], None], value: Any) -> None:
-        try:
-            loop.call_soon_threadsafe(lambda: None if outcome.done() else settle(value))
-        except RuntimeError:  # the loop was closed meanwhile, so nobody waits any more
-            return
 
-    try:
-        thread(work, getattr(function, "__name__", "call"))
-    except RuntimeError as error:
-        raise _ThreadRefused(str(error)) from error
-    return await outcome
-
-
-class _ThreadRefused(Exception):
-    """The system refused to start another thread."""
+def _requests_to_end(task: asyncio.Task[Any] | None) -> int:
+    return 0 if task is None else task.cancelling()
 
 
 async def _call_until_it_works(
-    function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, thread: Thread
+    function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, caller: Caller
 ) -> Any:
     for retry in range(retries):
         try:
-            return await call(function, arguments, thread)
+            return await call(function, arguments, caller)
         except Exception as error:
             if not may_pass(error):
                 raise
             logger.info("%s failed with %s; it is tried again.", getattr(function, "__name__", function), say(error))
         await asyncio.sleep(random.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2**retry, LONGEST_PAUSE_S))
-    return await call(function, arguments, thread)
+    return await call(function, arguments, caller)
 
 
-async def call(function: Callable[..., Any], arguments: Mapping[str, Any], thread: Thread) -> Any:
-    """What a function returns, called once: an async one in the event loop, a sync one on ``thread``."""
+async def call(function: Callable[..., Any], arguments: Mapping[str, Any], caller: Caller) -> Any:
+    """What a function returns, called once: an async one in the event loop, a sync one by ``caller``."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = await function(**arguments)
     else:
-        result = await run_in_thread(function, arguments, thread)
+        result = await caller.call(function, arguments)
     return await result if inspect.isawaitable(result) else result  # as of `return box.run(command)`
 
 

@@ -19,8 +19,8 @@ from agentfly.errors import ConfigError, ToolError, did_you_mean
 from agentfly.images import Image
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.mcp.spec import MCPServerSpec
-from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.scope import Scope
+from agentfly.threads.pool import THREADS
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, ContentBlock
@@ -65,7 +65,7 @@ def mcp_tools(
     """
     scope = Scope(scope)
     settings = Settings(timeout_s=timeout_s, max_output_tokens=max_output_tokens, retries=retries)
-    listed = _chosen(spec, OwnThread().submit(_ask, spec).result(), only)
+    listed = _chosen(spec, THREADS.submit(_ask, spec).result(), only)
     tools = [_tool(spec, one, prefix, scope, settings) for one in listed]
     names = [tool.name for tool in tools]
     for one, name in zip(listed, names, strict=True):

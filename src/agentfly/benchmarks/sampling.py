@@ -20,6 +20,7 @@ from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
 from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.threads.pool import on_thread
 
 if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
@@ -105,13 +106,13 @@ async def measure_embedded(model: str | Path, work: Conversations) -> dict[str, 
     Returns:
         Tokens a second: ``together`` (all rollouts at once), ``alone`` (one at a time), ``static_batch``.
     """
-    policy = await asyncio.to_thread(load_policy, model, max_concurrent_generations=work.rollouts)
+    policy = await on_thread(load_policy, model, max_concurrent_generations=work.rollouts)
     async with policy:
         await tokens_per_second(policy, work, rollouts=2, label="first")  # what happens once is not what is measured
         alone = await tokens_per_second(policy, work, rollouts=1, label="alone")
         together = await tokens_per_second(policy, work, rollouts=work.rollouts, label="together")
         async with policy.exclusive():
-            static = await asyncio.to_thread(static_batch_tokens_per_second, policy, work)
+            static = await on_thread(static_batch_tokens_per_second, policy, work)
     return {"together": together, "alone": alone, "static_batch": static}
 
 

@@ -25,20 +25,21 @@ def rollouts(
         str | None,
         typer.Option(help="Measure these workloads only, separated by commas.", metavar="A,…", show_default="all"),
     ] = None,
+    repeats: Annotated[int, typer.Option(help="Measure each workload so often, and tell the median.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Efficiency of many concurrent rollouts with known latencies: best possible time / measured time.
 
     A: 64 rollouts of 1 to 9 turns, 0.1 s a generation, tools of 5 to 50 ms. B: 256 of them. C: 64, 0.1 to 0.2 s a
     generation, a few tools far longer than most. D: 128 of 1 to 3 turns, tools of 0.5 to 1.5 s. E: 1,024 of 1 to 9
-    turns, 1 to 2 s a generation, tools of up to 20 s, half of them sync functions. F: E through a pool of 128 sandboxes
-    that take 0.5 s to start.
+    turns, 1 to 2 s a generation, tools of up to 20 s. Each of these is measured with async and with sync functions as
+    tools. F: E through a pool of 128 sandboxes that take 0.5 s to start, half of the tools sync functions.
     """
     from agentfly.benchmarks.rollouts.measure import run_rollouts_bench
     from agentfly.benchmarks.rollouts.table import render
 
     names = None if only is None else [name.strip() for name in only.split(",")]
-    _show(run_rollouts_bench(names), render, as_json)
+    _show(run_rollouts_bench(names, repeats), render, as_json)
 
 
 @app.command("sampling")

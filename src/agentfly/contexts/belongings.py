@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from agentfly.errors import ResourceError
+from agentfly.interruption import must_pass
 
 T = TypeVar("T")
 
@@ -57,11 +58,11 @@ class Belongings:
                     await kept.close()
             except TimeoutError:
                 logger.warning("%r was not closed within %g s and is left alone.", key, CLOSE_S)
-            except (KeyboardInterrupt, GeneratorExit):
-                raise
             except BaseException as error:  # SystemExit, and a cancellation that nobody asked for
                 task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                if must_pass(error, task) or (
+                    isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling())
+                ):
                     raise
                 logger.warning("Closing %r failed.", key, exc_info=error)
 

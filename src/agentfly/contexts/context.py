@@ -21,6 +21,7 @@ from agentfly.resources.resource import Resource
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
+from agentfly.threads.pool import THREADS
 from agentfly.trajectory import Trajectory
 
 R = TypeVar("R", bound=Resource)
@@ -202,7 +203,8 @@ class Context:
         future.add_done_callback(ending.works.discard)
         if ending.ended:  # just now, so that it may not have been seen
             future.cancel()
-        return future.result()
+        with THREADS.waiting():
+            return future.result()
 
     async def keep(
         self,

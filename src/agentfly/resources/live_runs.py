@@ -13,9 +13,9 @@ from typing import Any
 from agentfly.resources import ledger
 from agentfly.resources.identity import ProcessIdentity, age_seconds, command_of
 from agentfly.resources.ledger import Entry, state_directories
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.snapshot import Snapshot
 from agentfly.resources.window import short_path, window_of
+from agentfly.threads.pool import on_thread
 
 PATIENCE_S = 2.0
 """Seconds that an engine has to answer; it does so at once unless something blocks its event loop."""
@@ -84,7 +84,7 @@ async def _run(path: Path) -> LiveRun | None:
         silence = f"it cannot be asked: {error.strerror or error}"
     except (ValueError, KeyError, TypeError):
         silence = "it is of another version of AgentFly"
-    if not await on_own_thread(path.exists):  # it has ended meanwhile
+    if not await on_thread(path.exists):  # it has ended meanwhile
         return None
     return _described(owner, entries, snapshot, silence)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from agentfly.resources import ledger
 from agentfly.resources.ledger import Entry, state_directories
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.registry import Reap, load
 from agentfly.resources.window import window_of
+from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ async def remove(function: Reap, traces: dict[str, Any]) -> None:
         if inspect.iscoroutinefunction(function):
             await function(traces)
         else:
-            await on_own_thread(function, traces)
+            await on_thread(function, traces)
 
 
 async def _reap_ledger(path: Path) -> list[Entry]:

@@ -26,6 +26,7 @@ from agentfly.rollouts.run import Tasks
 from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.task_fields import require_reward_fields, require_tool_fields
 from agentfly.task import Task, as_tasks
+from agentfly.threads.pool import on_thread
 from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
 Findings = AsyncGenerator["Finding", None]
@@ -206,7 +207,7 @@ class _Trial:
 
             async def entered() -> str:
                 if callable(policy):
-                    made = await asyncio.to_thread(policy)
+                    made = await on_thread(policy)
                     ready.append(await stack.enter_async_context(made))
                 else:
                     ready.append(policy)

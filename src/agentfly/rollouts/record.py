@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 from agentfly.errors import ConfigError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.traits import differences
+from agentfly.threads.dedicated import DedicatedThread
 from agentfly.trajectory import FinishReason, Trajectory, trajectory_line
-
-T = TypeVar("T")
 
 Key = tuple[str, int, int]
 """What a rollout is known by from one run to the next: id of the task, number of its occurrence, attempt."""
@@ -88,7 +85,7 @@ class RolloutRecord:
         self._end = 0
         self._opened = False
         self._file: BinaryIO | None = None
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="agentfly-record")
+        self._writer = DedicatedThread()
         self._saved = self._read_settings() if resume else None
         if self.path.exists() and not resume:
             raise ConfigError(
@@ -138,16 +135,16 @@ class RolloutRecord:
                 f"{'; '.join(others)}. Put them back, or begin a new run."
             )
         try:
-            await self._in_thread(self._open, {"about": dict(about), "settings": now})
+            await self._writer.begin(self._open, {"about": dict(about), "settings": now})
             yield
-            await self._in_thread(self._settle)
+            await self._writer.begin(self._settle)
         except BaseException:
             with contextlib.suppress(OSError):  # the disk may be full, and it is another error that matters
-                await asyncio.shield(self._in_thread(self._settle))
+                await asyncio.shield(self._writer.begin(self._settle))
             raise
         finally:
-            closing = self._in_thread(self._close)
-            self._writer.shutdown(wait=False)
+            closing = self._writer.begin(self._close)
+            self._writer.end()
             await closing
 
     def finished(self, group: Group, attempt: int) -> Finished | None:
@@ -180,12 +177,9 @@ class RolloutRecord:
             trajectories: what came of the attempts.
             scored: whether nothing more will happen to them.
         """
-        return self._in_thread(self._append, group, tuple(trajectories), scored)
+        return self._writer.begin(self._append, group, tuple(trajectories), scored)
 
     # --- on the writer's thread ---------------------------------------------------------------------------------------
-
-    def _in_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._writer, functools.partial(work, *arguments))
 
     def _open(self, saved: dict[str, Any]) -> None:
         self._file = held(self.path)

@@ -32,6 +32,7 @@ from agentfly.rollouts.strategy import require_strategy
 from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import NO_OTHERS, Voice, unchanged
 from agentfly.task import Task
+from agentfly.threads.pool import on_thread
 from agentfly.trajectory import Trajectory
 
 
@@ -167,7 +168,7 @@ class Runner:
         return self
 
     async def _load(self, model: str | Path) -> Policy:
-        loaded = await asyncio.to_thread(load_policy, model)
+        loaded = await on_thread(load_policy, model)
         return await self._owned.enter_async_context(loaded)
 
     async def __aexit__(

@@ -18,9 +18,9 @@ THREAD_PATIENCE_S = 5.0
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer whenever there is nothing else to do.
 
-    What is given to threads with `asyncio.to_thread` or ``run_in_executor`` takes no time by this clock: it stands
-    still meanwhile, unless nothing happens for `THREAD_PATIENCE_S`, as when the thread itself waits for a timer.
-    Threads that are started in other ways are not waited for.
+    What is given to threads with `asyncio.to_thread` or ``run_in_executor``, and AgentFly's own work on threads, takes
+    no time by this clock: it stands still meanwhile, unless nothing happens for `THREAD_PATIENCE_S`, as when the thread
+    itself waits for a timer. Sync functions of users, and threads started in other ways, are not waited for.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[T]:
         """Have a thread call a function."""
         future = super().run_in_executor(executor, func, *args)
-        self._in_threads += 1
-        future.add_done_callback(self._thread_done)
+        self.notice_thread(future)
         return future
+
+    def notice_thread(self, outcome: asyncio.Future[Any]) -> None:
+        """A thread works for the loop until ``outcome`` is there. AgentFly's threads say so (`agentfly.threads`)."""
+        self._in_threads += 1
+        outcome.add_done_callback(self._thread_done)
 
     def _thread_done(self, _: asyncio.Future[Any]) -> None:
         self._in_threads -= 1

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
-import functools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.record import Finished, has_finished, held
+from agentfly.threads.dedicated import DedicatedThread
 from agentfly.trajectory import Trajectory, trajectory_line
-
-T = TypeVar("T")
 
 
 class Journal:
@@ -34,7 +31,7 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._found: dict[str, dict[int, Finished]] = {}
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="agentfly-journal")
+        self._writer = DedicatedThread()
 
     @property
     def _begun_file(self) -> Path:
@@ -53,8 +50,8 @@ class Journal:
         try:
             yield
         finally:
-            await asyncio.shield(self._in_thread(lambda: None))  # what is being written comes to its end
-            self._writer.shutdown(wait=False)
+            await asyncio.shield(self._writer.begin(lambda: None))  # what is being written comes to its end
+            self._writer.end()
             lock.unlink(missing_ok=True)
             file.close()
             with contextlib.suppress(OSError):
@@ -109,7 +106,7 @@ class Journal:
 
     def append(self, group: Group, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
         """Have trajectories of a group written; done when the system has them. The last line on an attempt counts."""
-        return self._in_thread(functools.partial(self._append, group.group_id, tuple(trajectories), scored))
+        return self._writer.begin(self._append, group.group_id, tuple(trajectories), scored)
 
     async def forget(self, group_ids: Iterable[str]) -> None:
         """Remove the files of groups."""
@@ -119,12 +116,9 @@ class Journal:
             for path in paths:
                 path.unlink(missing_ok=True)
 
-        await self._in_thread(remove)
+        await self._writer.begin(remove)
 
     # --- files --------------------------------------------------------------------------------------------------------
-
-    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     def _file(self, group_id: str) -> Path:
         return self._directory / f"{group_id}.jsonl"

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from agentfly.errors import ConfigError
 from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.rows import Row, RowBatch, RowTurn
 from agentfly.training.trainable_policy import TrainablePolicy
-from agentfly.training.worker_thread import in_thread
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ async def retokenized(
     """
     again = retokenize(batch.rows, policy.tokenizer.hf)
     async with policy.exclusive():
-        rows = await in_thread(partial(with_own_logprobs, again.rows, policy.model, temperature))
+        rows = await on_thread_to_its_end(partial(with_own_logprobs, again.rows, policy.model, temperature))
     return replace(batch, rows=tuple(rows)), again.metrics
 
 

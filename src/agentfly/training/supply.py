@@ -14,12 +14,12 @@ from typing import Self
 from agentfly.errors import PrerequisiteError
 from agentfly.rollouts.runner import Runner
 from agentfly.run_directory import RunDirectory
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.feed import GREEDY, TRAIN, Feed, Replay
 from agentfly.training.harvest import Harvest, harvest
 from agentfly.training.journal import Journal
 from agentfly.training.task_order import TaskOrder
-from agentfly.training.worker_thread import in_thread
 from agentfly.trajectory import Trajectory, load_trajectories, save_trajectories
 
 
@@ -80,10 +80,10 @@ class Supply:
         """
         gather = partial(harvest, cursor=cursor, config=self._config, steps_left=self._config.steps - step)
         if step <= self._on_file:
-            gathered = await gather(await in_thread(partial(self._replay, step)))
+            gathered = await gather(await on_thread_to_its_end(partial(self._replay, step)))
         else:
             gathered = await gather(await self._feeding(cursor))
-            await in_thread(partial(self._put_on_file, step, gathered))
+            await on_thread_to_its_end(partial(self._put_on_file, step, gathered))
         numbers = [group.number for group in gathered.groups]
         labels = (TRAIN, GREEDY) if self._with_greedy else (TRAIN,)
         await self._journal.forget(f"{label}-{number}" for number in numbers for label in labels)

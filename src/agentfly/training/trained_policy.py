@@ -12,9 +12,9 @@ from agentfly.events import EventStream, Progress
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy
 from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.served_policy import ServedPolicy
 from agentfly.training.trainable_policy import TrainablePolicy
-from agentfly.training.worker_thread import in_thread
 
 if TYPE_CHECKING:
     from agentfly.training.config.train_config import TrainConfig
@@ -40,7 +40,7 @@ async def trained_policy(
     policy = given
     if given is None or isinstance(given, VLLMPolicy):
         events.emit(Progress(what=f"loading {model}"))
-        loaded = await in_thread(partial(load_policy, model, **config.policy_settings))
+        loaded = await on_thread_to_its_end(partial(load_policy, model, **config.policy_settings))
         policy = loaded if given is None else ServedPolicy(loaded.model, given, events=events)
     if not isinstance(policy, TrainablePolicy):
         raise ConfigError(

@@ -33,6 +33,7 @@ from agentfly.rollouts.traits import agent_traits, plain
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.checkpoints import (
     Checkpoints,
@@ -58,7 +59,6 @@ from agentfly.training.trackers.tracking import tracked
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.trained_policy import trained_policy
 from agentfly.training.update import Update
-from agentfly.training.worker_thread import in_thread
 
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
@@ -241,7 +241,7 @@ class Trainer:
             curriculum=self._curriculum,
         )
         async with policy.exclusive():
-            learner, resumed = await in_thread(partial(self._restored, policy.model, place))
+            learner, resumed = await on_thread_to_its_end(partial(self._restored, policy.model, place))
             if resumed is not None:
                 policy.weights_updated(resumed.version)
         return learner, resumed or place
@@ -271,7 +271,7 @@ class Trainer:
     async def _means(self, policy: TrainablePolicy, learner: Learner, place: Place, owned: AsyncExitStack) -> _Means:
         runner = await owned.enter_async_context(self._runner(policy))
         if self._checkpoints.latest() is None:
-            await in_thread(partial(self._journal.begin, asdict(place)))
+            await on_thread_to_its_end(partial(self._journal.begin, asdict(place)))
         supply = Supply(
             self._run,
             self._order,
@@ -372,8 +372,8 @@ class Trainer:
             write_place(path, here, learner.state())
 
         best = place.standing.best_step if self._config.keep_best else 0
-        path = await in_thread(partial(self._checkpoints.save, place.step, write, best=best))
-        await in_thread(self._journal.rely_on_checkpoint)
+        path = await on_thread_to_its_end(partial(self._checkpoints.save, place.step, write, best=best))
+        await on_thread_to_its_end(self._journal.rely_on_checkpoint)
         self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
 
     def _is_checkpoint(self, place: Place) -> bool:

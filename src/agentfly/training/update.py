@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from agentfly.rollouts.audit import drift_metrics
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.advantages import ALGORITHMS, Evidence
 from agentfly.training.batch_metrics import batch_metrics
 from agentfly.training.config.train_config import TrainConfig
@@ -17,7 +18,6 @@ from agentfly.training.retokenization import retokenized
 from agentfly.training.row_limits import within_limits
 from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
 from agentfly.training.trainable_policy import TrainablePolicy
-from agentfly.training.worker_thread import in_thread
 from agentfly.trajectory import Trajectory
 
 
@@ -65,12 +65,12 @@ class Update:
         if self._config.retokenize:
             batch, told = await retokenized(batch, policy, self._temperature)
         metrics = batch_metrics(gathered.trained, batch, policy.version)
-        metrics |= await in_thread(partial(drift_metrics, gathered.trained, policy.tokenizer))
+        metrics |= await on_thread_to_its_end(partial(drift_metrics, gathered.trained, policy.tokenizer))
         stop = threading.Event()
         async with policy.exclusive():
             updates = learner.updates
             try:
-                learned = await in_thread(partial(self._learn, batch.rows, gathered.baselines, stop), stop)
+                learned = await on_thread_to_its_end(partial(self._learn, batch.rows, gathered.baselines, stop), stop)
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import statistics
 import tempfile
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from agentfly.trajectory import Trajectory
 
 MAX_CPU_MS_PER_TURN = 0.5
 """The processor time that is aimed at: of everything but the tokenizer, with every event recorded."""
+
+MAX_SYNC_POINTS = 2.0
+"""By how many percentage points of efficiency sync tools may be slower than async ones."""
 
 MAX_KB_PER_ROLLOUT = 200
 """The memory of a running rollout that is aimed at, beside its tokens."""
@@ -119,12 +123,41 @@ async def kb_per_rollout(rollouts: int = 1024) -> float:
     return (await _held_bytes(rollouts) - await _held_bytes(few)) / (rollouts - few) / 1000
 
 
-def run_rollouts_bench(names: Sequence[str] | None = None) -> dict[str, Any]:
+async def measure_both(workload: Workload, repeats: int) -> dict[str, Any]:
+    """Measure a workload whose tools are async functions, and beside it the same with sync functions, in turns.
+
+    Each measurement is the median by its efficiency. ``sync_points`` is by how many percentage points of efficiency
+    the sync functions are slower. A workload that mixes both is measured by itself.
+    """
+    as_it_is: list[Measurement] = []
+    with_sync: list[Measurement] = []
+    for _ in range(repeats):
+        as_it_is.append(await measure(workload))
+        if not workload.sync_share:
+            with_sync.append(await measure(replace(workload, sync_share=1.0)))
+    result = asdict(_median(as_it_is))
+    if not with_sync:
+        return result
+    points = [100 * (one.efficiency - sync.efficiency) for one, sync in zip(as_it_is, with_sync, strict=True)]
+    return result | {"with_sync_tools": asdict(_median(with_sync)), "sync_points": statistics.median(points)}
+
+
+def _median(measurements: Sequence[Measurement]) -> Measurement:
+    return sorted(measurements, key=lambda one: one.efficiency)[len(measurements) // 2]
+
+
+def run_rollouts_bench(names: Sequence[str] | None = None, repeats: int = 1) -> dict[str, Any]:
     """Measure the workloads of these names, or all of them, and the memory; the result is JSON-able.
 
+    Args:
+        names: the workloads.
+        repeats: how often each is measured; the median is told.
+
     Raises:
-        ConfigError: there is no workload of a name.
+        ConfigError: there is no workload of a name, or nothing is to be measured.
     """
+    if repeats < 1:
+        raise ConfigError(f"repeats={repeats}: a workload is measured at least once.")
     known = {workload.name: workload for workload in WORKLOADS}
     if unknown := [name for name in names or () if name not in known]:
         raise ConfigError(f"There is no workload {unknown[0]!r}; known are {', '.join(known)}.")
@@ -132,7 +165,8 @@ def run_rollouts_bench(names: Sequence[str] | None = None) -> dict[str, Any]:
 
     async def measure_all() -> dict[str, Any]:
         return {
-            "workloads": [asdict(await measure(workload)) for workload in chosen],
+            "workloads": [await measure_both(workload, repeats) for workload in chosen],
+            "max_sync_points": MAX_SYNC_POINTS,
             "max_cpu_ms_per_turn": MAX_CPU_MS_PER_TURN,
             "kb_per_rollout": round(await kb_per_rollout(), 1),
             "max_kb_per_rollout": MAX_KB_PER_ROLLOUT,
@@ -148,10 +182,6 @@ async def open_runner(
     """A runner whose model, tools, reward and sandboxes take the time that the plans give them."""
     spec = _sandboxes(workload.pool) if workload.pool else None
 
-    async def wait_for_sandbox(context: Context) -> None:
-        if spec is not None:
-            await context.acquire(spec)
-
     @tool
     async def work(turn: int, context: Context) -> str:
         """Do some work that takes a known time.
@@ -159,7 +189,8 @@ async def open_runner(
         Args:
             turn: number of the turn.
         """
-        await wait_for_sandbox(context)
+        if spec is not None:
+            await context.acquire(spec)
         await asyncio.sleep(plans[context.task["number"]].tools[turn])
         return "done"
 
@@ -170,7 +201,8 @@ async def open_runner(
         Args:
             turn: number of the turn.
         """
-        context.wait(wait_for_sandbox(context))
+        if spec is not None:
+            context.wait(context.acquire(spec))
         time.sleep(plans[context.task["number"]].tools[turn])
         return "done"
 

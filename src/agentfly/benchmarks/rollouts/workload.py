@@ -115,7 +115,7 @@ def _served_in_order(plans: Sequence[Plan], pool: Pool) -> float:
 
 
 _A = Workload("A", 64, (1, 9), Uniform(0.1, 0.1), Uniform(0.005, 0.05), Uniform(0.005, 0.02), target=0.97)
-_E = Workload("E", 1024, (1, 9), Uniform(1, 2), LogNormal(0.3, cap=20), Uniform(0.05, 0.2), target=0.95, sync_share=0.5)
+_E = Workload("E", 1024, (1, 9), Uniform(1, 2), LogNormal(0.3, cap=20), Uniform(0.05, 0.2), target=0.95)
 
 WORKLOADS = (
     _A,
@@ -123,6 +123,6 @@ WORKLOADS = (
     replace(_A, name="C", model=Uniform(0.1, 0.2), tools=LogNormal(0.03, cap=5), target=0.98),
     replace(_A, name="D", rollouts=128, turns=(1, 3), tools=Uniform(0.5, 1.5), target=0.98),
     _E,
-    replace(_E, name="F", pool=Pool(128, 0.5)),
+    replace(_E, name="F", pool=Pool(128, 0.5), sync_share=0.5),
 )
 """The workloads of ``agentfly bench rollouts``."""

@@ -13,6 +13,7 @@ import torch
 
 from agentfly.errors import PolicyError, say
 from agentfly.policies.embedded.batch import Request, RunningBatch
+from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Sampler:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await on_thread(self._thread.join)
         error = PolicyError("The policy was closed while a generation was running.")
         self._finish([(request, error) for request in self._futures])
 

@@ -38,7 +38,7 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.models.sample import Sample
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.models.token_server import LOAD_WEIGHTS
-from agentfly.resources.own_thread import on_own_thread
+from agentfly.threads.pool import on_thread
 
 if TYPE_CHECKING:
     from agentfly.policies.hf_tokenizer import HFTokenizer
@@ -264,7 +264,7 @@ class VLLMPolicy:
             WeightMismatch: the same: a server does not serve what it was given.
         """
         fleet = self._require_entered()
-        directory = await on_own_thread(self._exchange.put, source)
+        directory = await on_thread(self._exchange.put, source)
         weights = replace(fleet.weights, directory=directory, adapter=None)
         return await self._update(fleet, weights, reference, version)
 
@@ -281,7 +281,7 @@ class VLLMPolicy:
         Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
         """
         fleet = self._require_entered()
-        path = await on_own_thread(self._exchange.put_adapter, source)
+        path = await on_thread(self._exchange.put_adapter, source)
         return await self._update(fleet, replace(fleet.weights, adapter=path), reference, version)
 
     async def _update(
@@ -291,7 +291,7 @@ class VLLMPolicy:
         reference = reference or directory_reference(self._model, weights.directory, weights.adapter)
         made = await fleet.update(weights, reference)
         self._version = made.version
-        await on_own_thread(self._exchange.keep_only, weights.directory, weights.adapter)
+        await on_thread(self._exchange.keep_only, weights.directory, weights.adapter)
         return made
 
     # --- parts --------------------------------------------------------------------------------------------------------

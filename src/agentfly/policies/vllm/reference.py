@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentfly.errors import PrerequisiteError
 from agentfly.policies.extras import require_packages
-from agentfly.resources.own_thread import on_own_thread
+from agentfly.threads.pool import on_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ async def ask(reference: Reference, ids: Sequence[int]) -> tuple[float, ...]:
     """What a reference says. One that is no coroutine function is called on a thread of its own."""
     if inspect.iscoroutinefunction(reference):
         return tuple(await reference(ids))
-    found = await on_own_thread(reference, ids)
+    found = await on_thread(reference, ids)
     return tuple(await found if inspect.isawaitable(found) else found)
 
 

@@ -16,8 +16,8 @@ from agentfly.resources.apis.limits import estimate_tokens
 from agentfly.resources.apis.parameters import require_spelled
 from agentfly.resources.apis.spec import NOT_SENT, ModelAPISpec
 from agentfly.resources.credentials import Credentials
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
+from agentfly.threads.pool import on_thread
 
 
 class ModelAPI(Resource, Judge):
@@ -87,7 +87,7 @@ class ModelAPI(Resource, Judge):
         """
         spec = self.spec
         credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
-        await on_own_thread(make_ready)
+        await on_thread(make_ready)
         self._client = ModelClient(
             spec.base_url,
             model=spec.model,

@@ -12,8 +12,8 @@ from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.capabilities import Capabilities, ImageKind
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import BACKENDS, ContainerSpec
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.registry import load
+from agentfly.threads.pool import on_thread
 
 
 class Backend(ABC):
@@ -86,7 +86,7 @@ async def choose(spec: ContainerSpec) -> Backend:
     first = candidates(spec)[0]
     if first.works_in == os.getpid() and _serves(first, spec):
         return first
-    return await on_own_thread(_choose, spec)
+    return await on_thread(_choose, spec)
 
 
 def _serves(candidate: Backend, spec: ContainerSpec) -> bool:

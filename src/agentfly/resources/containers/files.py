@@ -19,7 +19,7 @@ from agentfly.resources.containers.command import Command, Outcome, shell_word
 from agentfly.resources.containers.packing import Piece, pieces
 from agentfly.resources.containers.spec import INSIDE
 from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
-from agentfly.resources.own_thread import on_own_thread
+from agentfly.threads.pool import on_thread
 
 MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
@@ -62,7 +62,7 @@ class Files:
     async def upload(self, source: Path, path: str) -> None:
         """See `Container.upload`."""
         content = pieces(source)
-        while (piece := await on_own_thread(_next, content)) is not None:
+        while (piece := await on_thread(_next, content)) is not None:
             await self._write(path, self._placing(path, piece), piece.content)
 
     async def download(self, path: str, target: Path, max_bytes: int) -> list[str]:
@@ -73,35 +73,35 @@ class Files:
             return await self._download_directory(path, target, max_bytes)
         if kind.stdout.kept != b"f\n":
             raise ToolError(f"{path} could not be copied: there is no such file or directory.")
-        if await on_own_thread(target.is_dir):
+        if await on_thread(target.is_dir):
             raise UsageError(f"download(): {target} is a directory, and {path} a file. Give the name of its copy.")
         source = _PROGRAM + b"head -c %d -- %s" % (max_bytes + 1, where)
         draft = target.with_name(f".{secrets.token_hex(8)}.draft")
         try:
-            await on_own_thread(target.parent.mkdir, parents=True, exist_ok=True)
+            await on_thread(target.parent.mkdir, parents=True, exist_ok=True)
             try:
-                with await on_own_thread(draft.open, "xb") as file:
+                with await on_thread(draft.open, "xb") as file:
                     await self._pour(path, source, file, max_bytes)
-                await on_own_thread(draft.replace, target)
+                await on_thread(draft.replace, target)
             finally:
-                await on_own_thread(draft.unlink, missing_ok=True)
+                await on_thread(draft.unlink, missing_ok=True)
         except OSError as error:
             raise _not_copied(path, target, error) from error
         return []
 
     async def _download_directory(self, path: str, target: Path, max_bytes: int) -> list[str]:
-        if await on_own_thread(_taken, target):
+        if await on_thread(_taken, target):
             raise UsageError(f"download(): {target} is there already. Give a directory that is not, or is empty.")
         source = _PROGRAM + b"tar -C %s -cf - . | " % self._quoted(path)
         source += _PROGRAM + b'head -c %d; exit "${PIPESTATUS[0]}"' % (max_bytes + 1)
         with tempfile.TemporaryFile() as file:
             await self._pour(path, source, file, max_bytes)
             try:
-                await on_own_thread(target.mkdir, parents=True, exist_ok=True)
+                await on_thread(target.mkdir, parents=True, exist_ok=True)
             except OSError as error:
                 raise _not_copied(path, target, error) from error
             try:
-                return await on_own_thread(_unpack, file, target, max_bytes)
+                return await on_thread(_unpack, file, target, max_bytes)
             except TooLarge:
                 raise _too_large(path, max_bytes) from None
             except (tarfile.TarError, EOFError) as error:

@@ -22,8 +22,8 @@ from agentfly.resources.environments.nursery import Nursery
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.fresh_python import fresh_python
 from agentfly.resources.identity import start_time
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.processes import signal_below
+from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class KeptProcess:
         while not keeper.gone():  # noqa: ASYNC110  (its sockets close an instant before it is gone)
             await asyncio.sleep(0.001)
         if self._bound is not None:
-            await on_own_thread(self._bound.clear)  # nothing to do unless the keeper was killed
+            await on_thread(self._bound.clear)  # nothing to do unless the keeper was killed
 
     def _hang_up(self) -> None:
         for task in (self._last_words, self._listening):

@@ -19,7 +19,7 @@ from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import pack
 from agentfly.resources.fresh_python import fresh_python, search_path
 from agentfly.resources.identity import start_time
-from agentfly.resources.own_thread import OwnThread
+from agentfly.threads.pool import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Nursery:
             control.close()
         if zygote is not None:
             zygote.kill()
-            OwnThread().submit(zygote.wait)  # one that has imported gigabytes takes a while to be gone
+            THREADS.submit(zygote.wait)  # one that has imported gigabytes takes a while to be gone
         while self._awaited:
             if not (reply := self._awaited.popleft()).done():
                 reply.set_exception(ConnectionError(f"The zygote of {self._label} has ended."))

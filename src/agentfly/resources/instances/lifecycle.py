@@ -15,11 +15,11 @@ from agentfly.resources import orphans
 from agentfly.resources.instances.attendance import Attendance, Occupancy, Use
 from agentfly.resources.instances.work import bounded
 from agentfly.resources.ledger import Entry, Ledger
-from agentfly.resources.own_thread import OwnThread
 from agentfly.resources.registry import cannot_freeze, kind_of, load, make_resource
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.resources.window import Window
+from agentfly.threads.pool import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ class Lifecycle:
         self._in_call = in_call
         self._attendances: dict[str, Attendance] = {}
         self._occupancy: dict[str, Occupancy] = {}  # of those that are gone, by their specs' labels
-        self._thread = OwnThread()
         self._resources: dict[str, Resource] = {}
         self._syncing: asyncio.Future[None] | None = None
         self._unsynced = False
@@ -205,7 +204,7 @@ class Lifecycle:
         self._unsynced = True
         if self._syncing is None:
             self._unsynced = False
-            self._syncing = asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.sync)
+            self._syncing = THREADS.begin(self._ledger.sync)
             self._syncing.add_done_callback(self._synced)
 
     def _synced(self, _: asyncio.Future[None]) -> None:

@@ -26,9 +26,9 @@ from agentfly.resources.keeping.kept_program import KeptProgram
 from agentfly.resources.keeping.log import tail
 from agentfly.resources.ledger import state_directory
 from agentfly.resources.mcp.spec import MCPServerSpec
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.pool import on_thread
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -76,7 +76,7 @@ class MCPServer(Resource):
         """
         if self._released:
             raise ResourceDied(f"{self._name} has been released.")
-        await on_own_thread(_require_package)  # its import takes a second
+        await on_thread(_require_package)  # its import takes a second
         if self.spec.command:
             self._directory.mkdir(parents=True, mode=0o700)
         limit = self.spec.start_timeout_s
@@ -115,7 +115,7 @@ class MCPServer(Resource):
         self._released = True
         self._lost = "it was released."
         await self._end(self.spec.release_timeout_s / 4)
-        await on_own_thread(remove_tree, self._directory)
+        await on_thread(remove_tree, self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from agentfly.resources.models.loaded import Loaded
 from agentfly.resources.models.server_run import ServerRun, log_file
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.resources.models.token_server import CONTROL_S, LOAD_WEIGHTS, TokenServer, from_root, read_answer
-from agentfly.resources.own_thread import on_own_thread
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class ModelServer(Resource, Judge, TokenServer):
         await self._end(self.spec.release_timeout_s / 2)
         if self._devices and self._gpus is not None:
             await self._gpus.free(self.instance)
-        await on_own_thread(remove_tree, self._directory)
+        await on_thread(remove_tree, self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 from agentfly.errors import say
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
 from agentfly.run_directory import RunDirectory
+from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.trackers.tracker import TrackedRun, Tracker
-from agentfly.training.worker_thread import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ async def tracked(
             delivery.end()
         deadline = time.monotonic() + PATIENCE_S
         for delivery in deliveries:
-            await in_thread(partial(delivery.wait, deadline))
+            await on_thread_to_its_end(partial(delivery.wait, deadline))
 
 
 class Delivery:

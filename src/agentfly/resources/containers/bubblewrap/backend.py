@@ -13,7 +13,7 @@ from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.own_thread import on_own_thread
+from agentfly.threads.pool import on_thread
 
 
 class Bubblewrap(Backend):
@@ -36,7 +36,7 @@ class Bubblewrap(Backend):
     async def prepare(self, spec: ContainerSpec) -> None:
         """Unpack the image, if it is an archive."""
         if spec.image_kind == "path":
-            await on_own_thread(images.prepare, spec.image)
+            await on_thread(images.prepare, spec.image)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from agentfly.errors import AgentFlyError, ResourceStartError
@@ -19,6 +18,7 @@ from agentfly.resources.containers.docker.removal import reap
 from agentfly.resources.containers.docker.sandbox import EngineSandbox
 from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.threads.pool import THREADS
 
 _PROBE_S = 15.0
 
@@ -56,8 +56,8 @@ class Docker(Backend):
         if address is None:
             return self._absent(f"No socket of {self.name} is there.")
         try:
-            with ThreadPoolExecutor(1) as thread:  # this one may be running an event loop
-                self._found = thread.submit(asyncio.run, self._ask(address)).result()
+            # on another thread, because this one may be running an event loop
+            self._found = THREADS.submit(asyncio.run, self._ask(address)).result()
         except AgentFlyError as error:
             return self._absent(str(error))
         return self._found

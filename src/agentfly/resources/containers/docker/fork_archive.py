@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from agentfly.errors import ResourceError
 from agentfly.resources.containers.stream_shell.stream import Stream
-from agentfly.resources.own_thread import on_own_thread
+from agentfly.threads.pool import on_thread
 
 ARCHIVE = ".agentfly.tar"
 """Where the keeper finds it, below the root."""
@@ -44,7 +44,7 @@ async def write_archive(stream: Stream, target: BinaryIO) -> None:
                 while (piece := await stream.read()) is not None:
                     output, data = piece
                     if output == 1:
-                        await on_own_thread(inner.write, data)
+                        await on_thread(inner.write, data)
                     else:
                         said = (said + data)[-4096:]
         except TimeoutError:
@@ -57,7 +57,7 @@ async def write_archive(stream: Stream, target: BinaryIO) -> None:
             )
         size = inner.tell()
         inner.seek(0)
-        await on_own_thread(_wrap, inner, size, target)
+        await on_thread(_wrap, inner, size, target)
 
 
 def _wrap(inner: BinaryIO, size: int, target: BinaryIO) -> None:

@@ -17,6 +17,7 @@ from agentfly.resources.containers import images
 from agentfly.resources.containers.enroot.program import environment, fetching_environment, run, sandbox_uid
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.pool import on_thread
 
 _MAGIC = b"hsqs"
 _WAIT_S = 0.05
@@ -70,12 +71,12 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
             draft = root.with_name(f"draft-{root.name}")
             packed, place = store / f"{root.name}.sqsh", store / f"{root.name}.run"
             try:
-                await asyncio.to_thread(_remove, draft, packed, place)  # of a process that was killed at it
+                await on_thread(_remove, draft, packed, place)  # of a process that was killed at it
                 place.mkdir()
                 os.chown(place, sandbox_uid(), -1)
                 source = await _pack(program, spec, packed)
                 if source == packed:
-                    await asyncio.to_thread(packed.chmod, 0o644)
+                    await on_thread(packed.chmod, 0o644)
                 given = environment(place, data)
                 await run([program, "create", "--name", draft.name, str(source)], given)
                 if not any((draft / name).exists() for name in ("bin/bash", "usr/bin/bash")):
@@ -85,7 +86,7 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
                     )
                 draft.rename(root)
             finally:
-                await asyncio.to_thread(_remove, draft, packed, place)
+                await on_thread(_remove, draft, packed, place)
 
 
 async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
@@ -99,9 +100,9 @@ async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
     if _is_packed(path):
         if os.geteuid() != 0:
             return path
-        await asyncio.to_thread(shutil.copyfile, path, packed)  # the user of sandboxes may not read it where it is
+        await on_thread(shutil.copyfile, path, packed)  # the user of sandboxes may not read it where it is
         return packed
-    await asyncio.to_thread(images.prepare, spec.image)
+    await on_thread(images.prepare, spec.image)
     source = images.root_directory(spec.image)
     if shutil.which("mksquashfs") is None:
         raise ResourceStartError(

@@ -23,6 +23,7 @@ from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
+from agentfly.threads.pool import on_thread
 
 _START_PATIENCE_S = 60.0
 _END_PATIENCE_S = 20.0
@@ -68,7 +69,7 @@ class EnrootSandbox(Sandbox):
         """See `Sandbox.start`."""
         self._begun, self._said, self._frozen = True, b"", False
         try:
-            await asyncio.to_thread(self._furnish)
+            await on_thread(self._furnish)
             async with asyncio.timeout(_START_PATIENCE_S):
                 launched = await self._launch()
                 scripts = Scripts(secrets.token_hex(12))
@@ -99,7 +100,7 @@ class EnrootSandbox(Sandbox):
                 self._launched = await self._launching
         self._launching = None
         if self._cgroup is not None and self._frozen:
-            await asyncio.to_thread(self._cgroup.thaw)
+            await on_thread(self._cgroup.thaw)
             self._frozen = False
         if self._launched is not None:
             await self._kill(self._launched)
@@ -110,7 +111,7 @@ class EnrootSandbox(Sandbox):
             await self._launched.close()
             self._launched = None
         if self._begun:
-            await asyncio.to_thread(self._remove)
+            await on_thread(self._remove)
 
     @property
     def alive(self) -> bool:
@@ -134,12 +135,12 @@ class EnrootSandbox(Sandbox):
         if not self._frozen:
             self._frozen = True
             self._shell.stop_clocks()
-            await asyncio.to_thread(self._cgroup.freeze)
+            await on_thread(self._cgroup.freeze)
 
     async def thaw(self) -> None:
         """See `Sandbox.thaw`."""
         if self._frozen and self._cgroup is not None:
-            await asyncio.to_thread(self._cgroup.thaw)
+            await on_thread(self._cgroup.thaw)
             self._frozen = False
             if self._shell is not None:
                 self._shell.start_clocks()
@@ -173,7 +174,7 @@ class EnrootSandbox(Sandbox):
         finally:
             os.close(write)
         try:
-            self._first = int(await asyncio.to_thread(os.read, read, 32) or b"0")
+            self._first = int(await on_thread(os.read, read, 32) or b"0")
         finally:
             os.close(read)
         printed = b""

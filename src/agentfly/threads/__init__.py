@@ -1,0 +1,1 @@
+"""Where blocking work is done, away from the event loop."""

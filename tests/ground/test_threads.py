@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +51,7 @@ async def hanging(threads: Threads, number: int = 1) -> AsyncIterator[Callable[[
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    while not holds():
+    while not holds():  # noqa: ASYNC110  (threads wake no event loop)
         await asyncio.sleep(0.001)
 
 
@@ -201,7 +202,7 @@ async def test_where_the_system_refuses_a_thread_a_call_waits_for_one_that_there
     monkeypatch.setattr(_thread, "start_new_thread", start_one)
     assert await asyncio.gather(*(threads.call(lambda: 1, {}) for _ in range(5))) == [1] * 5
     assert "can't start new thread" in caplog.text
-    with pytest.raises(PrerequisiteError, match="can't start new thread.*ulimit -u"):
+    with pytest.raises(PrerequisiteError, match=r"can't start new thread.*ulimit -u"):
         await Threads().call(lambda: 1, {})
     with pytest.raises(PrerequisiteError, match="can't start new thread"):
         Threads().begin(lambda: 1)
@@ -216,7 +217,7 @@ async def test_threads_without_work_end() -> None:
 
     used = await asyncio.gather(*(threads.call(meet, {}) for _ in range(5)))
     natives = {thread.native_id for thread in used}
-    await eventually(lambda: not natives & {int(name) for name in os.listdir("/proc/self/task")})
+    await eventually(lambda: not natives & {int(task.name) for task in Path("/proc/self/task").iterdir()})
     assert await threads.call(lambda: 1, {}) == 1
 
 
@@ -246,7 +247,7 @@ async def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
             code = threads.submit(lambda: 42).result(30)
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert os.waitstatus_to_exitcode((await on_thread(os.waitpid, child, 0))[1]) == 42
 
 
 def test_the_end_of_the_process_waits_for_no_call_that_hangs() -> None:

@@ -22,17 +22,12 @@ def render(result: dict[str, Any]) -> Group:
     points = ", ".join(
         f"{row['workload']} {row['sync_points']:+.1f}" for row in result["workloads"] if "sync_points" in row
     )
+    points = points or "(not measured)"
     return Group(
         table,
         "Bare is the same waits in asyncio alone; calls are those of the model, over those that are needed.",
-        *(
-            [
-                "Sync is the same work with sync functions as tools, measured in turns with async ones. Async tools are "
-                f"faster by so many points of efficiency: {points} (target at most {result['max_sync_points']:g})."
-            ]
-            if points
-            else []
-        ),
+        f"Sync is the same work with sync functions as tools, measured in turns. Async tools are faster by {points} "
+        f"points of efficiency (target at most {result['max_sync_points']:g}).",
         f"CPU is a turn's: target below {result['max_cpu_ms_per_turn']} ms beside the tokenizer, every event recorded.",
         f"Memory of a running rollout beside its tokens: {result['kb_per_rollout']:.1f} kB "
         f"(target below {result['max_kb_per_rollout']} kB).",

@@ -159,6 +159,7 @@ class Turn:
     policy: str = ""
     reward: float | None = None
     anchor: str = ""
+    follows: tuple[int, ...] | None = None
 
     @property
     def said(self) -> str:
@@ -297,6 +298,8 @@ class Trajectory:
             place = (turn.sequence, turn.start, turn.stop)
             if {*map(type, place)} != {int} or not -1 <= turn.sequence < len(trajectory.sequences):
                 raise ValueError(f"turn {turn.index} has no place at {place} in {len(trajectory.sequences)} sequences")
+            if not all(type(number) is int and 0 <= number < turn.index for number in turn.follows or ()):
+                raise ValueError(f"turn {turn.index} follows the turns {turn.follows}")
         return trajectory
 
 
@@ -359,7 +362,8 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def _turn_from_json(value: dict[str, Any]) -> Turn:
-    return Turn(**{**value, "results": tuple(map(_record_from_json, value["results"]))})
+    results, follows = tuple(map(_record_from_json, value["results"])), value["follows"]
+    return Turn(**{**value, "results": results, "follows": None if follows is None else tuple(follows)})
 
 
 def _record_from_json(value: dict[str, Any]) -> ToolRecord:

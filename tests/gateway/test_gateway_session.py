@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import agentfly as af
@@ -11,6 +12,9 @@ from agentfly.gateway.dialect import Dialect, Wanted
 from agentfly.gateway.session import Session
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.training.advantages import ALGORITHMS, Evidence
+from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.rows import rows_from_trajectories
 
 
 def session_of(policy: ScriptedPolicy) -> Session:
@@ -106,3 +110,39 @@ async def test_tokens_that_are_not_what_they_should_be_are_never_trained_on(brok
     assert trajectory.failure is not None
     assert trajectory.failure.kind == "TokenInvariantError"
     assert not trajectory.trainable
+
+
+async def test_turns_follow_the_answer_they_go_on_from_and_new_conversations_all_that_was_answered_before() -> None:
+    session = session_of(numbered())
+
+    async def ask(*words: str) -> None:
+        session.delivered(await session.answer(wanted(*words)))
+
+    await ask("q")
+    await ask("q", "said 0", "one way")
+    await ask("q", "said 0", "another way")
+    await ask("q", "said 0", "another way", "said 2", "on")
+    await ask("a conversation of its own")
+    await ask("q")
+    assert [turn.follows for turn in finished(session).turns] == [(), (0,), (0,), (2,), (1, 3), ()]
+
+
+async def test_conversations_at_a_time_do_not_follow_one_another() -> None:
+    session = session_of(numbered())
+    session.delivered(await session.answer(wanted("q")))
+    first, second = await session.answer(wanted("one")), await session.answer(wanted("another"))
+    session.delivered(second)
+    session.delivered(first)
+    session.delivered(await session.answer(wanted("sum up")))
+    assert [turn.follows for turn in finished(session).turns] == [(), (0,), (0,), (1, 2)]
+
+
+async def test_branches_of_a_program_each_earn_the_whole_reward() -> None:
+    session = session_of(numbered())
+    for words in (["q"], *(["q", "said 0", way] for way in ("left", "right", "on"))):
+        session.delivered(await session.answer(wanted(*words)))
+    rows = rows_from_trajectories([finished(session)]).rows
+    values = [np.zeros(len(row.targets)) for row in rows]
+    found = ALGORITHMS["gae"].estimate(Evidence(rows, values=values), AdvantageConfig(gae_lambda=0.95))
+    assert found.returns is not None
+    assert [returns[-1] for returns in found.returns] == [1.0] * 3

@@ -345,3 +345,39 @@ async def test_wall_time_of_the_rollout_ends_what_its_subagents_do_and_the_recor
     assert [sequence.sampled_count > 0 for sequence in trajectory.sequences] == [True, False]
     with pytest.raises(Exception, match="finished"):
         trajectory.sequences[1].cut(1)
+
+
+async def test_turns_of_parallel_subagents_follow_the_turn_that_called_them_and_lead_to_the_next_one():
+    together, begun = asyncio.Event(), []
+
+    async def helper(prompt, turn):
+        begun.append(turn)
+        if len(begun) == 2:
+            together.set()
+        await together.wait()
+        return call("look", what="sky") if turn == 0 else "Blue."
+
+    policy = ScriptedPolicy(script(boss=[ASK + ASK, call("look", what="sea"), "Blue."], researcher=helper))
+    trajectory = await play(boss(research(), look), policy)
+    assert trajectory.finish == FinishReason.ANSWERED
+    first = {turn.conversation: turn.index for turn in reversed(trajectory.turns)}
+    last = {turn.conversation: turn.index for turn in trajectory.turns}
+    own = [turn.index for turn in trajectory.turns if not turn.conversation]
+    follows = [turn.follows for turn in trajectory.turns]
+    assert [follows[first[name]] for name in ("call_0", "call_1")] == [(own[0],)] * 2
+    assert [follows[last[name]] for name in ("call_0", "call_1")] == [(first["call_0"],), (first["call_1"],)]
+    assert sorted(follows[own[1]]) == sorted([last["call_0"], last["call_1"]])
+    assert (follows[own[0]], follows[own[2]]) == ((), (own[1],)), "a tool of no agent takes no turn"
+
+
+async def test_rows_pass_through_turns_of_another_model():
+    other = ScriptedPolicy(["The sky is blue."])
+    helper = Agent(model="another", system_prompt="You are the researcher.").as_tool(
+        "Finds out facts.", name="research"
+    )
+    policy = ScriptedPolicy(script(boss=[ASK, "Blue."]))
+    trajectory = await play(boss(helper), policy, subagent_policies={"another": other})
+    trajectory.reward = 1.0
+    assert [turn.follows for turn in trajectory.turns] == [(), (0,), (1,)]
+    (row,) = rows_from_trajectories([trajectory]).rows
+    assert [(turn.index, turn.follows) for turn in row.turns] == [(0, ()), (2, (0,))]

@@ -41,6 +41,7 @@ class Question:
         prompt: the whole conversation as ids.
         line: where the answer is going to stand.
         calls: how many tool calls the conversation holds so far.
+        follows: the turns that led to it; see `agentfly.trajectory.Turn.follows`.
     """
 
     parent: Exchange | None
@@ -49,6 +50,7 @@ class Question:
     prompt: Rendered
     line: Line
     calls: int
+    follows: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -106,6 +108,11 @@ def continued_by(
     ]
     best = max(fitting, key=lambda one: one[:2], default=None)
     return (best[2], best[0]) if best is not None else (None, 0)
+
+
+def same_question(question: Question, conversation: Sequence[Message], tools: Definitions) -> bool:
+    """Whether a request asks what has been asked before."""
+    return list(question.tools) == list(tools) and same_messages(question.new, conversation)
 
 
 def _along(root: Exchange, conversation: Sequence[Message]) -> Iterator[tuple[Exchange, int]]:

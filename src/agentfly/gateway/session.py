@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from agentfly.errors import PromptTooLong, TokenInvariantError
 from agentfly.gateway.dialect import Dialect, Wanted
-from agentfly.gateway.exchange import Exchange, Line, Question, continued_by
+from agentfly.gateway.exchange import Exchange, Line, Question, continued_by, same_question
 from agentfly.gateway.wire import Refusal
 from agentfly.messages import Message, text_of
 from agentfly.policies.policy import Generation, Policy
 from agentfly.policies.vision import barred_ids
+from agentfly.rollouts.chat.chat_format import Definitions
 from agentfly.rollouts.tape import Place, Tape
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
@@ -43,6 +44,7 @@ class Session:
         self._undelivered: dict[bytes, Exchange] = {}
         self._running: set[asyncio.Future[Generation]] = set()
         self._latest: Exchange | None = None
+        self._ends: dict[int, None] = {}  # the turns on record that no other follows
         self._failure: Failure | None = None  # of the last call, if it failed
         self._spoiled: Failure | None = None
         self._started = time.perf_counter()
@@ -112,8 +114,12 @@ class Session:
                 generation_seconds=exchange.seconds,
                 reasoning=reasoning,
                 content=None if content == said.text else content,
+                follows=question.follows,
             )
         )
+        for before in question.follows:
+            self._ends.pop(before, None)
+        self._ends[exchange.turn] = None
         if question.parent is not None:
             self._record_results(question.parent, question.new)
 
@@ -165,6 +171,8 @@ class Session:
         prompt = None
         if parent is not None:
             self.record(parent)  # whoever goes on from an answer has got it
+        follows = self._led_to(parent, conversation, tools)
+        if parent is not None:
             before = parent.tokens(self.trajectory.sequences)
             prompt = self._dialect.continuation(conversation[known:], before, conversation, tools)
         if prompt is None:
@@ -177,7 +185,21 @@ class Session:
                 "Shorten it."
             )
         calls = sum(len(message.get("tool_calls") or ()) for message in conversation)
-        return Question(parent, conversation[known:], tools, prompt, self._line_after(parent), calls)
+        return Question(parent, conversation[known:], tools, prompt, self._line_after(parent), calls, follows)
+
+    def _led_to(self, parent: Exchange | None, conversation: Sequence[Message], tools: Definitions) -> tuple[int, ...]:
+        """The turns that led to a request.
+
+        That is the answer it goes on from. A new conversation comes after all that was answered before it, as what is
+        asked of another agent, or with the past summed up. One that was begun before begins again where it began.
+        """
+        if parent is not None:
+            assert parent.turn is not None
+            return (parent.turn,)
+        for root in self._roots:
+            if same_question(root.question, conversation, tools):
+                return root.question.follows
+        return tuple(self._ends)
 
     async def _sampled(self, question: Question, wanted: Wanted) -> Generation:
         prompt, line = question.prompt, question.line

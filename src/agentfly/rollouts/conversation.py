@@ -29,10 +29,12 @@ class Conversation:
         sampling: changes how the rollout's own policy samples.
         agent: path of the agent's name; empty for the rollout's own.
         name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
+        follows: the turns that led to it; see `agentfly.trajectory.Turn.follows`.
 
     Attributes:
         messages: the conversation.
         answer: what the agent said last, or what was said to it where a tool has ended the conversation.
+        ends: the turns that its next turn follows: its last one, or the last ones of the subagents that answered it.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class Conversation:
         sampling: ChangeOfSampling,
         agent: str = "",
         name: str = "",
+        follows: tuple[int, ...] = (),
     ) -> None:
         system = voice.agent.system_message()
         self.messages: list[Message] = [{"role": "system", "content": system}, *asked] if system else [*asked]
         self.answer = ""
+        self.ends = follows
+        self._ends_of_subagents: tuple[int, ...] = ()
         self._voice = voice
         self._agent = voice.agent
         self._scribe = scribe
@@ -101,6 +106,8 @@ class Conversation:
             if not said.calls:
                 return FinishReason.ANSWERED
             results = await self._execute(said.calls, turn)
+            if self._ends_of_subagents:
+                self.ends, self._ends_of_subagents = self._ends_of_subagents, ()
             self._scribe.answered(turn, results)
             self._past.answered(map(self._message, results))
             self._situation.changed(results)
@@ -126,14 +133,17 @@ class Conversation:
         return said.content
 
     def _take_down(self, said: Utterance, *, remembers: bool = False) -> int:
-        return self._scribe.turn(
+        turn = self._scribe.turn(
             said,
             kind="memory" if remembers else "act",
             agent=self._path,
             conversation=self._name,
             policy=self._voice.foreign,
             anchor=self._situation.anchor,
+            follows=self.ends,
         )
+        self.ends = (turn,)
+        return turn
 
     def _message(self, result: ToolRecord) -> Message:
         """The message that hands a result to the model, its images after its text."""
@@ -182,12 +192,15 @@ class Conversation:
             sampling=self._sampling,
             agent="/".join(filter(None, (self._path, tool.name))),
             name=name,
+            follows=self.ends,
         )
         self._scribe.trajectory.subagents[name] = part.messages
         try:
             finish = await part.play()
         finally:
             part._voice.forget(part._rollout_id)
+        if part.ends != self.ends:  # it has taken a turn
+            self._ends_of_subagents += part.ends
         if finish in (FinishReason.ANSWERED, FinishReason.DONE):
             return ToolRecord(call, part.answer)
         unfinished = SubagentUnfinished(f"{tool.name} had no answer when it ended: {finish}.")

@@ -38,6 +38,7 @@ class Scribe:
         conversation: str,
         policy: str,
         anchor: str,
+        follows: tuple[int, ...],
     ) -> int:
         """Write a turn down. Its number is returned."""
         trajectory, place = self.trajectory, said.place or NO_PLACE
@@ -56,6 +57,7 @@ class Scribe:
             conversation=conversation,
             policy=policy,
             anchor=anchor,
+            follows=follows,
         )
         trajectory.turns.append(turn)
         trajectory.seconds["generation"] += said.seconds

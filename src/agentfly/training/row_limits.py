@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from agentfly.training.config.sampling_config import OverlongConfig
 from agentfly.training.rows import Row, RowBatch, RowTurn
+from agentfly.training.turn_order import followed_among
 
 
 def within_limits(batch: RowBatch, *, overlong: OverlongConfig | None, max_row_tokens: int | None) -> RowBatch:
@@ -53,9 +55,29 @@ def cut_rows(batch: RowBatch, max_tokens: int) -> RowBatch:
     A row that has lost all its sampled tokens is left out. A trajectory of which no row is left counts as left out for
     the cause ``cut_off``, and is in no baseline.
     """
-    rows = tuple(row for row in (cut_row(row, max_tokens) for row in batch.rows) if row.targets)
+    rows = _without_empty([cut_row(row, max_tokens) for row in batch.rows])
     gone = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
     return RowBatch(rows, {**batch.left_out, "cut_off": len(gone)} if gone else batch.left_out)
+
+
+def _without_empty(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with sampled tokens. Turns that followed one of another row follow those before it."""
+    emptied = {row.rollout_id for row in rows if not row.targets and row.turns}
+    follows: dict[str, dict[int, tuple[int, ...] | None]] = {rollout_id: {} for rollout_id in emptied}
+    kept: dict[str, set[int]] = {rollout_id: set() for rollout_id in emptied}
+    for row in rows:
+        if row.rollout_id in emptied:
+            follows[row.rollout_id].update({turn.index: turn.follows for turn in row.turns})
+            if row.targets:
+                kept[row.rollout_id].update(turn.index for turn in row.turns)
+    found = {rollout_id: followed_among(follows[rollout_id], kept[rollout_id]) for rollout_id in emptied}
+    return tuple(
+        replace(row, turns=tuple(replace(turn, follows=found[row.rollout_id][turn.index]) for turn in row.turns))
+        if row.rollout_id in emptied
+        else row
+        for row in rows
+        if row.targets
+    )
 
 
 def cut_row(row: Row, max_tokens: int) -> Row:

@@ -12,6 +12,7 @@ from typing import Literal
 from agentfly.images import PlacedImage
 from agentfly.rollouts.anchor import states_of
 from agentfly.tokens import TokenSequence
+from agentfly.training.turn_order import followed_among
 from agentfly.trajectory import Trajectory, Turn
 
 
@@ -26,6 +27,8 @@ class RowTurn:
         anchor: names the state in which the turn was taken; empty where no state is known.
         kind: ``act``, or ``memory`` for a turn that only wrote down what is to be remembered.
         state: the state that the anchor names, as text.
+        follows: the numbers of the turns, of those in the trajectory's rows, that led straight to this one; None for
+            the one before it. See `agentfly.trajectory.Turn.follows`.
     """
 
     index: int
@@ -35,6 +38,7 @@ class RowTurn:
     anchor: str = ""
     kind: Literal["act", "memory"] = "act"
     state: str = ""
+    follows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,16 +160,24 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
 
 def rows_of(trajectory: Trajectory) -> Iterator[Row]:
     """The rows of one scored trajectory: each token sequence in which its own policy has sampled."""
-    turns: dict[int, list[tuple[Turn, str]]] = {}
+    others = {turn.sequence for turn in trajectory.turns if turn.policy}
+    own = {
+        number: sequence
+        for number, sequence in enumerate(trajectory.sequences)
+        if sequence.sampled_count and number not in others
+    }
+    kept = {turn.index for turn in trajectory.turns if turn.sequence in own}
+    follows = followed_among({turn.index: turn.follows for turn in trajectory.turns}, kept)
+    turns: dict[int, list[RowTurn]] = {number: [] for number in own}
     for turn, state in zip(trajectory.turns, states_of(trajectory), strict=True):
-        turns.setdefault(turn.sequence, []).append((turn, state))
-    for number, sequence in enumerate(trajectory.sequences):
-        within = turns.get(number, [])
-        if sequence.sampled_count and not any(turn.policy for turn, _ in within):
-            yield _row(trajectory, sequence, within)
+        if turn.index in kept:
+            turns[turn.sequence].append(_row_turn(turn, state, follows[turn.index]))
+    agents = {turn.sequence: turn.agent for turn in reversed(trajectory.turns)}
+    for number, sequence in own.items():
+        yield _row(trajectory, sequence, turns[number], agents.get(number, ""))
 
 
-def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[tuple[Turn, str]]) -> Row:
+def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[RowTurn], agent: str) -> Row:
     assert trajectory.reward is not None
     return Row(
         ids=sequence.ids,
@@ -177,11 +189,11 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[tuple[
         reward=trajectory.reward,
         truncated=sequence.truncated,
         raw_logprobs=sequence.raw_logprobs,
-        turns=tuple(_row_turn(turn, state) for turn, state in turns),
-        agent=turns[0][0].agent if turns else "",
+        turns=tuple(turns),
+        agent=agent,
         images=tuple(sequence.images),
     )
 
 
-def _row_turn(turn: Turn, state: str) -> RowTurn:
-    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state)
+def _row_turn(turn: Turn, state: str, follows: tuple[int, ...]) -> RowTurn:
+    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state, follows)

@@ -15,6 +15,7 @@ from agentfly.training.advantages.outcome import DR_GRPO, GRPO, dr_grpo, grpo
 from agentfly.training.advantages.timeline import turn_places
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import Row, RowTurn
+from agentfly.training.turn_order import followed_among, followers_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Step:
     Attributes:
         rollout_id: the trajectory.
         turn: the turn.
-        coming: the return: its own reward and those of later steps, discounted.
+        coming: the return: its own reward and those of the steps that came of it, discounted.
     """
 
     rollout_id: str
@@ -40,8 +41,9 @@ def gigpo(evidence: Evidence, config: AdvantageConfig) -> Advantages:
     only, that were taken in the same state, whether by one trajectory or by several. A step that is alone in its state
     has the step advantage 0.
 
-    A step's return is its own reward and those of later steps, discounted by ``step_discount`` a step. Where no turn of
-    a group has a reward of its own, the trajectory's reward is its last step's. Steps are the agent's own turns that
+    A step's return is its own reward and those of the steps after it, discounted by ``step_discount`` a step. Where the
+    trajectory goes on in several ways from a step, it is the mean over them. Where no turn of a group has a reward of
+    its own, the trajectory's reward is its last step's, at the end of each way. Steps are the agent's own turns that
     act: those in which memory is written, and those of subagents, have the episode advantage alone. Under the strategy
     ``chain``, where a row holds many turns, the tokens of each have their own turn's advantage; ``step`` gives the same
     numbers.
@@ -66,24 +68,33 @@ def gigpo(evidence: Evidence, config: AdvantageConfig) -> Advantages:
 
 def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: float) -> list[Step]:
     """The steps of all trajectories of a group, with their returns."""
-    turns = [_own_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
-    rewarded = any(turn.reward is not None for taken in turns for turn in taken)
+    taken = [[turn for number in attempt.rows for turn in rows[number].turns] for attempt in attempts]
+    own = [_own_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
+    rewarded = any(turn.reward is not None for turns in own for turn in turns)
     steps = []
-    for attempt, taken in zip(attempts, turns, strict=True):
-        rewards = [turn.reward or 0.0 for turn in taken]
-        if taken and not rewarded:
-            rewards[-1] = rows[attempt.rows[0]].reward
-        coming = 0.0
-        for turn, reward in zip(reversed(taken), reversed(rewards), strict=True):
-            coming = reward + discount * coming
-            steps.append(Step(attempt.rollout_id, turn, coming))
+    for attempt, turns, acts in zip(attempts, taken, own, strict=True):
+        following = followers_of(followed_among({turn.index: turn.follows for turn in turns}, {*map(_index, acts)}))
+        coming: dict[int, float] = {}
+        for turn in reversed(acts):
+            reward = turn.reward or 0.0
+            after = [coming[follower] for follower in following[turn.index]]
+            if after:
+                reward += discount * sum(after) / len(after)
+            elif not rewarded:
+                reward = rows[attempt.rows[0]].reward
+            coming[turn.index] = reward
+            steps.append(Step(attempt.rollout_id, turn, reward))
     return steps
 
 
 def _own_turns(rows: Sequence[Row]) -> list[RowTurn]:
     """The turns in which the agent itself acted, in time."""
     taken = [turn for row in rows if not row.agent for turn in row.turns if turn.kind == "act"]
-    return sorted(taken, key=lambda turn: turn.index)
+    return sorted(taken, key=_index)
+
+
+def _index(turn: RowTurn) -> int:
+    return turn.index
 
 
 def _returns(steps: Sequence[Step]) -> Floats:

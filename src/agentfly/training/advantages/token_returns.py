@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentfly.errors import UsageError
 from agentfly.training.advantages.algorithm import Advantages, Evidence, Floats
 from agentfly.training.advantages.outcome import DR_GRPO
-from agentfly.training.advantages.timeline import Timeline, along_time, returns_along
+from agentfly.training.advantages.timeline import Timeline, along_time
 from agentfly.training.advantages.whitening import whitened
 from agentfly.training.config.advantage_config import AdvantageConfig
 
@@ -17,7 +17,7 @@ def reinforce_plus_plus(evidence: Evidence, config: AdvantageConfig) -> Advantag
     penalties from the token on. Groups do not count.
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262; as verl 0.9's ``reinforce_plus_plus``.
     """
-    returns = along_time(evidence, lambda timeline, rewards: returns_along(rewards, config.discount))
+    returns = along_time(evidence, lambda timeline, rewards: timeline.returns(rewards, config.discount))
     return Advantages(whitened(returns))
 
 
@@ -46,7 +46,7 @@ def remax(evidence: Evidence, config: AdvantageConfig) -> Advantages:
                 f"remax needs the reward of a greedy rollout of each task, and there is none of group "
                 f"{timeline.group_id!r}. Leave out the rows of groups without one."
             )
-        return returns_along(rewards, 1.0) - baselines[timeline.group_id]
+        return timeline.returns(rewards, 1.0) - baselines[timeline.group_id]
 
     return Advantages(along_time(evidence, judge))
 
@@ -67,17 +67,10 @@ def gae(evidence: Evidence, config: AdvantageConfig) -> Advantages:
         raise UsageError("gae needs the critic's value of each sampled token: give the evidence values.")
 
     def judge(timeline: Timeline, rewards: Floats) -> Floats:
-        return _gae(rewards, timeline.gather(values), config.discount, config.gae_lambda)
+        expected = timeline.gather(values)
+        surprises = rewards + config.discount * timeline.next_values(expected) - expected
+        return timeline.returns(surprises, config.discount * config.gae_lambda)
 
     advantages = along_time(evidence, judge)
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
     return Advantages(whitened(advantages), returns)
-
-
-def _gae(rewards: Floats, values: Floats, discount: float, gae_lambda: float) -> Floats:
-    """Advantages along one timeline, after whose last token comes nothing; [N]."""
-    import numpy as np
-
-    after = np.append(values[1:], 0.0)
-    surprises = rewards + discount * after - values
-    return returns_along(surprises, discount * gae_lambda)

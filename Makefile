@@ -44,7 +44,10 @@ format: $(VENV)/dev.stamp  ## bring the code into its format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+$(if $(word 2,$(VENV)),$(error VENV='$(VENV)' has a space in it, which make cannot have in the name of a file. Choose another directory))
+
 $(BIN)/python:
+	@test -w . || { echo "$(CURDIR) cannot be written by you, and environments and runs are made in it. Copy it: git clone $(CURDIR) DIRECTORY" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentFly needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments here. On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }

@@ -91,3 +91,17 @@ def test_a_run_that_does_not_say_its_model_is_asked_for_it(tmp_path, agentfly):
     code, _, err = agentfly("tokens", "audit", str(run.path))
     assert code == 2
     assert "--model" in err
+
+
+@pytest.mark.slow
+def test_a_run_that_was_trained_from_python_knows_its_model(tmp_path, agentfly):
+    @af.reward
+    def brief(response: str) -> float:
+        return 1.0 / (1 + len(set(response)))
+
+    agent = af.Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
+    settings = {"steps": 1, "tasks_per_step": 1, "attempts": 2, "progress": False}
+    af.train(agent, ["a"], brief, run_dir=tmp_path / "run", **settings)
+    code, out, err = agentfly("tokens", "audit", str(tmp_path / "run"), "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["sampled_tokens"] > 0

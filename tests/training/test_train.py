@@ -52,6 +52,18 @@ async def test_a_run_that_is_awaited_takes_the_same_arguments_and_leaves_the_sam
     assert signature(train).parameters == signature(train_async).parameters
 
 
+@pytest.mark.parametrize(
+    ("metric", "told"), [("reward/maen", "Did you mean 'reward/mean'"), ("accuracy", "There are: rollouts, .*finish/…")]
+)
+def test_a_metric_that_no_evaluation_has_is_refused_before_anything_runs(
+    tmp_path: Path, metric: str, told: str
+) -> None:
+    settings = {"eval_tasks": ["c"], "keep_best": True, "eval_metric": metric}
+    with pytest.raises(ConfigError, match=f"eval_metric='{metric}': evaluations have no such metric. {told}"):
+        train(AGENT, ["a"], brief, run_dir=tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
 def test_settings_replace_those_of_a_config(tmp_path: Path) -> None:
     config = TrainConfig(steps=2, tasks_per_step=1, attempts=2)
     result = train(AGENT, ["a"], brief, run_dir=tmp_path / "run", config=config, steps=1)

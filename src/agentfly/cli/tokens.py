@@ -75,7 +75,7 @@ def audit(
 
 
 def _model(source: Path, files: Sequence[Path]) -> str:
-    """The model of a run: as its configuration says, or what its rollouts were made with.
+    """The model of a run: as its configuration or last checkpoint says, or what its rollouts were made with.
 
     Raises:
         ConfigError: neither says it.
@@ -84,11 +84,15 @@ def _model(source: Path, files: Sequence[Path]) -> str:
     from agentfly.cli.experiment import Experiment
     from agentfly.rollouts.record import RolloutRecord
     from agentfly.run_directory import RunDirectory
+    from agentfly.training.checkpoints import Checkpoints, read_place
 
-    config = RunDirectory(source if source.is_dir() else source.parent.parent).config_file
+    run = RunDirectory(source if source.is_dir() else source.parent.parent)
+    config = run.config_file
     try:
         if config.is_file():
             return str(Experiment.of(load_config(config, [])).agent.model)
+        if run.checkpoints.is_dir() and (checkpoint := Checkpoints(run.checkpoints, keep=1).latest()):
+            return read_place(checkpoint).model
         models = {str(RolloutRecord(path, resume=True).settings["the model"]) for path in files}
     except (AgentFlyError, KeyError) as error:
         home = config if config.is_file() else source

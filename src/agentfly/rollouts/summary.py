@@ -10,6 +10,27 @@ from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
 from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
+METRICS = (
+    "rollouts",
+    "turns/mean",
+    "tool_calls/mean",
+    "tool_errors/share",
+    "invalid_calls/share",
+    "truncated/share",
+    "unscored",
+    "failures/infrastructure",
+    "response_length/mean",
+    "sequences/mean",
+    "sequence_breaks/mean",
+    "reward/mean",
+    "reward/std",
+    "success/mean",
+)
+"""The names of `summarize` that do not depend on what happens."""
+
+METRIC_GROUPS = ("reward_metrics/", "tool_errors/", "failures/", "finish/", "rollout_seconds/", "resource_seconds/")
+"""What the other names begin with: a component of the reward, a cause, a reason, a part of the time."""
+
 
 def succeeded(trajectory: Trajectory) -> bool | None:
     """Whether a trajectory solved its task: its ``success`` metric, or a reward of at least 1. None if unscored."""

@@ -9,7 +9,8 @@ import numpy as np
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, GroupReward
 from agentfly.agents.reward import tool_rewards
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, did_you_mean
+from agentfly.rollouts.summary import METRIC_GROUPS, METRICS
 from agentfly.task import Task
 from agentfly.training.advantages import Advantages
 from agentfly.training.config.train_config import TrainConfig
@@ -79,7 +80,7 @@ def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None
     """Raise if something asks for evaluations or looks at them, and there are none.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it does, or ``eval_metric`` is no metric of evaluations.
     """
     asks = (
         "early_stop looks at what evaluations find"
@@ -92,6 +93,10 @@ def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None
     )
     if asks and not eval_tasks:
         raise ConfigError(f"{asks}, and there are no held-out tasks. Give eval_tasks.")
+    metric = config.eval_metric
+    if metric not in METRICS and not metric.startswith(METRIC_GROUPS):
+        known = [*METRICS, *(f"{group}…" for group in METRIC_GROUPS)]
+        raise ConfigError(f"eval_metric={metric!r}: evaluations have no such metric. {did_you_mean(metric, known)}")
 
 
 def training_temperature(agent: Agent, config: TrainConfig) -> float:

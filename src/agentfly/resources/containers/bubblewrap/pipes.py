@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
+import stat
 from pathlib import Path
 
 from agentfly.resources.containers.output import BoundedOutput
@@ -97,7 +99,7 @@ class _End:
     def __init__(self, path: str, owner: int | None, poll: select.poll) -> None:
         os.mkfifo(path, 0o600)
         if owner is not None:
-            os.chown(path, owner, owner)
+            os.chown(path, owner, owner, follow_symlinks=False)
         self.output: BoundedOutput | None = None
         self._path = path
         self._loop = asyncio.get_running_loop()
@@ -113,9 +115,9 @@ class _End:
         self.output = output
         if self._descriptor < 0:
             # opened anew when its writers have left: until the next one comes, a pipe opened just now is not at its end
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._loop.add_reader(self._descriptor, self._readable)
+            self._descriptor = _open_pipe(self._path)
             self._poll.register(self._descriptor, select.POLLIN)
+            self._loop.add_reader(self._descriptor, self._readable)
         elif self._pause is not None:
             self._pause.cancel()
             self._go_on()
@@ -160,3 +162,16 @@ class _End:
     def _go_on(self) -> None:
         self._pause = None
         self._loop.add_reader(self._descriptor, self._readable)
+
+
+def _open_pipe(path: str) -> int:
+    """Open a named pipe to read from.
+
+    Raises:
+        OSError: something else is in its place, or this process has too many files open.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "that is no pipe any more", path)
+    return descriptor

@@ -54,6 +54,10 @@ class ProcessNamespace:
         """The host's process id of the child of `parent` that has the id `inside` in the sandbox."""
         return next((pid for pid in children(parent) if _inside_id(pid) == inside), None)
 
+    def ids_inside(self, parent: int) -> set[int]:
+        """The ids that the children of `parent` have in the sandbox."""
+        return {inside for pid in children(parent) if (inside := _inside_id(pid)) is not None}
+
     def everybody(self) -> set[int]:
         """The host's ids of all its processes."""
         return {self.first} | descendants(self.first)

@@ -90,6 +90,8 @@ class BubblewrapSandbox(Sandbox):
     async def fork(self) -> SnapshotImage:
         """See `Sandbox.fork`."""
         life = self._present()
+        assert life.shell is not None
+        life.shell.check()
         frozen = life.bubble.frozen
         try:
             await life.freeze()

@@ -12,15 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import os
-import re
-import select
 import signal
 from pathlib import Path
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.errors import ResourceDied, ResourceError, SandboxFlooded
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
-from agentfly.resources.containers.bubblewrap.children import Children
 from agentfly.resources.containers.bubblewrap.exchange import Exchange
+from agentfly.resources.containers.bubblewrap.keepers import Keepers
+from agentfly.resources.containers.bubblewrap.reports import Reports
 from agentfly.resources.containers.bubblewrap.running import Running
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.processes import children
@@ -28,10 +27,7 @@ from agentfly.resources.processes import children
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
 _SWEEPS = 10
-_LOOKS = 3
-_REPORTS_AT_ONCE = 1024  # bytes; what fills it is no shell of ours, and must not keep the event loop busy
-_REPORTS_PAUSE_S = 0.005
-_REPORT = re.compile(rb"([bdefh]) ([\d ]{1,64})$")  # what precedes it on the line, a trap of the session has printed
+_LONGEST_NUMBER = 10**7  # that a word of the session can hold
 
 
 class Shell:
@@ -39,7 +35,7 @@ class Shell:
 
     What arrives from inside is read, and never trusted: the processes of a sandbox are one user's, so any of them can
     write what the shell would write. A forged report can make up the end of a command, or its exit code; it cannot
-    reach beyond the sandbox, nor hold the event loop up.
+    reach beyond the sandbox, nor hold the event loop up. A sandbox whose processes flood the shell's pipes is ended.
     """
 
     def __init__(self, bubble: Bubble) -> None:
@@ -50,19 +46,18 @@ class Shell:
         self._launcher = bubble.launcher
         self._exchange = Exchange(bubble.exchange, bubble.launcher)
         self._processes = bubble.processes
-        self._requests, self._reports = bubble.launched.requests, bubble.launched.reports
+        self._requests = bubble.launched.requests
         self._starts = self._exchange.open_starts()
-        self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
         self._running: dict[int, Running] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
-        self._buffer = b""
-        self._pause: asyncio.TimerHandle | None = None
-        self._session: int | None = None  # the host's process ids
-        self._starter: int | None = None
-        self._below_first = Children(self._processes.first)
-        self._below_session: Children | None = None
+        self._keepers = Keepers(
+            self._processes,
+            bubble.launcher,
+            session_began=self._session_began,
+            starter_began=self._starter_began,
+        )
         self._known: frozenset[int] = frozenset()  # what was below the two before the last command of the session
         self._ready = asyncio.Event()  # there is a session
         self._served = False  # the session has finished a command since it began
@@ -70,9 +65,13 @@ class Shell:
         self._in_doubt: Running | None = None  # what it had been asked: either it had begun that, or nobody has
         self._directory = ""  # where the next command must go first, because its session could not keep it
         self._died_of: str | None = None
-        self._loop.add_reader(self._reports, self._read_reports)
-        self._poll = select.poll()
-        self._poll.register(self._reports, select.POLLIN)
+        self.flooded = False  # it was ended for what its processes wrote
+        self._reports = Reports(
+            bubble.launched.reports,
+            report=self._report,
+            ended=lambda: self._die(bubble.cause_of_death()),
+            flooded=self._flood,
+        )
         self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and input
         self._tell(b"g%07d" % 1)
 
@@ -83,13 +82,14 @@ class Shell:
             ResourceDied: the sandbox ended.
         """
         await self._ready.wait()
-        self._check()
+        self.check()
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
+            SandboxFlooded: it was ended for what its processes wrote.
             ResourceError: the host has no room for the command's input, or too many files open.
         """
         if command.own_process:
@@ -101,9 +101,7 @@ class Shell:
         """Let go of the sandbox, which is about to end or has."""
         self._die("it was released or reset")
         self._exchange.close()
-        self._below_first.close()
-        if self._below_session is not None:
-            self._below_session.close()
+        self._keepers.close()
         if self._starts >= 0:
             os.close(self._starts)
             self._starts = -1
@@ -121,17 +119,17 @@ class Shell:
     @property
     def keepers(self) -> set[int]:
         """The host's ids of the processes that the shell itself consists of, beside process 1."""
-        return {pid for pid in (self._session, self._starter) if pid is not None}
+        return self._keepers.both
 
     async def _run(self, command: Command, timeout: float) -> Outcome:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
-        self._check()
+        self.check()
         name = next(self._names)
         directory = self._directory if not command.own_process else ""
         try:
             await self._exchange.place(name, command, directory)
-            self._check()
+            self.check()
             if directory:
                 self._directory = ""
             running = self._begin(name, command)
@@ -142,18 +140,16 @@ class Shell:
                 self._exchange.finish(running.pipes)
         finally:
             self._exchange.remove(name)
-        self._check()
+        self.check()
         return running.outcome(exit_code)
 
     def _begin(self, name: int, command: Command) -> Running:
         """Ask for a command whose script and input are in place."""
-        before = self._below_first.pids()
+        before = self._keepers.children(of_session=not command.own_process)
         try:
             if command.own_process:
                 number, pipes = self._exchange.pipes()
             else:
-                if self._below_session is not None:
-                    before |= self._below_session.pids()
                 # who has the session's pipes beside it is new since then, or below one that is
                 shared = before != self._known and bool(before - self._known - self.keepers)
                 number, pipes = self._exchange.session_pipes(anew=shared)
@@ -168,8 +164,7 @@ class Shell:
 
     async def _end_of(self, running: Running, timeout: float) -> int | None:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
-        if self._pause is None and self._poll.poll(0) and not self.dead:
-            self._read_reports()  # it may have ended at once
+        self._reports.look()  # it may have ended at once
         try:
             exit_code = await running.end(timeout)
             if exit_code is None:
@@ -182,6 +177,7 @@ class Shell:
 
     def _ask(self, running: Running) -> None:
         """Have a command begin."""
+        self._reports.asked()
         pipes, given = running.connections
         if running.own_process:
             # a starter that is just being killed may still take one byte: the empty line is for that one
@@ -195,33 +191,27 @@ class Shell:
     def _tell(self, words: bytes, pipe: int | None = None) -> None:
         try:
             os.write(self._requests if pipe is None else pipe, words)
+        except BlockingIOError:  # what we write is taken one by one, so others have written there
+            self._flood()
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """See that it takes commands.
+
+        Raises:
+            ResourceDied: the sandbox ended.
+            SandboxFlooded: it was ended for what its processes wrote.
+        """
+        if self.flooded:
+            raise SandboxFlooded(
+                "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be "
+                "run in it any more, and its files are lost."
+            )
         if self._died_of is not None:
             raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._died_of}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
-
-    def _read_reports(self) -> None:
-        try:
-            chunk = os.read(self._reports, _REPORTS_AT_ONCE)
-        except BlockingIOError:
-            return
-        if not chunk:
-            self._die(self._bubble.cause_of_death())
-            return
-        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-        self._buffer = self._buffer[-256:]
-        for line in lines:
-            if found := _REPORT.search(line):
-                self._report(found[1], [int(number) for number in found[2].split()])
-        if len(chunk) == _REPORTS_AT_ONCE and not self.dead:
-            self._loop.remove_reader(self._reports)
-            self._pause = self._loop.call_later(
-                _REPORTS_PAUSE_S, self._loop.add_reader, self._reports, self._read_reports
-            )
 
     def _report(self, word: bytes, numbers: list[int]) -> None:
         match word, numbers:
@@ -232,27 +222,22 @@ class Shell:
             case b"b", [name, process]:
                 if running := self._running.get(name):
                     running.begun, running.process = True, process
-            case b"h", [inside, asked] if self._session is None:  # nobody waits for another
-                self._session_began(inside, asked)
-            case b"f", [inside] if self._starter is None or not self._lives(self._starter):
-                self._starter_began(inside)
-            case b"e", [exit_code, kept, number] if self._session is None or not self._lives(self._session):
-                self._session_ended(exit_code, bool(kept), number)
+            case b"h", [inside, asked] if self._keepers.session is None:  # nobody waits for another
+                self._keepers.session_reported(inside, asked)
+            case b"f", [inside]:
+                self._keepers.starter_reported(inside)
+            case b"e", [exit_code, kept, number] if exit_code in range(256) and number < _LONGEST_NUMBER:
+                if not self._keepers.session_lives:
+                    self._session_ended(exit_code, bool(kept), number)
 
-    def _lives(self, keeper: int) -> bool:
-        return keeper in self._below_first.pids()
+    def _starter_began(self, present: set[int]) -> None:
+        """What was started before it may have been killed with the one before."""
+        for running in self._running.values():
+            if running.process and running.process not in present:
+                running.finish(137)
 
-    def _child(self, inside: int) -> int | None:
-        """The host's id of a child of process 1. Looked for more than once: while others end, one may be left out."""
-        tries = (self._processes.find(inside, self._processes.first) for _ in range(_LOOKS))
-        return next((pid for pid in tries if pid is not None), None)
-
-    def _session_began(self, inside: int, asked: int) -> None:
+    def _session_began(self, asked: int) -> None:
         """A session is ready. Nobody has begun the command `asked`, for by then the session before had ended."""
-        self._session = self._child(inside)
-        if self._session is None:  # it has ended since, which will be reported
-            return
-        self._below_session = Children(self._session)
         self._served = False
         self._ready.set()
         running, self._in_doubt = self._in_doubt, None
@@ -276,19 +261,9 @@ class Shell:
         else:
             self._ask(running)
 
-    def _starter_began(self, inside: int) -> None:
-        first = self._processes.first
-        self._starter = self._child(inside)
-        for running in self._running.values():  # those of a starter before, which may have been killed with it
-            if running.process and self._processes.find(running.process, first) is None:
-                running.finish(137)
-
     def _session_ended(self, exit_code: int, kept: bool, number: int) -> None:
         self._ready.clear()
-        self._session = None
-        if self._below_session is not None:
-            self._below_session.close()
-            self._below_session = None
+        self._keepers.session_ended()
         self._end_of_session = (exit_code, kept)
         self._in_doubt = next((running for running in self._running.values() if not running.own_process), None)
         self._connected = None
@@ -299,13 +274,18 @@ class Shell:
         """Whether the sandbox is gone."""
         return self._died_of is not None
 
+    def _flood(self) -> None:
+        """End the sandbox for what its processes wrote."""
+        if not self.dead:
+            self.flooded = True
+            self._die("its processes flooded it")
+            self._bubble.kill()
+
     def _die(self, cause: str) -> None:
         if self.dead:
             return
         self._died_of = cause
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._reports)
+        self._reports.close()
         self._ready.set()
         for running in self._running.values():
             running.finish(137)
@@ -321,7 +301,7 @@ class Shell:
 
     async def _kill_in_session(self, running: Running) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
-        session = self._session
+        session = self._keepers.session
         if session is None:
             await self._restarted(_RESTART_GRACE_S)
             return
@@ -343,8 +323,9 @@ class Shell:
         if not running.begun:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
             for keeper in children(self._processes.first):
                 self._processes.signal(keeper, signal.SIGCONT)
-        if not running.begun and self._session is not None and self._starter not in children(self._processes.first):
-            self._processes.signal(self._session, signal.SIGKILL)  # what follows a session brings the starter back
+        session, starter = self._keepers.session, self._keepers.starter
+        if not running.begun and session is not None and starter not in children(self._processes.first):
+            self._processes.signal(session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)
 
     async def _restarted(self, patience_s: float) -> bool:
@@ -359,13 +340,13 @@ class Shell:
 
         What left the tree of another command that runs at the same time cannot be told from it, and goes too.
         """
-        first, starter = self._processes.first, self._starter
+        first, starter = self._processes.first, self._keepers.starter
         parent: int | None = session
         if session is not None:
             self._processes.signal(session, signal.SIGSTOP)  # it must not go on to the command's next line
         elif running.process and starter is not None:
             parent = self._processes.find(running.process, starter)
-        spared = running.before | {pid for pid in (self._session, starter) if pid is not None}
+        spared = running.before | self._keepers.both
         for _ in range(_SWEEPS):
             roots = set(children(parent)) if parent is not None else set()
             roots = (roots | set(children(first))) - spared

@@ -118,7 +118,7 @@ class EngineSandbox(Sandbox):
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
         shell = self._shells.get(self.spec.user)
-        return shell is not None and not shell.dead
+        return shell is not None and (shell.flooded or not shell.dead)
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""
@@ -209,7 +209,7 @@ class EngineSandbox(Sandbox):
             return self._shells[user]
         async with self._beginning:
             shell = self._shells.get(user)
-            if shell is None or shell.dead:
+            if shell is None or (shell.dead and not shell.flooded):
                 if shell is not None:
                     await shell.close()
                 shell = self._shells[user] = await self._begin_shell(user)

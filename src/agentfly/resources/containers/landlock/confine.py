@@ -64,8 +64,14 @@ def landlock_version() -> int:
     return max(0, int(libc.syscall(ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
 
 
-def restrict_files(read: list[str], write: list[str]) -> None:
-    """Give up, for good and for all that this process starts, all files but these and what is below them."""
+def restrict_files(read: list[str], write: list[str], write_to: list[str]) -> None:
+    """Give up, for good and for all that this process starts, all files but these and what is below them.
+
+    Args:
+        read: what may be read and executed.
+        write: what may also be changed in every way.
+        write_to: directories whose files may be read and written, while none can be made there, removed or replaced.
+    """
     version = landlock_version()
     known = _KNOWN.get(version, 1 << 16) - 1
     scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= 6 else 0
@@ -76,7 +82,7 @@ def restrict_files(read: list[str], write: list[str]) -> None:
         "make a Landlock ruleset",
     )
     reading = _EXECUTE | _READ_FILE | _READ_DIRECTORY
-    for paths, rights in ((read, reading), (write, known & ~_MAKE_DEVICES)):
+    for paths, rights in ((read, reading), (write, known & ~_MAKE_DEVICES), (write_to, reading | _WRITE_FILE)):
         for path in paths:
             _allow(ruleset, path, rights & known)
     checked(libc.syscall(ctypes.c_long(_RESTRICT_SELF), ctypes.c_int(ruleset), ctypes.c_uint(0)), "confine by Landlock")
@@ -137,7 +143,7 @@ def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     program = os.pread(options.seccomp, 65536, 0)
     checked(libc.prctl(_PR_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up new privileges")
-    restrict_files(options.read, options.write)
+    restrict_files(options.read, options.write, options.write_to)
     filter_calls(program)
     os.execve(options.command[0], options.command, environment)
 
@@ -207,6 +213,7 @@ def main() -> None:
         parser.add_argument(name, type=int, default=-1)
     parser.add_argument("--read", action="append", default=[])
     parser.add_argument("--write", action="append", default=[])
+    parser.add_argument("--write-to", action="append", default=[])
     parser.add_argument("--chdir", default="/")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()

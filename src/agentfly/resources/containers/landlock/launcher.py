@@ -101,10 +101,12 @@ class LandlockLauncher(Launcher):
         read = [f"/{name}" for name in (*layout.SYSTEM, "proc")]
         read += [f"/etc/{name}" for name in (*layout.etc_entries(), *_OF_ETC)]
         read += [os.path.realpath("/etc/resolv.conf")] * spec.network
-        write = [f"/dev/{name}" for name in _DEVICES] + [str(scratch / name) for name in (*_PRIVATE, EXCHANGE)]
+        write = [f"/dev/{name}" for name in _DEVICES] + [str(scratch / name) for name in _PRIVATE]
         words = [str(self._program.path), "-I", "-S", str(scratch / ATTENDANT)]
         words += [word for path in read for word in ("--read", path)]
         words += [word for path in write for word in ("--write", path)]
+        # what is in there the host opens too, so nothing in it may become a link to something else
+        words += ["--write-to", str(scratch / EXCHANGE)]
         words += ["--chdir", self.workdir(spec, scratch), "--file-size", str(spec.disk_limit)]
         words += ["--pids", str(0 if self.cgroups else spec.pids)]
         own = {"HOME": str(scratch / "home"), "TMPDIR": str(scratch / "tmp")}

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from agentfly.resources.containers.stream_shell.reports import ReportSplitter
 from agentfly.resources.containers.stream_shell.running import Running
 from agentfly.resources.containers.stream_shell.stream import Stream
 
-_LONGEST_REPORT = 16384
+_UNASKED_BYTES = 16 * 1024  # after which the reader pauses while no command has the channel
 _BUSY_BYTES = 2**20  # after which others get their turn
 _DISCARD_PAUSE_S = 0.02
 
@@ -43,10 +44,9 @@ class Channel:
         self.ready = asyncio.Event()  # it can serve commands, or has ended
         self.ended = False
         self._stream = stream
-        self._mark = mark
         self._report = report
         self._closed = closed
-        self._buffers = {1: b"", 2: b""}
+        self._splitters = {1: ReportSplitter(mark), 2: ReportSplitter(mark)}
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -69,14 +69,19 @@ class Channel:
         with contextlib.suppress(OSError):
             await self._stream.close()
 
+    def stop(self) -> None:
+        """Read no more: what comes is not to be heeded."""
+        self.ended = True
+        self._reader.cancel()
+
     async def _read(self) -> None:
         try:
             at_once = 0
-            while (piece := await self._stream.read()) is not None:
+            while not self.ended and (piece := await self._stream.read()) is not None:
                 output, data = piece
                 self._take(output, data)
                 at_once += len(data)
-                if self.running is None and at_once > _LONGEST_REPORT:
+                if self.running is None and at_once > _UNASKED_BYTES:
                     at_once = 0
                     await asyncio.sleep(_DISCARD_PAUSE_S)
                 elif at_once > _BUSY_BYTES:
@@ -90,38 +95,11 @@ class Channel:
             self._closed(self)
 
     def _take(self, output: int, data: bytes) -> None:
-        data = self._buffers[output] + data
-        while (start := data.find(self._mark)) >= 0:
-            end = data.find(b"\n", start)
-            if end < 0 and len(data) - start < _LONGEST_REPORT:
-                break
-            self._print(output, data[:start])
-            if end < 0:  # one that nobody of ours wrote
-                self._print(output, data[start : start + 1])
-                data = data[start + 1 :]
-                continue
-            word, *words = data[start + len(self._mark) : end].decode("ascii", "replace").split(" ")
-            self._report(self, output, word, words)
-            data = data[end + 1 :]
-        if start < 0:
-            kept = _overlap(data, self._mark)
-            self._print(output, data[: len(data) - kept])
-            data = data[len(data) - kept :]
-        else:
-            self._print(output, data[:start])
-            data = data[start:]
-        self._buffers[output] = data
-
-    def _print(self, output: int, data: bytes) -> None:
-        if data and self.running is not None:
-            self.running.add(output, data)
-
-
-def _overlap(data: bytes, mark: bytes) -> int:
-    """How many bytes at the end of the data may be the beginning of a mark."""
-    start = data.rfind(mark[:1], max(0, len(data) - len(mark) + 1))
-    while start >= 0:
-        if mark.startswith(data[start:]):
-            return len(data) - start
-        start = data.rfind(mark[:1], max(0, len(data) - len(mark) + 1), start)
-    return 0
+        for piece in self._splitters[output].split(data):
+            if self.ended:
+                return
+            if isinstance(piece, list):
+                word, *words = piece
+                self._report(self, output, word, words)
+            elif self.running is not None:
+                self.running.add(output, piece)

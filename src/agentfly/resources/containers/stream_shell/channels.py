@@ -81,6 +81,11 @@ class Channels:
             raise ResourceError("Another stream to the sandbox was opened, and ended at once.")
         return channel
 
+    def stop(self) -> None:
+        """Read none of them any more."""
+        for channel in self:
+            channel.stop()
+
     async def close_others(self) -> None:
         """Close all but the keeper's."""
         others, self._others = self._others, []

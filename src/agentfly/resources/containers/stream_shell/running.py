@@ -24,6 +24,8 @@ class Running:
         self.file = file
         self.spared = ""  # children of the session and of process 1 that were there before it
         self.begun = False
+        self.sent_again = 0  # times
+        self.closing = False  # its end is under way, since what ran it has ended
         self.lost = ""
         self.kills = 0  # by the kernel, for memory, in the sandbox's whole life
         self.stdout, self.stderr = command.outputs()

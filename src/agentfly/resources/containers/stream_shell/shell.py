@@ -14,10 +14,12 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.errors import ResourceDied, ResourceError, SandboxFlooded
+from agentfly.resources.containers.allowance import Allowance
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.stream_shell.channel import Channel
 from agentfly.resources.containers.stream_shell.channels import Channels, Open
+from agentfly.resources.containers.stream_shell.reports import number
 from agentfly.resources.containers.stream_shell.request import NO_INPUT, pieces, request
 from agentfly.resources.containers.stream_shell.running import Running
 from agentfly.resources.containers.stream_shell.scripts import Scripts
@@ -26,13 +28,16 @@ from agentfly.resources.containers.stream_shell.stream import Stream
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
 _REPORT_PATIENCE_S = 5.0
+_TIMES_AGAIN = 3
+_LEAST_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_REQUEST = 256, 64, 64  # those that nobody inside needs to forge
 
 
 class StreamShell:
     """The host's side of such a shell.
 
     What arrives from inside is read, and never trusted: a forged report can make up the end of a command, or its exit
-    code; it cannot reach beyond the sandbox, nor hold anybody up.
+    code; it cannot reach beyond the sandbox, nor hold anybody up, and nothing of it is ever passed on to the keeper but
+    numbers. A sandbox whose processes flood the shell with reports is ended.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class StreamShell:
         self._oom_kills = 0
         self._served = False  # the session has finished a command since it began
         self._died_of: str | None = None
+        self.flooded = False  # it was ended for what its processes reported
+        self._allowance = Allowance(_LEAST_REPORTS, per_second=_REPORTS_PER_SECOND, per_request=_REPORTS_PER_REQUEST)
         self._ending: asyncio.Task[None] | None = None
         self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed, self._abandoned)
         self._main = self._channels.main
@@ -100,6 +107,7 @@ class StreamShell:
 
         Raises:
             ResourceDied: the sandbox ended before the command did, or the way to it is broken.
+            SandboxFlooded: it was ended for what its processes reported.
         """
         if command.own_process:
             return await self._run(command, timeout)
@@ -155,6 +163,7 @@ class StreamShell:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         await self._check()
+        self._allowance.asked()
         files = {running.file for running in self._running.values()}
         file = next(n for n in itertools.count(self._files_from) if n not in files) if command.own_process else 0
         running = Running(next(self._numbers), command, file)
@@ -212,6 +221,11 @@ class StreamShell:
     async def _check(self) -> None:
         if self._died_of is None and self._ending is not None:
             await asyncio.wait({self._ending})
+        if self.flooded:
+            raise SandboxFlooded(
+                "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be "
+                "run in it any more, and its files are lost."
+            )
         if self._died_of is not None:
             raise ResourceDied(f"The sandbox is gone: {self._died_of}.")
 
@@ -229,6 +243,20 @@ class StreamShell:
             cause = f"the stream to it ended, and why could not be asked ({type(error).__name__}: {error})"
         self._die(cause)
 
+    def _flood(self) -> None:
+        """End the sandbox for what its processes reported."""
+        if not self.dead:
+            self.flooded = True
+            self._die("its processes flooded it")
+            self._channels.stop()
+            self._beside(self._end_processes())
+
+    async def _end_processes(self) -> None:
+        """End what runs inside. What is left of it goes with the sandbox."""
+        with contextlib.suppress(OSError, ResourceError, TimeoutError):
+            async with asyncio.timeout(_RESTART_GRACE_S):
+                await self._kill_all()
+
     def _die(self, cause: str) -> None:
         if self._died_of is None:
             self._died_of = cause
@@ -241,23 +269,27 @@ class StreamShell:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
+        if not self._allowance.take(1):
+            self._flood()
+            return
         try:
             match word:  # the keeper's reports come on its own stream alone
                 case "b" | "d":
                     self._command_reported(channel, output, word, words)
                 case "o" if channel is not self._main and not channel.ready.is_set():
-                    channel.holder = int(words[0])
+                    channel.holder = number(words[0])
                     channel.ready.set()
                 case "x" if channel is self._main:
-                    self._send_again(int(words[0]))
+                    self._send_again(number(words[0]))
                 case "h" if channel is self._main:
-                    self._session, self._served = int(words[0]), False
+                    self._session, self._served = number(words[0]), False
                     channel.ready.set()
                     self._ready.set()
                 case "f" if channel is self._main:
-                    self._dispatcher_began(*map(int, words))
+                    self._dispatcher_began(*map(number, words))
                 case "e" if channel is self._main and self._reset_done is None:
-                    self._session_ended(int(words[0]), kept=words[1] == "1")
+                    if (code := number(words[0])) in range(256):
+                        self._session_ended(code, kept=words[1] == "1")
                 case "r" if channel is self._main and self._reset_done is not None:
                     if not self._reset_done.done():
                         self._reset_done.set_result(words == ["0"])
@@ -265,27 +297,34 @@ class StreamShell:
             return  # not one of ours
 
     def _command_reported(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
-        if (running := self._running.get(int(words[0]))) is None:
+        if (running := self._running.get(number(words[0]))) is None:
             return
         if word == "b":
             running.begun = True
             return
         code = 0
         if output == 1:
-            code = int(words[1])
+            code = number(words[1])
             if code not in range(256):
                 return
             channel.held = words[2] != "0"
-            running.kills = int(words[3])
+            running.kills = number(words[3])
             if not running.own_process:
                 self._served = True
-                self._spared = " ".join(words[4:])
+                self._spared = " ".join(str(number(process)) for process in words[4:] if process)
         running.reported(output, code)
 
-    def _send_again(self, number: int) -> None:
+    def _send_again(self, asked: int) -> None:
         """The channel of a command is gone, which had not been noticed; it gets another."""
         for channel in self._channels:
-            if (running := channel.running) is not None and running.number == number and not running.begun:
+            running = channel.running
+            if (
+                running is not None
+                and running.number == asked
+                and not running.begun
+                and running.sent_again < _TIMES_AGAIN
+            ):
+                running.sent_again += 1
                 channel.running, channel.held = None, True
                 self._beside(self._send_by_another(running))
 
@@ -300,7 +339,8 @@ class StreamShell:
         self._keeper, self._dispatcher = keeper, dispatcher
         if again:  # what waits for a process of its own may have gone with the one before
             for running in self._running.values():
-                if running.own_process:
+                if running.own_process and not running.closing:
+                    running.closing = True
                     asyncio.get_running_loop().call_later(1.0, running.finish, 137)
 
     def _session_ended(self, code: int, *, kept: bool) -> None:
@@ -308,7 +348,10 @@ class StreamShell:
         self._session = 0
         for channel in self._channels:
             running = channel.running
-            if running is not None and running.begun and not running.own_process and not running.ended.is_set():
+            if running is None or running.closing or running.own_process or not running.begun:
+                continue
+            if not running.ended.is_set():
+                running.closing = True
                 if not kept:
                     running.lost = (
                         f"the shell was started anew in {self._workdir}; its variables and functions are lost"
@@ -372,14 +415,17 @@ class StreamShell:
     async def _kill_everything(self) -> None:
         """Kill all but process 1, for whatever holds up the keeper. Its dispatcher and its session then begin anew."""
         async with asyncio.timeout(_RESTART_GRACE_S):
-            stream = await self._open(["/bin/bash", "-c", "kill -KILL -1"])
-            try:
-                while await stream.read() is not None:
-                    pass
-            finally:
-                await stream.close()
+            await self._kill_all()
         if not await self._restarted(_RESTART_GRACE_S):
             self._die("its shell does not come back")
+
+    async def _kill_all(self) -> None:
+        stream = await self._open(["/bin/bash", "-c", "kill -KILL -1"])
+        try:
+            while await stream.read() is not None:
+                pass
+        finally:
+            await stream.close()
 
     async def _kill_alone(self, running: Running) -> None:
         """Kill a command that has a process of its own."""

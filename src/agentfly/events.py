@@ -113,6 +113,18 @@ class ResourceStartFailed(ResourceEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStartsPaused(ResourceEvent):
+    """Starts fail, of late with ``error``: the next is tried in ``seconds``, and those who wait go on waiting.
+
+    It is the ``rounds``-th pause since a start succeeded.
+    """
+
+    error: str
+    seconds: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceReset(ResourceEvent):
     """An instance was brought back to its first state, in ``seconds``."""
 

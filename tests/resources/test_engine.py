@@ -211,7 +211,7 @@ def test_release_returns_before_a_slow_reset_is_done(play):
     play(scene)
 
 
-@pytest.mark.parametrize("act", [raising(RuntimeError("not ready")), hang, hang_though_cancelled])
+@pytest.mark.parametrize("act", [raising(ValueError("no such level")), hang, hang_though_cancelled])
 def test_a_start_that_fails_fails_its_request_only_and_leaves_nothing(play, act):
     async def scene(engine):
         spec = FakeSpec(world=FakeWorld(misbehave("start", act)), capacity=1)

@@ -75,7 +75,7 @@ def test_the_time_of_a_preparation_does_not_count_as_that_of_a_start(play):
     play(scene)
 
 
-@pytest.mark.parametrize("error", [OSError("no such image"), PrerequisiteError("log in first")])
+@pytest.mark.parametrize("error", [ValueError("no such image"), PrerequisiteError("log in first")])
 def test_a_preparation_that_fails_fails_all_starts_that_wait_for_it_and_the_next_tries_anew(play, error):
     async def scene(engine):
         world = FakeWorld(failing(error))
@@ -96,7 +96,7 @@ def test_a_start_that_fails_has_its_image_looked_after_again(play):
     async def scene(engine):
         async def fail_to_start(operation, instance):
             if operation == "start":
-                raise OSError("the image is gone")
+                raise ValueError("the image is gone")
 
         world = FakeWorld(fail_to_start)
         spec = FakeSpec(world=world, image="debian")
@@ -204,7 +204,7 @@ def test_preparations_can_be_followed_in_the_events(play):
     async def scene(engine):
         world = FakeWorld(taking(5))
         await engine.acquire(FakeSpec(world=world, image="debian"), "r")
-        world.behave = failing(OSError("down"))
+        world.behave = failing(ValueError("down"))
         with pytest.raises(ResourceStartError):
             await engine.acquire(FakeSpec(world=world, image="fedora"), "r")
 

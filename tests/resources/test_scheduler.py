@@ -17,7 +17,7 @@ from agentfly.errors import (
     ResourceStartError,
 )
 from agentfly.resources.scheduler.budget import Budget
-from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Pause, Reset, Start, Stop
 from agentfly.resources.scheduler.obstacles import Obstacles
 from agentfly.resources.scheduler.pool import InstanceState, Request
 from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
@@ -45,7 +45,7 @@ class Desk:
         self.now = 0.0
         self.ids = count(1)
         self.waiting, self.granted, self.failed = {}, {}, {}
-        self.starting, self.resetting, self.stopping, self.checks = [], [], [], []
+        self.starting, self.resetting, self.stopping, self.checks, self.pauses = [], [], [], [], []
 
     def take(self, decisions):
         for decision in decisions:
@@ -67,6 +67,8 @@ class Desk:
                     self.stopping.append(name)
                 case Check(instance=name):
                     self.checks.append(name)
+                case Pause():
+                    self.pauses.append(decision)
                 case End():
                     pass
 
@@ -209,11 +211,11 @@ def test_a_failed_reset_replaces_the_instance():
     assert waiting in desk.granted
 
 
-def test_a_failed_start_fails_the_request_it_was_for_with_its_cause_and_the_next_gets_its_own():
+def test_a_start_that_is_bound_to_fail_again_fails_its_request_at_once_with_its_cause_and_the_next_gets_its_own():
     desk = Desk()
     spec = ThingSpec(capacity=1)
     first, second = desk.ask(spec, "a"), desk.ask(spec, "b")
-    cause = OSError("no such image")
+    cause = ValueError("no such image")
     desk.take(desk.scheduler.start_failed(desk.starting.pop(), cause, desk.now))
     assert isinstance(desk.failed[first], ResourceStartError)
     assert desk.failed[first].__cause__ is cause
@@ -239,7 +241,7 @@ def test_a_failed_start_of_a_shared_instance_fails_all_whom_it_would_have_served
     desk = Desk()
     spec = ThingSpec(capacity=1, max_concurrency=2)
     requests = [desk.ask(spec, owner, scope=Scope.GLOBAL) for owner in "abc"]
-    desk.take(desk.scheduler.start_failed(desk.starting.pop(), OSError("x"), desk.now))
+    desk.take(desk.scheduler.start_failed(desk.starting.pop(), ValueError("x"), desk.now))
     assert set(desk.failed) == set(requests[:2])
     desk.settle()
     assert requests[2] in desk.granted
@@ -628,7 +630,7 @@ def test_a_start_for_the_warm_count_that_fails_is_not_tried_again_at_once():
     desk.take(desk.scheduler.released(desk.granted[1].id, desk.now))
     desk.take(desk.scheduler.reset_failed(desk.resetting.pop(), desk.now))
     desk.take(desk.scheduler.stopped(desk.stopping.pop(), desk.now))
-    for pause in (1, 2, 4):
+    for pause in (0.25, 0.5, 1):
         desk.take(desk.scheduler.start_failed(desk.starting.pop(), OSError(), desk.now))
         desk.stop_all()
         assert not desk.starting

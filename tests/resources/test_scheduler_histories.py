@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentfly.errors import AcquireTimeout, DeadlockBroken
+from agentfly.errors import AcquireTimeout, DeadlockBroken, PrerequisiteError, ResourceStartError
+from agentfly.resources.scheduler import backoff
 from agentfly.resources.scheduler.budget import Budget
-from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Pause, Reset, Start, Stop
 from agentfly.resources.scheduler.pool import Request
 from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
 from agentfly.resources.scheduler.supply import PATIENCE_S
@@ -51,6 +53,8 @@ LARGE = ThingSpec(name="large", capacity=1, cpus=4, memory=100)
 LAME = ThingSpec(name="lame", capacity=2)  # one instance of it is stuck from the beginning to the end
 SPECS = [*PRIVATE, SHARED, SHARED, SPREAD, SPREAD, LARGE, LAME]
 SETS = [(SINGLE, LAME), (PAIR, WARM), (WARM, PAIR), (SINGLE, PAIR, FRESH), (SHARED, WARM), (LARGE, SINGLE)]
+FULL = OSError(errno.ENOSPC, "No space left on device")
+LASTING = PrerequisiteError("there is no such image")
 OWNERS = ["a", "b", "c", "d", "e"]
 CALLERS = [("one",), ("two",), ("one", "one inside"), ("two inside", "two")]
 
@@ -70,6 +74,7 @@ class Life:
     """What the test knows of an instance."""
 
     spec: ThingSpec
+    began: float
     state: str = "starting"
     clean: bool = True
     shared: bool = False
@@ -102,6 +107,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.waiting = {}  # request id -> Wait
         self.held = {}  # holding id -> Holding
         self.mine = {}  # owner, spec, scope -> holding id
+        self.failing = {}  # spec -> when the first of the starts began that have failed since the last success
+        self.pauses = {}  # spec -> until when no start is to be tried for those who wait
         self.answered = defaultdict(set)  # holding id -> what the requests that got it wanted
         self.ask(LAME, owner="gone")
         (self.stuck,) = self.lives
@@ -174,13 +181,23 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     def draw_end_start(self, dice):
         if names := self.names("starting"):
-            self.end_start(dice.choice(names), dice.random() < 0.7)
+            if dice.random() < 0.7:
+                self.end_start(dice.choice(names), True)
+            else:
+                self.fail_start(dice.choice(names), dice.choice([OSError("no"), FULL, LASTING]))
 
     def end_start(self, name, well):
         if well:
+            self.failing.pop(self.lives[name].spec, None)
+            self.pauses.pop(self.lives[name].spec, None)
             self.report(self.scheduler.started, name, "live")
         else:
-            self.take(self.scheduler.start_failed(name, OSError("no"), self.now))
+            self.fail_start(name, OSError("no"))
+
+    def fail_start(self, name, error):
+        life = self.lives[name]
+        self.failing[life.spec] = min(self.failing.get(life.spec, self.now), life.began)
+        self.take(self.scheduler.start_failed(name, error, self.now))
 
     def draw_end_reset(self, dice):
         if names := self.names("resetting"):
@@ -207,6 +224,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def end_stop(self, name, well):
         if well:
             self.alive[self.lives.pop(name).spec] -= 1
+            self.pauses.clear()  # if a disk was full, there may be room now
             self.take(self.scheduler.stopped(name, self.now))
         else:
             self.take(self.scheduler.stuck(name, self.now))
@@ -235,7 +253,8 @@ class SchedulerHistory(RuleBasedStateMachine):
             match decision:
                 case Start(instance=name, spec=spec):
                     assert name not in self.lives
-                    self.lives[name] = Life(spec)
+                    assert self.now >= self.pauses.get(spec, 0), "a start was tried in a pause"
+                    self.lives[name] = Life(spec, self.now)
                     self.alive[spec] += 1
                 case Grant(request=number, holding=holding):
                     self.take_grant(self.waiting[number], holding, granted)
@@ -256,6 +275,9 @@ class SchedulerHistory(RuleBasedStateMachine):
                     assert life.state not in ("stopping", "stuck")
                     life.state, life.shared = "stopping", False
                     life.holdings.clear()
+                case Pause(spec=spec, seconds=seconds):
+                    assert 0 < seconds <= backoff.LONGEST_PAUSE_S
+                    self.pauses[spec] = self.now + seconds
                 case Check(instance=name):
                     assert self.lives[name].state == "live"
         self.scheduler.stepped_aside = False
@@ -302,6 +324,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert life.uses <= (life.spec.max_uses or math.inf)
 
     def take_failure(self, wait, error):
+        if isinstance(error, ResourceStartError) and error.__cause__ is not LASTING:
+            spec = next(spec for spec in wait.request.specs if f"{spec.name}-" in str(error))
+            assert self.now - self.failing[spec] >= backoff.PATIENCE_S, "a refusal that may pass cost a request"
         if isinstance(error, AcquireTimeout):
             assert self.now >= wait.request.deadline
             for spec in wait.wanted:

@@ -38,7 +38,7 @@ from agentfly.resources.own_loop import require_own
 from agentfly.resources.registry import require_usable
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.scheduler.budget import Budget
-from agentfly.resources.scheduler.decisions import Check, Decision, End, Fail, Grant, Reset, Start, Stop
+from agentfly.resources.scheduler.decisions import Check, Decision, End, Fail, Grant, Pause, Reset, Start, Stop
 from agentfly.resources.scheduler.pool import Holding, Request
 from agentfly.resources.scheduler.scheduler import Scheduler
 from agentfly.resources.scope import Scope
@@ -319,6 +319,8 @@ class ResourceEngine:
                 self._crew.check(name, spec)
             case Stop(instance=name, spec=spec):
                 self._crew.stop(name, spec)
+            case Pause():
+                self._crew.pause(decision)
 
     def _grant(self, request: int, holding: Holding) -> None:
         lease = self._leases.get(holding.id)

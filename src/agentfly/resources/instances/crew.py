@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from agentfly.events import (
     ResourceStarted,
     ResourceStartFailed,
     ResourceStarting,
+    ResourceStartsPaused,
     ResourceStopped,
     ResourceStuck,
 )
@@ -23,7 +25,7 @@ from agentfly.resources.instances.lifecycle import Lifecycle
 from agentfly.resources.instances.preparations import Preparations
 from agentfly.resources.instances.work import CANCEL_GRACE_S, Work, see_through
 from agentfly.resources.resource import Status
-from agentfly.resources.scheduler.decisions import Decision
+from agentfly.resources.scheduler.decisions import Decision, Pause
 from agentfly.resources.scheduler.scheduler import Scheduler
 from agentfly.resources.spec import ResourceSpec
 
@@ -36,6 +38,9 @@ STUCK_RETRY_S = (5.0, 300.0)
 
 WARNED = 8
 """Reasons for which instances of one pool were replaced that are logged."""
+
+TOLD_FOR_S = 600.0
+"""Seconds for which it is not told again that a pool's starts fail, or, whatever the pool, that a disk is full."""
 
 Spec = ResourceSpec[Any]
 
@@ -70,6 +75,7 @@ class Crew:
         self._finishing = asyncio.Event()
         self._given_up: set[str] = set()
         self._warned: dict[Spec, set[str]] = {}
+        self._told: dict[Spec | None, float] = {}  # when it was told that starts fail; None for a full disk
 
     def start(self, name: str, spec: Spec) -> None:
         """Start an instance, once what it needs is prepared, which has a time of its own."""
@@ -112,6 +118,29 @@ class Crew:
         self._under_way.pop(name, None)
         self._emit(ResourceStartFailed, spec, instance=name, error=say(error))
         self._carry_out(self._scheduler.start_failed(name, error, _now()))
+
+    def pause(self, pause: Pause) -> None:
+        """Tell that starts are put off, in words only now and then."""
+        told = say(pause.error)
+        self._emit(ResourceStartsPaused, pause.spec, error=told, seconds=pause.seconds, rounds=pause.rounds)
+        what, now = None if pause.full_disk else pause.spec, _now()
+        if now - self._told.get(what, -math.inf) < TOLD_FOR_S:
+            return
+        self._told[what] = now
+        if pause.full_disk:
+            logger.warning(
+                "%s cannot start because a disk is full. Starts wait until there is room, and so do those who need "
+                "them. Free some of it, or lower the capacity of what fills it: %s",
+                pause.spec.label,
+                told,
+            )
+        else:
+            logger.warning(
+                "%s does not start, which is tried again in %g s and then at growing intervals while requests wait: %s",
+                pause.spec.label,
+                pause.seconds,
+                told,
+            )
 
     def reset(self, name: str, spec: Spec) -> None:
         """Clean an instance and see that it is healthy."""

@@ -65,4 +65,23 @@ class Stop:
     spec: ResourceSpec[Any]
 
 
-Decision = Start | Grant | Fail | End | Reset | Check | Stop
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Starts of a spec fail, so that none is tried for some seconds while those who wait go on waiting. Tell of it.
+
+    Args:
+        spec: the spec.
+        error: what the latest failed with.
+        seconds: until the next is tried.
+        rounds: how often that was so, since a start succeeded.
+        full_disk: whether a disk is full.
+    """
+
+    spec: ResourceSpec[Any]
+    error: BaseException
+    seconds: float
+    rounds: int
+    full_disk: bool
+
+
+Decision = Start | Grant | Fail | End | Reset | Check | Stop | Pause

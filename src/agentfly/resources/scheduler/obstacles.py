@@ -19,13 +19,14 @@ class Obstacles:
     def in_the_way(self, waiter: Waiter) -> list[Obstacle]:
         """What must go before a waiter can go on; none if it will go on without.
 
-        Something else will help it if an instance is coming or, in a full pool, going. What is merely stuck will not,
+        Something else will help it if an instance is coming or, in a full pool, going, or if a start that is put off
+        will be tried. What is merely stuck will not,
         nor what moves elsewhere. A pool that may start another one waits for the budget. If what is on its way out
         leaves enough of that, it waits for those before it in the line of starts, whom only holders pass by; and if
         there are none, for a place to start, and every start ends.
         """
         pool, before = waiter.pool, self._instances_before(waiter)
-        if pool.coming() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
+        if pool.backoff.holds or pool.coming() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
             return []
         if any(instance.state in COMING for instance in before):
             return []

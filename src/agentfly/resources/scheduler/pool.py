@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any
 
+from agentfly.resources.scheduler.backoff import Backoff
 from agentfly.resources.scheduler.budget import NOTHING, Cost, cost_of
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
@@ -73,6 +74,7 @@ class Instance:
     state: InstanceState
     since: float  # when it came into its state
     started: float
+    up: bool = False  # its start is over, well
     holdings: dict[int, Holding] = field(default_factory=dict)
     shared: bool = False  # given out with global scope
     uses: int = 0  # owners so far
@@ -213,12 +215,11 @@ class Pool:
         self.queue = Queue()
         self.kept: dict[int, Waiter] = {}  # those in the queue for whom an idle instance waits, in order
         self.line_key: tuple[int, int] | None = None  # its place among the pools that want a start
-        self.failures = 0  # starts that failed since the last that did not
+        self.backoff = Backoff()
         self.attended = False  # whether instances are started ahead of those who ask
         self.asked = 0.0  # when somebody last asked for an instance
         self.warm = 0  # how many idle instances to keep ready: the spec's count, until nobody asks any more
         self.lapses = math.inf  # when it is seen whether anybody still asks
-        self.warm_from = 0.0  # no start for the warm count before this
 
     def enter(self, instance: Instance, state: InstanceState, now: float) -> None:
         """Bring an instance into a state."""
@@ -326,16 +327,22 @@ class Pool:
         return len(self.queue.exclusive) - len(self.kept) + self._replicas_wanted() - self.coming()
 
     def missing(self) -> int:
-        """How many instances to start for those who wait, within capacity."""
-        return min(self.unmet(), self.spec.capacity - len(self.instances))
+        """How many instances to start for those who wait, within capacity and what failures have taught."""
+        room = self.backoff.room(self.counts[InstanceState.STARTING])
+        return int(min(self.unmet(), self.spec.capacity - len(self.instances), room))
 
-    def missing_ahead(self, now: float) -> int:
+    def missing_ahead(self) -> int:
         """How many instances to start though nobody waits for them, within capacity."""
-        if not self.attended or now < self.warm_from:
+        if not self.attended or self.backoff.paused:
             return 0
         ahead = max(self.warm, int(self._could_spread()))
         wanted = self.unmet() + ahead - (len(self.idle) - len(self.kept))
-        return min(wanted, self.spec.capacity - len(self.instances))
+        room = self.backoff.room(self.counts[InstanceState.STARTING])
+        return int(min(wanted, self.spec.capacity - len(self.instances), room))
+
+    def unprovided(self) -> list[Waiter]:
+        """All for whom no instance is ready or coming."""
+        return list(islice(self._unready(), self.coming(), None))
 
     def next_served(self) -> list[Waiter]:
         """Those whom one more instance would serve."""
@@ -362,4 +369,4 @@ class Pool:
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost if the pool were forgotten."""
-        return not (self.instances or self.queue or self.held or self.attended)
+        return not (self.instances or self.queue or self.held or self.attended or self.backoff.paused)

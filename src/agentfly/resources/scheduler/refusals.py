@@ -59,13 +59,17 @@ def died(holding: Holding) -> ResourceDied:
     return error
 
 
-def not_started(instance: Instance, cause: BaseException) -> ResourceStartError:
+def not_started(instance: Instance, cause: BaseException, now: float) -> ResourceStartError:
     """An instance did not start."""
+    backoff = instance.pool.backoff
     label = instance.pool.spec.label
     what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
     why = message_of(cause) if isinstance(cause, AgentFlyError) else say(cause)  # AgentFly's own say all themselves
     told = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
-    error = ResourceStartError(why if told else f"{what} did not start: {why}")
+    again = ""
+    if backoff.rounds > 1 and backoff.holds:
+        again = f" It was tried {backoff.rounds} times, at growing intervals, in {now - backoff.since:.1f} s."
+    error = ResourceStartError((why if told else f"{what} did not start: {why}") + again)
     error.__cause__ = cause
     return error
 
@@ -90,7 +94,7 @@ def _shortage(waiter: Waiter, holdings: Iterable[Holding], now: float) -> str:
     ]
     queue = [f"{one.owner} since {now - one.since:.1f} s" for one in islice(pool.queue, SHOWN)]
     return (
-        f"{pool.spec.label}: of a capacity of {_occupancy(pool)}. "
+        f"{pool.spec.label}: of a capacity of {_occupancy(pool, now)}. "
         f"Holders: {_listed(holders, len(oldest))}. "
         f"Queue, first to last, {len(pool.queue)} waiting: {_listed(queue, len(pool.queue))}."
     )
@@ -101,7 +105,12 @@ def _listed(shown: list[str], number: int) -> str:
     return ", ".join(shown + more) or "none"
 
 
-def _occupancy(pool: Pool) -> str:
+def _occupancy(pool: Pool, now: float) -> str:
     states = ", ".join(f"{pool.counts[state]} {state.value}" for state in InstanceState if pool.counts[state])
-    room = "" if len(pool.instances) >= pool.spec.capacity else "; no more can start within the budget just now"
+    if (error := pool.backoff.error) is not None:
+        room = f"; its starts fail, for {now - pool.backoff.since:.1f} s now, with {say(error)}"
+    elif len(pool.instances) < pool.spec.capacity:
+        room = "; no more can start within the budget just now"
+    else:
+        room = ""
     return f"{pool.spec.capacity}, {states or 'none alive'}{room}"

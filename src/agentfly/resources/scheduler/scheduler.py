@@ -20,7 +20,9 @@ What is decided, and why:
   only they can be in each other's way. After them comes the pool whose first waiter came first, and none passes it.
 * When the budget is short, idle instances make room, the longest idle first. A pool that is never idle gives an
   instance up to a request elsewhere that is older than its own and has waited for `supply.PATIENCE_S`.
-* A start that fails fails those whom the instance would have served, unless others are coming for them.
+* Starts that fail back off (`backoff`): those who wait go on waiting through what may pass, and nobody is failed for
+  less than some seconds of it. Only what is bound to fail again fails those whom the instance would have served at
+  once, unless others are coming for them.
 * An instance that its rollout lost by death is not replaced behind that rollout's back.
 """
 
@@ -32,6 +34,7 @@ from typing import Any
 
 from agentfly.errors import AgentFlyError
 from agentfly.resources.scheduler import refusals
+from agentfly.resources.scheduler.backoff import Loss
 from agentfly.resources.scheduler.books import Books
 from agentfly.resources.scheduler.budget import Account, Budget
 from agentfly.resources.scheduler.deadlock import Knot, broken, find_knot, keepers, youngest
@@ -134,10 +137,10 @@ class Scheduler:
         """An instance did not come up. What there is of it is yet to be removed."""
         if (instance := self._books.in_state(name, InstanceState.STARTING)) is not None:
             pool = instance.pool
-            self._supply.failed(instance, now)
-            if pool.unmet() > 0:
-                for waiter in pool.next_served():
-                    self._fail(waiter, partial(refusals.not_started, instance, error), now)
+            loss = self._supply.failed(instance, error, now)
+            if loss is not Loss.NOBODY and pool.unmet() > 0:
+                for waiter in pool.next_served() if loss is Loss.NEXT else pool.unprovided():
+                    self._fail(waiter, partial(refusals.not_started, instance, error, now), now)
             self._serve(pool, now)
             self._supply.start_what_fits(now)
         return self._done(now)
@@ -172,7 +175,7 @@ class Scheduler:
     def stopped(self, name: str, now: float) -> list[Decision]:
         """An instance is gone."""
         if (instance := self._books.in_state(name, InstanceState.STOPPING, InstanceState.STUCK)) is not None:
-            self._supply.gone(instance)
+            self._supply.gone(instance, now)
             self._serve(instance.pool, now)
             self._supply.start_what_fits(now)
         return self._done(now)
@@ -200,6 +203,7 @@ class Scheduler:
                 self._serve(what.pool, now)
             elif isinstance(what, Pool):
                 self._books.lapse(what, now)
+                self._supply.resume(what, now)
                 self._serve(what, now)
             else:
                 self._sweep(now)

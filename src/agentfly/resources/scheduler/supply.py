@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from agentfly.resources.scheduler.backoff import Cause, Loss
 from agentfly.resources.scheduler.books import Books
 from agentfly.resources.scheduler.budget import Account, Budget, Cost, total_of
-from agentfly.resources.scheduler.decisions import Check, Reset, Start, Stop
+from agentfly.resources.scheduler.decisions import Check, Pause, Reset, Start, Stop
 from agentfly.resources.scheduler.line import StartLine
 from agentfly.resources.scheduler.pool import BUSY, Instance, InstanceState, Pool, Waiter
 
 PATIENCE_S = 5.0
 """Seconds that a request waits for the budget before a busy pool gives up an instance for it."""
-
-WARM_RETRY_S = 60.0
-"""The longest pause before another start for the warm count is tried after one that failed."""
 
 
 class Supply:
@@ -26,6 +24,7 @@ class Supply:
         self._max_starts = max_concurrent_starts
         self._name = name
         self._lines = {costly: StartLine() for costly in (False, True)}  # want of budget holds up no one who needs none
+        self._full: dict[Pool, None] = {}  # those whose starts wait for room on a disk
         self._evictable: dict[str, Instance] = {}  # idle and of use to the budget; the longest idle is the first
 
     # --- what starts --------------------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ class Supply:
             return
         short = self._lines[True].first() is not None
         for pool in self._books.attended if not short else [one for one in self._books.attended if not one.costly]:
-            while pool.missing_ahead(now) > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
+            while pool.missing_ahead() > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
                 self._start(pool, now)
 
     def _make_room(self, cost: Cost, now: float) -> None:
@@ -110,18 +109,29 @@ class Supply:
     def started(self, instance: Instance, now: float) -> None:
         """A start is over, well."""
         self.starting -= 1
-        instance.pool.failures = 0
-        instance.started = instance.checked = now
+        instance.pool.backoff.worked()
+        self._full.pop(instance.pool, None)
+        instance.up, instance.started, instance.checked = True, now, now
         self._set_timer(instance, now)
 
-    def failed(self, instance: Instance, now: float) -> None:
-        """A start is over, badly."""
-        pool = instance.pool
+    def failed(self, instance: Instance, error: BaseException, now: float) -> Loss:
+        """A start is over, badly. Says whom that fails."""
+        pool, backoff = instance.pool, instance.pool.backoff
         self.stop(instance, now)
-        pool.failures += 1
-        pool.warm_from = now + min(2.0 ** (pool.failures - 1), WARM_RETRY_S)
-        if pool.attended:
-            self._books.timers.set(pool.warm_from, pool)
+        rounds = backoff.rounds
+        backoff.failed(instance.started, error, now)
+        if backoff.cause is Cause.FULL_DISK:
+            self._full[pool] = None
+        if backoff.rounds > rounds:
+            self._books.timers.set(backoff.until, pool)
+            if backoff.holds:
+                seconds, full = backoff.until - now, backoff.cause is Cause.FULL_DISK
+                self._books.decisions.append(Pause(pool.spec, error, seconds, backoff.rounds, full))
+        return backoff.loss(now, may_be_freed=any(one.up for one in self._books.instances.values()))
+
+    def resume(self, pool: Pool, now: float) -> None:
+        """Time went by, in which the pause of a pool may have ended."""
+        pool.backoff.resume(now)
 
     def take(self, instance: Instance, now: float) -> None:
         """An instance gets an owner."""
@@ -158,13 +168,17 @@ class Supply:
         self.account.give_up(instance.pool.cost)
         instance.pool.enter(instance, InstanceState.STUCK, now)
 
-    def gone(self, instance: Instance) -> None:
+    def gone(self, instance: Instance, now: float) -> None:
         """An instance is no more."""
         if instance.state is InstanceState.STUCK:
             self.account.expect(instance.pool.cost)
         self.account.give_back(instance.pool.cost)
         instance.pool.leave(instance)
         del self._books.instances[instance.name]
+        if instance.up:
+            for pool in list(self._full):
+                pool.backoff.freed(now)
+                self.demand(pool, now)
 
     def is_spent(self, instance: Instance, now: float) -> bool:
         """Whether an instance that has just lost its last owner should go rather than stay."""

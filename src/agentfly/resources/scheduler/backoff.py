@@ -1,0 +1,165 @@
+"""Backoff: when a pool whose starts fail tries again, how many at once, and whom a failed start fails."""
+
+from __future__ import annotations
+
+import errno
+import math
+from enum import Enum, auto
+
+from agentfly.errors import (
+    AgentFlyError,
+    APIMalformed,
+    APIRefused,
+    EngineClosed,
+    LeaseOver,
+    PrerequisiteError,
+    TokenInvariantError,
+    UsageError,
+)
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0
+"""Seconds between two tries: the first pause, doubled with each round of failures, and the longest."""
+
+PATIENCE_S = 5.0
+"""Seconds for which starts have to fail before one more that fails also fails the request that it was for."""
+
+LOST_S, LOST_ROUNDS = 60.0, 4
+"""Seconds, and tries, after which one more that fails does so for all who wait: nothing suggests that this passes."""
+
+FULL_DISK_PATIENCE_S = 300.0
+"""Seconds that requests wait on a full disk, while there are instances that may free some of it, until one goes."""
+
+
+class Cause(Enum):
+    """Why a start failed, as far as it matters to the next one."""
+
+    LASTING = auto()  # the next would fail as well: a wrong spec, something that the machine lacks, a slip in code
+    PASSING = auto()  # the next may succeed
+    FULL_DISK = auto()  # the next succeeds when somebody has freed some of it
+
+
+class Loss(Enum):
+    """Whom a failed start fails."""
+
+    NOBODY = auto()
+    NEXT = auto()  # those whom the instance would have served
+    EVERYBODY = auto()  # all who wait in the pool for whom nothing is coming
+
+
+_LASTING = (UsageError, PrerequisiteError, APIRefused, APIMalformed, EngineClosed, LeaseOver, TokenInvariantError)
+_SLIPS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "no space left on device", "disk quota exceeded")
+_DEPTH = 10
+_WIDE = 64  # starts at once, beyond which they are not counted any more
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Why a start failed. What is not known to last may pass."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and len(chain) < _DEPTH:
+        chain.append(one)
+        one = one.__cause__
+    if any(_is_full(one) for one in chain):
+        return Cause.FULL_DISK
+    if isinstance(error, AgentFlyError):
+        wrapped = chain[1] if len(chain) > 1 else None
+        slip = isinstance(wrapped, _SLIPS) and not isinstance(wrapped, OSError)
+        return Cause.LASTING if error.by_policy or isinstance(error, _LASTING) or slip else Cause.PASSING
+    return Cause.LASTING if isinstance(error, _SLIPS) else Cause.PASSING
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return any(isinstance(part, str) and words in part for part in error.args for words in _FULL_IN_WORDS)
+
+
+class Backoff:
+    """What one pool has learned from its latest starts.
+
+    Starts that fail are followed by a pause, which grows with each round of them; those that were under way together
+    are one round. After a pause a single start is tried. Each that succeeds lets one more be under way, so that their
+    number doubles in the time of a start, until it bounds nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0  # of failures since the last success
+        self.since = math.inf  # when the first start of these began
+        self.until = -math.inf  # when the pause is over
+        self.paused = False
+        self.cause = Cause.PASSING
+        self.error: BaseException | None = None
+        self._window: int | None = None  # how many may be starting at once; None for any number
+
+    @property
+    def holds(self) -> bool:
+        """Whether those who wait have to wait for the end of a pause. What lasts is told to them instead."""
+        return self.paused and self.cause is not Cause.LASTING
+
+    def room(self, starting: int) -> float:
+        """How many more may be started for those who wait."""
+        if self.holds:
+            return 0
+        return math.inf if self._window is None else max(0, self._window - starting)
+
+    def failed(self, began: float, error: BaseException, now: float) -> None:
+        """A start that began at a time has failed."""
+        self.cause, self.error = cause_of(error), error
+        self.since = min(self.since, began)
+        if self.rounds == 0 or now >= self.until:  # else it was under way when the pause was decided on
+            self.until = now + min(FIRST_PAUSE_S * 2.0**self.rounds, LONGEST_PAUSE_S)
+            self.rounds += 1
+        self.paused = True
+        if self.cause is not Cause.LASTING:
+            self._window = 1
+
+    def loss(self, now: float, *, may_be_freed: bool) -> Loss:
+        """Whom the start fails that has just failed.
+
+        Args:
+            now: the time.
+            may_be_freed: whether there are instances whose end would free some of a full disk.
+        """
+        failing = now - self.since
+        if self.cause is Cause.LASTING:
+            return Loss.NEXT
+        if self.cause is Cause.FULL_DISK and may_be_freed:
+            return Loss.NOBODY if failing < FULL_DISK_PATIENCE_S else Loss.NEXT
+        if failing < PATIENCE_S:
+            return Loss.NOBODY
+        return Loss.EVERYBODY if failing >= LOST_S and self.rounds >= LOST_ROUNDS else Loss.NEXT
+
+    def worked(self) -> None:
+        """A start has succeeded."""
+        self.rounds, self.since, self.until, self.paused = 0, math.inf, -math.inf, False
+        self.error = None
+        if self._window is not None:
+            self._window = self._window + 1 if self._window < _WIDE else None
+
+    def freed(self, now: float) -> None:
+        """An instance is gone: if the disk was full, it may not be any more."""
+        if self.cause is Cause.FULL_DISK and self.rounds:
+            self.since, self.paused = now, False
+
+    def resume(self, now: float) -> None:
+        """Time went by: the pause may be over."""
+        if now >= self.until:
+            self.paused = False

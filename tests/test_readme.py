@@ -18,22 +18,28 @@ def program() -> str:
     return block
 
 
+def output() -> str:
+    (block,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    return block
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r"\d+\.\d+ s\b", "… s", text)
+
+
 @pytest.mark.slow
-def test_the_program_in_the_readme_runs_as_it_stands(tmp_path):
+def test_the_program_in_the_readme_runs_as_it_stands_and_prints_what_the_readme_says(tmp_path):
     (tmp_path / "program.py").write_text(program())
     done = subprocess.run(
         [sys.executable, "program.py"], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    rewards, turns = re.fullmatch(r"\[(.*)\] ([\d.]+)\n", done.stdout).groups()
-    assert [float(reward) in (0.0, 1.0) for reward in rewards.split(",")] == [True] * 4
-    assert 1 <= float(turns) <= 4
+    assert without_seconds(done.stdout) == without_seconds(output())
+    assert done.stdout.startswith("[1.0, 1.0, 1.0]\n")
 
 
-def test_the_program_in_the_readme_fits_its_first_screen():
-    lines = [line for line in program().splitlines() if line.strip()]
-    assert len(lines) <= 15
-    assert README[: README.index("```\n\n", README.index("```python"))].count("\n") < 45
+def test_the_program_in_the_readme_fits_a_screen():
+    assert len([line for line in program().splitlines() if line.strip()]) <= 26
 
 
 def test_every_make_target_and_command_of_the_readme_exists():

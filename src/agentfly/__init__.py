@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from agentfly.training.train import train as train
     from agentfly.training.train import train_async as train_async
     from agentfly.trajectory import Trajectory as Trajectory
+    from agentfly.viewing.trajectory_text import trajectory_text as trajectory_text
 
 __version__ = "0.1.0"
 
@@ -86,6 +87,7 @@ _HOMES = {
     "run": "agentfly.rollouts.run",
     "tool": "agentfly.agents.tool",
     "train": "agentfly.training.train",
+    "trajectory_text": "agentfly.viewing.trajectory_text",
     "train_async": "agentfly.training.train",
     "weighted": "agentfly.agents.weighted",
 }

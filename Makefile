@@ -18,6 +18,13 @@ TORCH  ?= torch==2.13.0
 # pytest would rewrite every test again: a third of the time of collecting them.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Which kernels PyTorch computes with; those of older processors round otherwise: make test KERNELS=avx2
+KERNELS ?=
+ifneq ($(KERNELS),)
+export ATEN_CPU_CAPABILITY := $(KERNELS)
+export ONEDNN_MAX_CPU_ISA := $(KERNELS)
+endif
+
 .PHONY: demo test test-long check format oracles vllm trl clean
 
 demo: $(VENV)/train.stamp  ## train an agent and watch it learn

@@ -253,9 +253,14 @@ class RolloutFinished(RolloutEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStarted(Event):
+    """A training begins, or goes on. ``model`` is trained, in the number format ``dtype`` and on ``device``."""
+
     run_dir: str
     steps: int
     start_step: int
+    model: str
+    dtype: str
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

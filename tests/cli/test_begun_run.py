@@ -23,7 +23,8 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
 
     def begin() -> None:
         with begun_run(CONFIG, None, events, command="sft", sources="runs/oracle"):
-            events.emit(TrainingStarted(run_dir=str(run.path), steps=2, start_step=0))
+            where = {"run_dir": str(run.path), "model": "tiny", "dtype": "float32", "device": "cpu"}
+            events.emit(TrainingStarted(steps=2, start_step=0, **where))
             raise stopped_by
 
     with pytest.raises(stopped_by):

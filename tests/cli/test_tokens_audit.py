@@ -37,7 +37,7 @@ def run(tmp_path) -> RunDirectory:
     """A run of the shipped model, sampled at temperature 1 from a prompt that it has never seen."""
     run = RunDirectory(tmp_path / "run").ensure()
     agent = af.Agent(model="tiny", max_tokens_per_turn=48)
-    policy = load_policy("tiny", threads=1)
+    policy = load_policy("tiny", dtype="float32", threads=1)
 
     async def go():
         async with policy:

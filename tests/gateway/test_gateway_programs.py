@@ -94,7 +94,7 @@ async def test_what_a_model_samples_for_programs_is_what_the_record_scores(servi
     from agentfly.policies.embedded.scoring import score_tokens
     from agentfly.policies.load import load_policy
 
-    async with load_policy("tiny") as policy, serving_any(policy, max_tokens=12) as (gateway, client):
+    async with load_policy("tiny", dtype="float32") as policy, serving_any(policy, max_tokens=12) as (gateway, client):
 
         async def program(number: int) -> None:
             talk = client(f"task.{number}")

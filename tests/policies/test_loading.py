@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.embedded import loading, threads
+from agentfly.policies.embedded import threads
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
 from agentfly.policies.embedded.threads import choose_threads
 from agentfly.policies.load import load_policy
@@ -87,12 +87,13 @@ def test_other_families_with_plain_causal_attention_load(model: PreTrainedModel,
     assert type(load_model(tmp_path, CPU, torch.float32)) is type(model)
 
 
-def test_the_precision_follows_what_the_cpu_computes_natively(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_cpu_flags", lambda: {"avx2"})
+def test_the_precision_follows_the_device_and_no_feature_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: "flags : avx512_bf16 amx_bf16 bf16")  # /proc/cpuinfo
     assert choose_dtype("auto", CPU) == torch.float32
-    monkeypatch.setattr(loading, "_cpu_flags", lambda: {"avx2", "avx512_bf16"})
-    assert choose_dtype("auto", CPU) == torch.bfloat16
-    assert choose_dtype("float32", CPU) == torch.float32
+    assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
 
 
 def test_an_unknown_precision_or_device_is_refused() -> None:

@@ -134,6 +134,7 @@ async def test_ppo_learns_a_trivial_task_and_its_critic_what_to_expect(tmp_path:
         attempts=8,
         temperature=2.0,  # at 1 the model says nearly the same every time
         learning_rate=2e-3,
+        dtype="float32",
         critic={"learning_rate": 2e-3, "updates_per_step": 2, "warmup_steps": 2},
     )
     agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6)

@@ -26,7 +26,7 @@ from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.trajectory import Failure, FinishReason, Trajectory, load_trajectories
 
 TASKS = [f"Say something about {number}." for number in range(10)]
-SMALL = {"tasks_per_step": 2, "attempts": 2, "steps": 4, "learning_rate": 3e-3, "threads": 1}
+SMALL = {"tasks_per_step": 2, "attempts": 2, "steps": 4, "learning_rate": 3e-3, "dtype": "float32", "threads": 1}
 
 
 @reward

@@ -39,7 +39,7 @@ from agentfly.trajectory import load_trajectories
 from agentfly.viewing.metrics import MetricsWriter
 
 TASKS = [f"Say something about {number}." for number in range(10)]
-SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3}
+SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3, "dtype": "float32"}
 
 
 @reward
@@ -83,8 +83,22 @@ async def test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_progr
     assert kinds[-1] is TrainingFinished
 
 
+async def test_by_default_a_run_on_a_processor_is_exact_and_every_run_says_in_which_format_it_computes(
+    tmp_path: Path,
+) -> None:
+    """In float32 the trainer finds the log-probs that were recorded, on every processor; in bfloat16 it rounds."""
+    for dtype, found, far in (("auto", "float32", (0.0, 1e-4)), ("bfloat16", "bfloat16", (1e-4, 1.0))):
+        events = EventStream()
+        seen: list[Event] = []
+        with events.subscribed(seen.append):
+            result = await trained(tmp_path / dtype, events=events, dtype=dtype, device="cpu", steps=1, temperature=0.7)
+        (started,) = (event for event in seen if isinstance(event, TrainingStarted))
+        assert (started.model, started.dtype, started.device) == ("tiny", found, "cpu")
+        assert far[0] <= result.metrics[1]["mismatch/logprob_diff_max"] < far[1]
+
+
 async def test_every_metric_is_finite_and_the_trainer_scores_what_the_policy_sampled(tmp_path: Path) -> None:
-    result = await trained(tmp_path, dtype="float32", temperature=0.7)
+    result = await trained(tmp_path, temperature=0.7)
     for metrics in result.metrics.values():
         assert all(math.isfinite(value) for value in metrics.values())
         assert metrics["mismatch/logprob_diff_max"] < 1e-4
@@ -301,7 +315,7 @@ def tasks_of(run: RunDirectory) -> list[str]:
 
 @pytest.mark.slow
 async def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_never_was(tmp_path: Path) -> None:
-    settings = {"steps": 5, "checkpoint_every_steps": 2, "eval_tasks": TASKS[:2], "dtype": "float32"}
+    settings = {"steps": 5, "checkpoint_every_steps": 2, "eval_tasks": TASKS[:2]}
     # One generation at a time: in a batch, whose make-up depends on when each joins, the last bits of logits vary, and
     # an optimizer's first step makes as much of a gradient's last bit as of the whole.
     settings |= {"kl": {"coefficient": 0.01}, "warmup_steps": 3, "max_concurrent_generations": 1, "threads": 1}

@@ -23,6 +23,8 @@ from agentfly.events import (
 from agentfly.viewing.progress import ConsoleProgress
 from agentfly.viewing.run_state import RunState
 
+TINY = {"model": "tiny", "dtype": "float32", "device": "cpu"}
+
 
 def a_run() -> list:
     def step(number: int) -> StepFinished:
@@ -31,7 +33,7 @@ def a_run() -> list:
 
     return [
         Progress(time=99.0, what="loading the model [tiny]"),
-        TrainingStarted(time=100.0, run_dir="runs/x", steps=4, start_step=0),
+        TrainingStarted(time=100.0, run_dir="runs/x", steps=4, start_step=0, **TINY),
         EvaluationFinished(time=101.0, step=0, metrics={"success/mean": 0.25}),
         RolloutStarted(time=101.0, rollout_id="a", group_id="g", task_id="t"),
         RolloutStarted(time=101.0, rollout_id="b", group_id="g", task_id="t"),
@@ -71,7 +73,7 @@ def test_the_state_counts_what_runs_waits_and_is_left():
 def test_away_from_a_terminal_there_is_a_line_for_each_step_and_no_control_character():
     lines = shown(live=False, events=a_run()).splitlines()
     assert lines[0] == "loading the model [tiny]"
-    assert lines[1] == "training 4 steps; files in runs/x"
+    assert lines[1] == "training 4 steps of tiny in float32 on cpu; files in runs/x"
     assert lines[2] == "held-out tasks after step 0  success 25%"
     assert lines[3].startswith("step 1/4  reward 0.250  success 12%  turns 2.5")
     assert lines[4].endswith("0:19 left")
@@ -88,6 +90,16 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
     assert "0:19 left" in last
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_run_says_in_which_number_format_it_computes_and_what_one_of_fewer_bits_costs(live):
+    said = "bfloat16 rounds: log-probs differ a little between sampling and training"
+    started = {"run_dir": "runs/x", "steps": 4, "start_step": 0, "model": "tiny", "device": "cuda:0"}
+    told = shown(live=live, events=[TrainingStarted(dtype="bfloat16", **started)])
+    assert "tiny in bfloat16 on cuda:0" in told
+    assert said in told
+    assert said not in shown(live=live, events=[TrainingStarted(dtype="float32", **started)])
+
+
 def test_a_long_action_is_told_once_away_from_a_terminal():
     events = [Progress(what="converting", done=part, total=3) for part in range(3)]
     assert shown(live=False, events=events) == "converting\n"
@@ -95,11 +107,11 @@ def test_a_long_action_is_told_once_away_from_a_terminal():
 
 def test_a_step_that_taught_nothing_says_so_in_both_displays():
     events = [
-        TrainingStarted(time=100.0, run_dir="runs/x", steps=1, start_step=0),
+        TrainingStarted(time=100.0, run_dir="runs/x", steps=1, start_step=0, **TINY),
         StepFinished(time=110.0, step=1, metrics={"groups/zero_variance_share": 1.0, "policy/grad_norm": 0.0}),
     ]
     lines = shown(live=False, events=events).splitlines()
-    assert lines[0] == "training 1 step; files in runs/x"
+    assert lines[0] == "training 1 step of tiny in float32 on cpu; files in runs/x"
     assert lines[2] == "  nothing to learn from: all attempts at each task scored the same"
     assert "nothing to learn from" in shown(live=True, events=events)
 
@@ -107,7 +119,7 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_that_was_finished_already_says_how_to_go_further(live):
     events = [
-        TrainingStarted(run_dir="runs/x", steps=4, start_step=4),
+        TrainingStarted(run_dir="runs/x", steps=4, start_step=4, **TINY),
         TrainingFinished(step=4, seconds=0.1),
     ]
     told = shown(live=live, events=events)
@@ -125,7 +137,7 @@ def test_a_run_that_ended_early_says_why_and_no_longer_how_much_is_left(live):
 def test_a_step_with_unscored_rollouts_says_why_with_the_first_failure_of_that_step_alone():
     metrics = {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "reward/mean": 0.0}
     events = [
-        TrainingStarted(run_dir="runs/x", steps=2, start_step=0),
+        TrainingStarted(run_dir="runs/x", steps=2, start_step=0, **TINY),
         *(RewardFinished(rollout_id=name, reward=None, seconds=0.1, error=f"No {name}.") for name in ("ink", "pen")),
         StepFinished(step=1, metrics=metrics),
         RewardFinished(rollout_id="r", reward=None, seconds=0.1, error="No\npaper."),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentfly.installation import install_command
+from agentfly.viewing.counted import counted
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.capabilities import Capabilities
@@ -78,19 +79,10 @@ def python() -> Finding:
     return Finding("Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """Cores, and whether they compute in bf16 natively."""
+def processor() -> Finding:
+    """Cores, and the number format in which models compute on them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    flags = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    native = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if f" {name}" in flags]
-    if native:
-        return Finding("processor", Verdict.OK, f"{cores} cores, computes in bf16 ({native[0]})")
-    return Finding(
-        "processor",
-        Verdict.NOTE,
-        f"{cores} cores, no native bf16",
-        "Models compute in fp32 here, at about half the speed of a processor with bf16.",
-    )
+    return Finding("processor", Verdict.OK, f"{counted(cores, 'core')}; models compute in float32 on them by default")
 
 
 def threads() -> Finding:

@@ -24,6 +24,7 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner, require_agent
@@ -198,7 +199,16 @@ class Trainer:
             learner, place = await self._start(policy)
             means = await self._means(policy, learner, place, owned)
             await owned.enter_async_context(self._tracked())
-            events.emit(TrainingStarted(run_dir=str(self._run.path), steps=config.steps, start_step=place.step))
+            events.emit(
+                TrainingStarted(
+                    run_dir=str(self._run.path),
+                    steps=config.steps,
+                    start_step=place.step,
+                    model=str(self._agent.model),
+                    dtype=dtype_of(policy.model),
+                    device=str(policy.model.device),
+                )
+            )
             metrics: dict[int, dict[str, float]] = {}
             evaluations: dict[int, dict[str, float]] = {}
             if place.step == 0 and place.standing.best is None and self._eval_tasks:

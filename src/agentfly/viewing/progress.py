@@ -85,7 +85,8 @@ class ConsoleProgress:
                 return _ended(event.start_step)
             case TrainingStarted():
                 begun = f" from step {event.start_step}" if event.start_step else ""
-                return f"training {counted(event.steps, 'step')}{begun}; files in {event.run_dir}"
+                line = f"training {counted(event.steps, 'step')}{begun} of {state.model}; files in {event.run_dir}"
+                return "\n".join([line, *_rounding(event.dtype)])
             case StepFinished():
                 left = state.seconds_left()
                 parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
@@ -111,7 +112,7 @@ class ConsoleProgress:
 
     def _drawing(self) -> RenderableType:
         state = self._state
-        parts: list[RenderableType] = []
+        parts: list[RenderableType] = [Text(sentence) for sentence in _rounding(state.dtype)]
         if state.steps:
             parts.append(self._bar())
             parts.append(self._figures_table())
@@ -141,6 +142,7 @@ class ConsoleProgress:
     def _figures_table(self) -> RenderableType:
         state = self._state
         table = Table.grid(padding=(0, 2))
+        table.add_row("model", state.model, "")
         if state.rewards:
             table.add_row("reward", Text(f"{state.rewards[-1]:.2f}", style="bold green"), sparkline(state.rewards, 48))
         if SUCCESS in state.metrics:
@@ -172,6 +174,16 @@ def _figures(metrics: dict[str, float]) -> list[str]:
         shown.append(f"turns {metrics[TURNS]:.1f}")
     shown += [f"loss {metrics[name]:.4f}" for name in ("sft/loss", "sft/held_out_loss") if name in metrics]
     return shown
+
+
+def _rounding(dtype: str) -> list[str]:
+    """What there is to say about the number format of a model that is trained."""
+    if dtype in ("", "float32"):
+        return []
+    return [
+        f"  {dtype} rounds: log-probs differ a little between sampling and training. mismatch/* in the metrics says by "
+        "how much; dtype: float32 avoids it"
+    ]
 
 
 def _ended_early(step: int, reason: str) -> str:

@@ -44,6 +44,8 @@ class RunState:
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
         refusal: why scoring failed for the first time in the last finished step; empty if it did not.
+        model: what is trained, in which number format and where.
+        dtype: the number format; empty where the run does not train.
         ended: why the run has ended before its last step; empty if it has not.
         doing: what goes on besides rollouts, for instance the loading of a model.
     """
@@ -63,6 +65,8 @@ class RunState:
     ended: str = ""
     doing: Progress | None = None
     run_dir: str = ""
+    model: str = ""
+    dtype: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     _step_began: float = 0.0
@@ -73,6 +77,8 @@ class RunState:
         match event:
             case TrainingStarted():
                 self.steps, self.step, self.run_dir = event.steps, event.start_step, event.run_dir
+                self.dtype = event.dtype
+                self.model = f"{event.model} in {event.dtype} on {event.device}"
                 self._step_began = event.time
             case RolloutStarted():
                 self.running += 1

@@ -63,7 +63,7 @@ class SFTConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of the rows, which tasks are held out, and the first weights of adapters."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the model's weights."""
+    """Number format of the model's weights; ``auto`` is float32 on a processor and bfloat16 on a GPU."""
     device: str = "auto"
     """Where the model computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: PositiveInt | None = None

@@ -20,6 +20,7 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import RunDirectory
@@ -111,7 +112,16 @@ class SupervisedTrainer:
         """
         started = time.perf_counter()
         learner = self._restored()
-        self._events.emit(TrainingStarted(run_dir=str(self._run.path), steps=self._updates, start_step=learner.done))
+        self._events.emit(
+            TrainingStarted(
+                run_dir=str(self._run.path),
+                steps=self._updates,
+                start_step=learner.done,
+                model=self._about.model,
+                dtype=dtype_of(self._policy.model),
+                device=str(self._policy.device),
+            )
+        )
         losses: dict[int, float] = {}
         held_out: dict[int, float] = {}
         if learner.done == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.installation import install_command
 from agentfly.policies.embedded import threads
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
 from agentfly.policies.embedded.threads import choose_threads
@@ -124,5 +126,5 @@ def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.Monk
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PrerequisiteError, match=r"agentfly-rl\[train\]"):
+    with pytest.raises(PrerequisiteError, match=re.escape(install_command("train"))):
         load_policy("tiny")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.events import EvaluationFinished, EventStream, StepFinished
+from agentfly.installation import install_command
 from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trackers import TRACKERS, TrackedRun, Tracker, tracking
@@ -151,7 +153,7 @@ def test_without_its_package_a_tracker_says_what_to_install(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(PrerequisiteError, match=rf"pip install 'agentfly-rl\[{extra}\]'"):
+    with pytest.raises(PrerequisiteError, match=re.escape(install_command(extra))):
         TRACKERS[name]()
 
 

@@ -148,8 +148,8 @@ class TrainConfig(Settings):
     """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights of a policy that the trainer loads; ``auto`` is float32 on a processor, where log-probs
-    of sampling and training then agree, and bfloat16 on a GPU."""
+    """Number format of the weights of a policy that the trainer loads. ``auto`` is bfloat16 on a GPU and float32 on a
+    processor, where log-probs of sampling and training then agree."""
     device: str = "auto"
     """Where a policy that the trainer loads computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: PositiveInt | None = None

@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentfly.agents.agent import Agent
+from agentfly.agents.tool import tool as as_tool
 from agentfly.errors import ChatFormatError
 from agentfly.policies.chat_template import ChatTemplate
 from agentfly.policies.scripted import ByteTokenizer
+from agentfly.rollouts.chat.agent_format import chat_format_of
 from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.rendered import MARK, PLACE, ControlTokens
 from agentfly.rollouts.chat.shape import STAND_IN
@@ -55,6 +58,12 @@ def assistant(text):
 
 def tool(text):
     return {"role": "tool", "content": text}
+
+
+@as_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
 
 
 def chat_format(tokenizer, answer=tool, history="keep"):
@@ -123,6 +132,70 @@ def test_the_text_of_a_generation_leaves_the_stop_token_out():
 def test_a_template_that_rewrites_history_is_refused_showing_the_difference():
     with pytest.raises(ChatFormatError, match=r"not prefix-stable.*left out"):
         chat_format(TemplateTokenizer(FORGETS_OLD_ANSWERS))
+
+
+LEAVING_OUT = """\
+{% for message in messages %}
+{% set old = loop.index0 < messages | length - BACK %}
+{% set text = SAID %}
+{{ '<|im_start|>' + message.role + '\\n' + text }}
+{%- for call in message.tool_calls or [] if not (old and DROPS) %}{{ call.function | tojson }}{% endfor %}
+{{ '<|im_end|>' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+OLD_RESULT = "old and message.role == 'tool'"
+WHAT = {
+    "results": f"'(left out)' if {OLD_RESULT} else message.content",
+    "long results": f"message.content[:200] if {OLD_RESULT} else message.content",
+    "results but the first": f"'(left out)' if {OLD_RESULT} and loop.index0 > 4 else message.content",
+    "answers": "'' if old and message.role == 'assistant' else message.content",
+    "calls": "message.content",
+    "nothing": "message.content",
+}
+
+CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
+CALLING = Exchange({**assistant("words"), "tool_calls": [CALL]}, [{**tool("4"), "tool_call_id": "call_0"}])
+
+
+def leaving_out(what, back):
+    """A template that leaves something out where it stands further back than so many messages."""
+    template = LEAVING_OUT.replace("SAID", WHAT[what]).replace("DROPS", str(what == "calls").lower())
+    return TemplateTokenizer(template.replace("BACK", str(back)))
+
+
+@pytest.mark.parametrize("back", [3, 8, 60, 300])
+@pytest.mark.parametrize("what", [what for what in WHAT if what != "nothing"])
+def test_a_template_that_leaves_out_what_is_far_back_is_refused_before_the_first_rollout(what, back):
+    settings = {"tools": [STAND_IN], "longest": back}
+    with pytest.raises(ChatFormatError, match=r"not prefix-stable.*history='rewrite'"):
+        TemplateChatFormat(leaving_out(what, back), [CALLING], **settings)
+    TemplateChatFormat(leaving_out(what, back), [CALLING], history="rewrite", **settings)
+    TemplateChatFormat(leaving_out("nothing", back), [CALLING], **settings)
+
+
+@pytest.mark.parametrize("back", [8, 100])
+def test_an_agent_s_template_is_proved_for_conversations_as_long_as_the_agent_may_have(back):
+    agent = Agent(model="m", tools=[add], max_turns=back)
+    with pytest.raises(ChatFormatError, match=r"not prefix-stable.*\(left out\)"):
+        chat_format_of(agent, leaving_out("results", back))
+    chat_format_of(agent, leaving_out("nothing", back))
+
+
+def test_a_template_that_leaves_out_results_once_a_user_goes_on_begins_a_new_sequence_there():
+    said = "'(left out)' if message.role == 'tool' and loop.index0 < asked.at else message.content"
+    template = LEAVING_OUT.replace("SAID", said)
+    template = template.replace("DROPS", "false").replace("BACK", "0")
+    template = (
+        "{% set asked = namespace(at=0) %}"
+        "{% for message in messages if message.role == 'user' %}{% set asked.at = loop.index0 %}{% endfor %}" + template
+    )
+    chat = TemplateChatFormat(TemplateTokenizer(template), [CALLING], tools=[STAND_IN])
+    talk = [user("2+2?"), CALLING.turn, *CALLING.answers]
+    goes_on = chat.continuation(talk[2:], after=[IM_END], conversation=talk, tools=[STAND_IN])
+    assert goes_on is not None
+    more = [*talk, assistant("4"), user("3+3?")]
+    assert chat.continuation(more[4:], after=[IM_END], conversation=more, tools=[STAND_IN]) is None
 
 
 def test_a_template_without_an_end_of_turn_is_refused():

@@ -61,6 +61,10 @@ class Wanted:
     most_calls: int | None = None
 
 
+LONGEST = 200
+"""The most turns that a program's conversation is expected to have."""
+
+
 class Dialect:
     """Renders conversations with tools for a model, and reads its answers.
 
@@ -88,7 +92,7 @@ class Dialect:
         Raises:
             ChatFormatError: the chat template cannot carry conversations even without tools.
         """
-        plain = TemplateChatFormat(tokenizer, [ANSWERED], history=history)
+        plain = TemplateChatFormat(tokenizer, [ANSWERED], history=history, longest=LONGEST)
         refusal: ChatFormatError | None = None
         for candidate in (calls,) if calls is not None else (_own_format(tokenizer), HermesForAll()):
             tools = [_PROBE] if candidate.in_template else ()
@@ -96,7 +100,9 @@ class Dialect:
             exchanges = [ANSWERED, *called]
             system = None if candidate.in_template or isinstance(candidate, HermesForAll) else _TOLD
             try:
-                chat = TemplateChatFormat(tokenizer, exchanges, tools=tools, system=system, history=history)
+                chat = TemplateChatFormat(
+                    tokenizer, exchanges, tools=tools, system=system, history=history, longest=LONGEST
+                )
                 return cls(chat, candidate)
             except ChatFormatError as error:
                 refusal = error

@@ -45,7 +45,12 @@ def settle(agent: Agent, tokenizer: Tokenizer) -> tuple[Agent, ChatFormat]:
             logger.info("The template of %s is used, not the format of the renderers package: %s", agent.model, error)
     agent = _with_format(agent, tokenizer)
     return agent, TemplateChatFormat(
-        tokenizer, _exchanges(agent), tools=agent.template_tools, system=_system(agent), history=agent.history
+        tokenizer,
+        _exchanges(agent),
+        tools=agent.template_tools,
+        system=_system(agent),
+        history=agent.history,
+        longest=agent.max_turns,
     )
 
 

@@ -74,9 +74,11 @@ class ControlTokens:
             start = found.end()
         yield rendered[start:], None
 
-    def first_in(self, rendered: str, among: Collection[int] | None = None) -> tuple[int, int] | None:
-        """Where the first control token (of ``among``) stands in rendered text, and its id."""
-        for found in self._pattern.finditer(rendered):
+    def first_in(
+        self, rendered: str, among: Collection[int] | None = None, *, start: int = 0
+    ) -> tuple[int, int] | None:
+        """Where the first control token (of ``among``) from ``start`` on stands in rendered text, and its id."""
+        for found in self._pattern.finditer(rendered, start):
             control_id = self._ids[found[0]]
             if among is None or control_id in among:
                 return found.start(), control_id

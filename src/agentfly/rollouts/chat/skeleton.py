@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from agentfly.errors import ChatFormatError
@@ -11,6 +13,7 @@ from agentfly.rollouts.chat.rendered import PLACE
 
 Words = Literal["thought", "said", "called"]
 WORDS: tuple[Words, ...] = ("thought", "said", "called")
+_PLACES = re.compile(f"{PLACE}({'|'.join(WORDS)}) ([0-9]+){PLACE}")
 
 
 def place(words: Words, number: int) -> str:
@@ -52,6 +55,26 @@ def skeleton(messages: Sequence[Message]) -> list[Message]:
         turn = reply(number, calls=message.get("tool_calls", ()), thinks=thinks)
         bare.append(turn if message["content"] else cast(Message, {**turn, "content": ""}))
     return bare
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the words of a turn stand in a rendered conversation, and which of them do."""
+
+    start: int
+    stop: int
+    words: frozenset[Words]
+
+
+def spans_of(rendered: str) -> dict[int, Span]:
+    """The spans of all turns in a rendered conversation, by their numbers. One pass, however long it is."""
+    spans: dict[int, Span] = {}
+    for found in _PLACES.finditer(rendered):
+        words, number = cast(Words, found[1]), int(found[2])
+        begun = spans.get(number)
+        start, others = (begun.start, begun.words) if begun else (found.start(), frozenset[Words]())
+        spans[number] = Span(start, found.end(), others | {words})
+    return spans
 
 
 def first_place(rendered: str, number: int) -> int:

@@ -11,9 +11,21 @@ from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
 from agentfly.rollouts.chat.endings import without_end
 from agentfly.rollouts.chat.placeholders import with_images
-from agentfly.rollouts.chat.proof import ANSWERED, Exchange, keeps_thoughts, prove, require_written
+from agentfly.rollouts.chat.proof import (
+    ANSWERED,
+    Exchange,
+    keeps_thoughts,
+    prove,
+    require_written,
+    with_long_answers,
+    with_words,
+)
 from agentfly.rollouts.chat.skeleton import first_place
 from agentfly.rollouts.chat.turns import Turns
+
+LEAST_PROVED = 32
+MOST_PROVED = 500
+"""At least and at most so many exchanges has the conversation by which a template is proved."""
 
 
 class TemplateChatFormat:
@@ -37,6 +49,8 @@ class TemplateChatFormat:
         tools: the agent's tools, where the template is to describe them.
         system: the agent's system message, if it has one.
         history: what to do where the template writes the past differently once the conversation has gone on.
+        longest: the most turns that a conversation is expected to have. Conversations of so many are proved, as far as
+            `MOST_PROVED` goes.
 
     Raises:
         ChatFormatError: the template refuses such a conversation, leaves something out, or writes no control token
@@ -52,19 +66,23 @@ class TemplateChatFormat:
         tools: Definitions = (),
         system: Message | None = None,
         history: History = "keep",
+        longest: int = 0,
     ) -> None:
         self.history = history
         self._tokenizer = tokenizer
         self._turns = turns = Turns(tokenizer)
         self.stop_ids = turns.endings.stop_ids
         self._control_ids = frozenset(tokenizer.control_tokens.values())
+        proved = min(max(longest, LEAST_PROVED), MOST_PROVED)
         possible = [exchange for exchange in exchanges if turns.shape.allows(exchange.turn)]
+        mixed = [*possible, *map(with_long_answers, possible[-1:])]
+        words = [*mixed, *(with_words(each) for each in possible if each.answers[-1]["role"] == "tool"), ANSWERED]
         if history == "keep":
-            for exchange in possible:
-                prove(turns, exchange, tools, system)
+            for kinds in [*([each] for each in possible), mixed] if possible else ():
+                prove(turns, kinds, tools, system, count=proved)
         require_written(turns, exchanges, tools, system)
-        self._goes_on_with_words = not tools or self._grows(ANSWERED, tools, system)
-        self.keeps_thoughts = all(keeps_thoughts(turns, exchange, tools, system) for exchange in possible)
+        self._goes_on_with_words = self._grows(words, tools, system, proved)
+        self.keeps_thoughts = all(keeps_thoughts(turns, each, tools, system, count=proved) for each in possible)
 
     def prompt(self, messages: Sequence[Message], tools: Definitions = ()) -> Rendered:
         """A whole conversation, with the header of the assistant's turn at its end."""
@@ -85,7 +103,7 @@ class TemplateChatFormat:
             return None
         if self.history == "rewrite":
             text = self._following_unless_rewritten(conversation, last, tools)
-        elif tools and not self._goes_on_with_words and any(message["role"] != "tool" for message in messages):
+        elif not self._goes_on_with_words and any(message["role"] != "tool" for message in messages):
             text = None
         else:
             text = self._turns.following(messages, tools)
@@ -133,9 +151,9 @@ class TemplateChatFormat:
     def _said(self, ids: Sequence[int]) -> Sequence[int]:
         return without_end(ids, self.stop_ids, self._control_ids)
 
-    def _grows(self, exchange: Exchange, tools: Definitions, system: Message | None) -> bool:
+    def _grows(self, exchanges: Sequence[Exchange], tools: Definitions, system: Message | None, count: int) -> bool:
         try:
-            prove(self._turns, exchange, tools, system)
+            prove(self._turns, exchanges, tools, system, count=count)
         except ChatFormatError:
             return False
         return True

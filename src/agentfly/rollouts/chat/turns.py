@@ -63,14 +63,21 @@ class Turns:
         Raises:
             ChatFormatError: the template has written nothing of the turn, or has not ended it.
         """
-        begin = behind_last_place(rendered, number)
-        found = self.control.first_in(rendered[begin:], self.endings.ends)
+        return self.end_behind(rendered, behind_last_place(rendered, number))
+
+    def end_behind(self, rendered: str, begin: int) -> int:
+        """Where a turn ends whose words end at ``begin``.
+
+        Raises:
+            ChatFormatError: the template has not ended it.
+        """
+        found = self.control.first_in(rendered, self.endings.ends, start=begin)
         if found is None:
             raise ChatFormatError(
                 "The model's chat template does not end every turn of an assistant by the same control token, so what "
                 f"follows a turn cannot be told: {rendered[begin : begin + 80]!r}. Use another template."
             )
-        return begin + found[0]
+        return found[0]
 
     def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
         if tools is not self._tools:

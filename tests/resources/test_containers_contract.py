@@ -237,8 +237,40 @@ async def test_copies_that_cannot_be_are_refused(box: Container, tmp_path: Path)
     with pytest.raises(ToolError, match="no such file"):
         await box.download("none", tmp_path / "x")
     for path in ("d", "d/zeros"):
-        with pytest.raises(ToolError, match="larger than 1000000 bytes"):
+        with pytest.raises(ToolError, match=r"more than 1000000 bytes.*download\(max_bytes=…\) allows more"):
             await box.download(path, tmp_path / "x", max_bytes=1_000_000)
+        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "limit"),
+    [
+        ("mkdir d; cd d; for n in {1..40}; do mkdir $n; done", {"max_entries": 40}),
+        ("mkdir d; cd d; for n in {1..20}; do mkdir n && cd n; done", {"max_depth": 19}),
+        ("mkdir d; head -c 1000 /dev/zero > d/f", {"max_bytes": 999}),
+        ("mkdir d; truncate -s 1T d/f", {"max_bytes": 10**6}),
+    ],
+)
+async def test_a_directory_of_more_than_may_be_is_a_matter_for_the_model(
+    box: Container, tmp_path: Path, command: str, limit: dict[str, int]
+) -> None:
+    await box.run(command)
+    for place in ("new", "there"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        with pytest.raises(ToolError, match=f"holds more than.*{next(iter(limit))}=…"):
+            await box.download("d", tmp_path / place, **limit)
+        assert not list((tmp_path / place).glob("*"))
+    if "truncate" not in command:
+        just = {name: value + 1 for name, value in limit.items()}
+        assert await box.download("d", tmp_path / "new", **just) == []
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_bytes": 0}, {"max_entries": "5"}, {"max_depth": -1}, {"timeout": float("nan")}]
+)
+async def test_limits_that_cannot_be_are_the_users(box: Container, tmp_path: Path, limit: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"download\("):
+        await box.download("/etc", tmp_path / "x", **limit)
 
 
 async def test_what_this_host_does_not_read_or_take_is_told(box: Container, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from tests.support.archives import DIRECTORY, SYMLINK, What, all_of, header, sparse_map, tar
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
@@ -125,23 +125,44 @@ async def test_programs_that_the_agent_put_first_are_not_those_that_files_go_thr
     assert await box.read_file("deep/file") == b"content"
 
 
-@pytest.mark.parametrize("names", [("a", "a/b"), ("n" * 300,), ()])
+FORGED: dict[str, bytes] = {
+    "a file as a directory": tar({"a": b"", "a/b": b""}),
+    "a long name": tar({"n" * 300: b""}),
+    "no archive": b"1" * 100_000,
+    "a map of a sparse file of very many parts": sparse_map(2**13),
+    "very many directories": tar({"/".join("d" * 1900): (DIRECTORY, "")}),
+    "a number of many digits": header(b"p", tarfile.XHDTYPE, content=b"1" * 200_000),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
 async def test_an_archive_that_an_agents_own_tar_made_up_is_a_matter_for_the_model(
-    box: Container, tmp_path: Path, names: tuple[str, ...]
+    box: Container, tmp_path: Path, kind: str
 ) -> None:
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as made:
-        for name in names:
-            made.addfile(tarfile.TarInfo(name))
-    if not names:
-        archive = io.BytesIO(b"1" * 100_000)
-    await box.write_file("/tmp/archive", archive.getvalue())
+    await forge_tar(box, FORGED[kind])
+    with pytest.raises(ToolError, match="could not be copied"):
+        await box.download("d", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+async def test_a_forged_archive_cannot_have_anything_of_the_host_removed(box: Container, tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    host.mkdir()
+    (host / "link").symlink_to("anything")
+    before = all_of(host)
+    entries: list[tuple[str, What]] = [("x", (DIRECTORY, "")), ("x/link", (SYMLINK, "/a")), ("x", (SYMLINK, str(host)))]
+    await forge_tar(box, tar(entries))
+    assert await box.download("d", tmp_path / "copy") == ["x"]
+    assert all_of(host) == before
+
+
+async def forge_tar(box: Container, archive: bytes) -> None:
+    """Have a box's tar write an archive of the agent's making."""
+    await box.write_file("/tmp/archive", archive)
     await box.write_file("/tmp/tar", "#!/bin/sh\ncat /tmp/archive")
     forged = await box.run("mkdir d; chmod +x /tmp/tar; mv -f /tmp/tar /usr/bin")
     if forged.exit_code:
-        pytest.skip("programs cannot be replaced inside")
-    with pytest.raises(ToolError, match="could not be copied"):
-        await box.download("d", tmp_path / "copy")
+        pytest.skip("programs cannot be replaced inside: start the tests as root")
 
 
 async def test_output_is_given_as_it_is_even_where_it_names_the_shells_scripts(box: Container) -> None:

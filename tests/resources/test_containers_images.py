@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gzip
 import hashlib
-import io
 import json
 import os
 import subprocess
@@ -20,13 +20,13 @@ import pytest
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers import images
 from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.containers.images import prepare, root_directory
+from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
+from agentfly.resources.containers.unpacking import Unpacker
 from agentfly.resources.engine import ResourceEngine
+from tests.support.archives import What, all_of, tar
 
-Entries = dict[str, bytes | tuple[bytes, str]]  # content of a file; or the type of something else, and its target
-BASE: Entries = {
+BASE: dict[str, What] = {
     "bin": (tarfile.SYMTYPE, "usr/bin"),
     "usr/bin/bash": b"#!shell",
     "etc/old": b"old",
@@ -35,7 +35,7 @@ BASE: Entries = {
     "opt/a/two": b"2",
     "etc/alternatives/sh": (tarfile.SYMTYPE, "/usr/bin/bash"),
 }
-OVER: Entries = {
+OVER: dict[str, What] = {
     "bin/more": b"more",  # through the link of the layer below
     "etc/.wh.old": b"",
     "opt/a/three": b"3",
@@ -44,29 +44,14 @@ OVER: Entries = {
 }
 
 
-def tar(entries: Entries) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        for name, what in entries.items():
-            member = tarfile.TarInfo(name)
-            member.mode = 0o4755
-            if isinstance(what, bytes):
-                member.size = len(what)
-                archive.addfile(member, io.BytesIO(what))
-            else:
-                member.type, member.linkname = what
-                archive.addfile(member)
-    return content.getvalue()
-
-
 def blob(content: bytes) -> tuple[str, str]:
     digest = hashlib.sha256(content).hexdigest()
     return f"blobs/sha256/{digest}", f"sha256:{digest}"
 
 
-def layout(*layers: bytes) -> Entries:
+def layout(*layers: bytes) -> dict[str, What]:
     """An OCI image layout, whose index names another."""
-    files: Entries = {"oci-layout": b"{}"}
+    files: dict[str, What] = {"oci-layout": b"{}"}
 
     def put(content: bytes, **about: Any) -> dict[str, Any]:
         name, digest = blob(content)
@@ -81,14 +66,23 @@ def layout(*layers: bytes) -> Entries:
     return files
 
 
-def saved(*layers: bytes) -> Entries:
+def saved(*layers: bytes) -> dict[str, What]:
     """What ``docker save`` writes."""
-    files: Entries = {f"{number}/layer.tar": layer for number, layer in enumerate(layers)}
+    files: dict[str, What] = {f"{number}/layer.tar": layer for number, layer in enumerate(layers)}
     files["manifest.json"] = json.dumps([{"Config": "c.json", "Layers": list(files)}]).encode()
     return files
 
 
-def write_layout(path: Path, entries: Entries) -> Path:
+def prepare(image: str, **fields: Any) -> None:
+    asyncio.run(images.prepare(ContainerSpec(image=image, **fields)))
+
+
+def directories(cache: Path) -> list[Path]:
+    """What has been unpacked, or is being unpacked."""
+    return [path for path in cache.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def write_layout(path: Path, entries: dict[str, What]) -> Path:
     for name, content in entries.items():
         assert isinstance(content, bytes)
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +155,8 @@ def test_the_same_content_is_unpacked_once_and_a_changed_archive_anew(
 
 def test_processes_that_want_the_same_image_wait_for_one_of_them(tmp_path: Path, cache: Path) -> None:
     image = write(tmp_path / "a.tar", tar({**BASE, **{f"many/{n}": b"x" for n in range(300)}}))
-    program = "import sys; from agentfly.resources.containers.images import *; prepare(sys.argv[1])"
-    program += "; print(root_directory(sys.argv[1]))"
+    program = "import asyncio, sys; from agentfly.resources.containers.images import *; "
+    program += "asyncio.run(prepare(ContainerSpec(image=sys.argv[1]))); print(root_directory(sys.argv[1]))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program, str(image)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -202,7 +196,7 @@ def test_a_broken_archive_is_refused_and_leaves_nothing(
 ) -> None:
     with pytest.raises(ResourceStartError, match=words):
         prepare(str(write(tmp_path / "broken.tar", content)))
-    assert [path for path in cache.iterdir() if path.is_dir()] == []
+    assert directories(cache) == []
 
 
 def test_a_directory_needs_no_preparation_and_must_have_a_shell(tmp_path: Path) -> None:
@@ -213,119 +207,146 @@ def test_a_directory_needs_no_preparation_and_must_have_a_shell(tmp_path: Path) 
         root_directory("/no/such/image")
 
 
-# --- unpacking what nobody vouches for --------------------------------------------------------------------------------
+# --- images that nobody vouches for ----------------------------------------------------------------------------------
 
-EVIL: list[Entries] = [
-    {"../../victim/in": b"x"},
-    {"/victim/in": b"x"},
-    {"a": (tarfile.SYMTYPE, "VICTIM"), "a/in": b"x"},
-    {"a": (tarfile.SYMTYPE, "../victim"), "a/in": b"x"},
-    {"d/e/f": b"", "a": (tarfile.SYMTYPE, "d/e"), "a/../../../victim/in": b"x"},
-    {"a": (tarfile.SYMTYPE, "VICTIM/file"), "./a": b"x", "b": (tarfile.LNKTYPE, "VICTIM/file")},
-    {"a": (tarfile.LNKTYPE, "../victim/file")},
-    {"a": (tarfile.SYMTYPE, "VICTIM"), ".wh.a": b"", "a/.wh.file": b"", "a/.wh..wh..opq": b""},
-    {"x": (tarfile.SYMTYPE, "VICTIM"), "x/.wh..wh..opq": b""},
-    {"dev": (tarfile.CHRTYPE, ""), "pipe": (tarfile.FIFOTYPE, "")},
-    {"a": (tarfile.SYMTYPE, "a"), "b": b"x"},
-]
-
-
-@pytest.mark.parametrize("number", range(len(EVIL)))
-@pytest.mark.parametrize("leaving_links", [False, True])
-def test_nothing_is_written_or_removed_outside(tmp_path: Path, number: int, leaving_links: bool) -> None:
-    victim, target = tmp_path / "victim", tmp_path / "target"
-    victim.mkdir()
-    target.mkdir()
-    (victim / "file").write_text("untouched")
-    entries: Entries = {
-        name: what if isinstance(what, bytes) else (what[0], what[1].replace("VICTIM", str(victim)))
-        for name, what in EVIL[number].items()
-    }
-    unpacker = Unpacker(target, leaving_links=leaving_links)
-    with tarfile.open(fileobj=io.BytesIO(tar(entries))) as archive:
-        unpacker.add(archive, layer=True)
-    unpacker.finish()
-    assert [path.name for path in victim.iterdir()] == ["file"]
-    assert (victim / "file").read_text() == "untouched"
-    assert (victim / "file").stat().st_nlink == 1
-    assert {path.name for path in tmp_path.iterdir()} <= {"victim", "target", "cache"}
-    if not leaving_links:
-        links = [path for path in target.rglob("*") if path.is_symlink()]
-        assert all(Path(os.path.realpath(link)).is_relative_to(target.resolve()) for link in links)
-
-
-def test_a_path_through_too_many_links_is_refused(tmp_path: Path) -> None:
-    unpacker = Unpacker(tmp_path)
-    entries: Entries = {"a": (tarfile.SYMTYPE, "b"), "b": (tarfile.SYMTYPE, "a"), "a/c": b""}
-    with tarfile.open(fileobj=io.BytesIO(tar(entries))) as archive, pytest.raises(tarfile.TarError, match="links"):
-        unpacker.add(archive)
-
-
-def test_a_sparse_giant_is_too_large(tmp_path: Path) -> None:
-    giant = tmp_path / "giant"
-    with giant.open("wb") as file:
-        file.truncate(10**12)
-    subprocess.run(["tar", "-C", tmp_path, "-cSf", tmp_path / "giant.tar", "giant"], check=True)
-    giant.unlink()
-    (tmp_path / "target").mkdir()
-    with tarfile.open(tmp_path / "giant.tar") as archive, pytest.raises(TooLarge):
-        Unpacker(tmp_path / "target", max_bytes=10**6).add(archive)
-
-
-def header(name: bytes, kind: bytes, size: int = 0, content: bytes = b"", mtime: int = 0) -> bytes:
-    """A member of a tar as nobody's program writes it."""
-    made = tarfile.TarInfo(name.decode())
-    made.type = kind
-    block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
-    for start, number in ((124, size or len(content)), (136, mtime)):
-        block[start : start + 12] = (b"\x80" if number >= 0 else b"\xff") + (number % 256**11).to_bytes(11, "big")
-    block[148:156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * 32)
-    return bytes(block) + content + b"\0" * (-len(content) % 512)
-
-
-def attribute(name: str, value: str) -> bytes:
-    rest = f" {name}={value}\n"
-    length = next(n for n in range(len(rest), len(rest) + 9) if n == len(rest) + len(str(n)))
-    return header(b"p", tarfile.XHDTYPE, content=f"{length}{rest}".encode())
-
-
-FILE = header(b"f", tarfile.REGTYPE, content=b"x")
-SPARSE = attribute("GNU.sparse.map", "a,b") + attribute("GNU.sparse.size", "z")
-GARBLED = {
-    "a size below zero": header(b"f", tarfile.REGTYPE, -512) + FILE,
-    "a size further below zero": FILE + header(b"f", tarfile.REGTYPE, -1536),
-    "a size below zero in an attribute": FILE + attribute("size", "-1024") + FILE,
-    "a name of a gigabyte": header(b"n", tarfile.GNUTYPE_LONGNAME, 2**30),
-    "a name longer than any": header(b"n", tarfile.GNUTYPE_LONGNAME, content=b"a/" * 100_000) + FILE,
-    "a name longer than any in an attribute": attribute("path", "a/" * 100_000) + FILE,
-    "a name with a NUL": attribute("path", "a\0b") + FILE,
-    "a chain without end": attribute("a", "b") * 3000 + FILE,
-    "a map that is none": SPARSE + FILE,
+INDEX_OF_ITSELF = b'{"manifests": [{"digest": "sha256:../../index.json"}]}'
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a directory above that a layer hides": lambda: tar(saved(tar(BASE), tar({".wh...": b""}))),
+    "another, further down": lambda: tar(saved(tar(BASE), tar({"etc/.wh...": b""}))),
+    "the image that a layer hides": lambda: tar(layout(tar(BASE), tar({".wh..": b""}))),
+    "documents that are deep": lambda: tar({"manifest.json": b"[" * 100_000}),
+    "documents that are no lists": lambda: tar({"manifest.json": b"{}"}),
+    "layers that are no names": lambda: tar({"manifest.json": b'[{"Layers": [1, null]}]'}),
+    "an index that is a list": lambda: tar({"oci-layout": b"{}", "index.json": b"[]"}),
+    "an index of itself": lambda: tar(
+        {"oci-layout": b"{}", "index.json": b'{"manifests": [{"digest": "sha256:../../index.json"}]}'}
+    ),
+    "very many layers": lambda: tar({"manifest.json": json.dumps([{"Layers": ["l"] * 2000}]).encode(), "l": tar(BASE)}),
+    "a document of many megabytes": lambda: tar({"manifest.json": b" " * 2**23}),
 }
 
 
-@pytest.mark.parametrize("attributes", [False, True])
-@pytest.mark.parametrize("content", GARBLED.values(), ids=[*GARBLED])
-def test_an_archive_made_to_break_whoever_reads_it_is_refused_as_broken(
-    tmp_path: Path, content: bytes, attributes: bool
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_image_is_refused_and_touches_nothing_else_in_the_store(
+    tmp_path: Path, cache: Path, kind: str
 ) -> None:
-    file = io.BytesIO(content + b"\0" * 1024)
-    with pytest.raises(tarfile.TarError), open_archive(file, "r:", attributes=attributes) as archive:
-        Unpacker(tmp_path).add(archive)
+    prepare(str(write(tmp_path / "good.tar", tar(BASE))))
+    others = {path.name: all_of(path) for path in cache.iterdir() if path.suffix != ".lock"}
+    with pytest.raises(ResourceStartError, match="could not be unpacked"):
+        prepare(str(write(tmp_path / "evil.tar", HOSTILE[kind]())))
+    assert {path.name: all_of(path) for path in cache.iterdir() if path.suffix != ".lock"} == others
 
 
-def test_a_time_that_no_file_can_have_is_not_kept(tmp_path: Path) -> None:
-    times = [attribute("mtime", value) + FILE for value in ("inf", "nan", "1e300")]
-    file = io.BytesIO(b"".join(times) + header(b"g", tarfile.REGTYPE, mtime=2**80) + b"\0" * 1024)
-    with open_archive(file, "r:") as archive:
-        Unpacker(tmp_path).add(archive)
-    assert (tmp_path / "f").read_bytes() == b"x"
+def test_directories_of_the_host_keep_their_permissions_whatever_becomes_a_link(tmp_path: Path) -> None:
+    (tmp_path / "host" / "sub").mkdir(parents=True)
+    before = all_of(tmp_path / "host")
+    entries: list[tuple[str, What]] = [*BASE.items(), ("a", (tarfile.DIRTYPE, "")), ("a/sub", (tarfile.DIRTYPE, ""))]
+    entries.append(("a", (tarfile.SYMTYPE, str(tmp_path / "host"))))
+    prepare(str(write(tmp_path / "evil.tar", tar(entries, mode=0o1777))))
+    assert all_of(tmp_path / "host") == before
 
 
-def test_of_a_sandbox_no_attributes_are_read_in_which_a_search_could_take_hours() -> None:
-    file = io.BytesIO(header(b"p", tarfile.XHDTYPE, content=b"1" * 200_000) + FILE + b"\0" * 1024)
-    with pytest.raises(tarfile.TarError, match="header of 200000 bytes"):
-        open_archive(file, "r:", attributes=False).next()
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [({"max_image_files": 3}, "max_image_files"), ({"max_image_size": 5}, "max_image_size")],
+)
+def test_an_image_of_more_than_may_be_is_refused_by_the_name_of_the_setting(
+    tmp_path: Path, cache: Path, fields: dict[str, int], setting: str
+) -> None:
+    image = write(tmp_path / "large.tar", tar(saved(*LAYERS)))
+    with pytest.raises(ResourceStartError, match=rf"ContainerSpec\({setting}=…\) allows more"):
+        prepare(str(image), **fields)
+    assert directories(cache) == []
+    prepare(str(image))
+
+
+def test_a_layout_cannot_pass_for_another_whose_index_it_has(tmp_path: Path) -> None:
+    good, evil = layout(tar(BASE)), layout(tar(BASE))
+    name, _ = blob(tar(BASE))
+    evil[name] = tar({**BASE, "etc/old": b"evil"})
+    with pytest.raises(ResourceStartError, match="has another digest"):
+        prepare(str(write_layout(tmp_path / "evil", evil)))
+    image = str(write_layout(tmp_path / "good", good))
+    prepare(image)
+    assert (root_directory(image) / "etc" / "old").read_bytes() == b"old"
+
+
+def test_files_of_the_host_are_no_layers_of_a_layout(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret.tar", tar(BASE))
+    name, _ = blob(secret.read_bytes())
+    for number, files in enumerate((layout(b"x"), layout(tar(BASE)))):
+        place = write_layout(tmp_path / f"layout{number}", files)
+        if number == 0:
+            (place / "manifest.json").write_text(json.dumps([{"Layers": ["../secret.tar"]}]))
+        else:
+            (place / name).unlink()
+            (place / name).symlink_to(secret)
+        with pytest.raises(ResourceStartError):
+            prepare(str(place))
+
+
+def test_a_layout_whose_index_is_changed_is_unpacked_anew(tmp_path: Path) -> None:
+    place = write_layout(tmp_path / "layout", layout(tar(BASE)))
+    prepare(str(place))
+    write_layout(place, layout(tar({**BASE, "etc/new": b"new"})))
+    prepare(str(place))
+    assert (root_directory(str(place)) / "etc" / "new").exists()
+
+
+async def test_a_pipe_in_a_layout_holds_up_nobody(tmp_path: Path) -> None:
+    place = write_layout(tmp_path / "layout", layout(tar(BASE)))
+    name, _ = blob(tar(BASE))
+    (place / name).unlink()
+    os.mkfifo(place / name)
+    with pytest.raises(ResourceStartError, match="is no file"):
+        await asyncio.wait_for(images.prepare(ContainerSpec(image=str(place))), 10)
+
+
+def test_a_shell_of_the_host_is_none_of_the_image(tmp_path: Path) -> None:
+    (tmp_path / "bin").symlink_to("/bin")
+    with pytest.raises(ResourceStartError, match="has /bin/bash"):
+        root_directory(str(tmp_path))
+    (tmp_path / "usr" / "bin").mkdir(parents=True)
+    (tmp_path / "usr" / "bin" / "bash").touch()
+    (tmp_path / "bin").unlink()
+    (tmp_path / "bin").symlink_to("/usr/bin")
+    assert root_directory(str(tmp_path)) == tmp_path.resolve()
+
+
+async def test_unpacking_an_image_ends_with_the_call_that_asked_for_it(tmp_path: Path, cache: Path) -> None:
+    image = write(tmp_path / "a.tar", tar({**BASE, **{f"many/{n}": b"x" for n in range(2000)}}))
+    preparing = asyncio.create_task(images.prepare(ContainerSpec(image=str(image))))
+    while not begun(cache):  # noqa: ASYNC110  (a file appears)
+        await asyncio.sleep(0)
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert directories(cache) == []
+
+
+def begun(cache: Path) -> bool:
+    return any(cache.glob(".sha256-*/many/*"))
+
+
+async def test_waiting_for_another_process_that_unpacks_ends_with_the_call(tmp_path: Path, cache: Path) -> None:
+    spec = ContainerSpec(image=str(write(tmp_path / "a.tar", tar(BASE))))
+    await images.prepare(spec)
+    lock = forget(cache)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        preparing = asyncio.create_task(images.prepare(spec))
+        await asyncio.sleep(0.1)
+        assert not preparing.done()
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+
+
+def forget(cache: Path) -> Path:
+    """Forget where the only image was unpacked; the file that its next unpacking has to lock."""
+    (link,) = (path for path in cache.iterdir() if path.is_symlink())
+    link.unlink()
+    return cache / f"{link.name}.lock"
 
 
 # --- the whole of it --------------------------------------------------------------------------------------------------

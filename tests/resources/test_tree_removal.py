@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ def make_deep(place: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "tree").mkdir()
-    return tmp_path / "tree"
+    yield tmp_path / "tree"
+    subprocess.run(["rm", "-rf", tmp_path / "tree"], check=True)  # which pytest could not do
 
 
 @pytest.mark.parametrize("remove", [remove_tree, remove_scratch])

@@ -70,14 +70,14 @@ class Outcome:
     lost: str = ""
 
 
-def require_type(name: str, value: object, kind: type | UnionType, cure: str) -> None:
-    """Refuse an argument of `Container.run` that is not of a type.
+def require_type(name: str, value: object, kind: type | UnionType, cure: str, *, of: str = "run") -> None:
+    """Refuse an argument of a method of `Container` that is not of a type.
 
     Raises:
         UsageError: it is of another. The message does not have its value, which may be a secret.
     """
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"run({name}=…) was given a {type(value).__name__}: write {cure}.")
+        raise UsageError(f"{of}({name}=…) was given a {type(value).__name__}: write {cure}.")
 
 
 def shell_word(text: str, what: str) -> bytes:

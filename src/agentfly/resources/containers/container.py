@@ -17,6 +17,7 @@ from agentfly.resources.containers.files import Files
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
+from agentfly.resources.containers.unpacking import UnpackLimits
 from agentfly.resources.resource import Resource, Status
 
 MAX_OUTPUT = 64 * 1024
@@ -286,26 +287,44 @@ class Container(Resource):
         """
         await self._files().upload(Path(host_path), inside)
 
-    async def download(self, inside: str, host_path: str | Path, *, max_bytes: int = 2**30) -> list[str]:
-        """Copy a file or a directory of the sandbox to the host, in bounded memory.
+    async def download(
+        self,
+        inside: str,
+        host_path: str | Path,
+        *,
+        max_bytes: int = 2**30,
+        max_entries: int = 10_000,
+        max_depth: int = 64,
+        timeout: float = 600,
+    ) -> list[str]:
+        """Copy a file or a directory of the sandbox to the host, in bounded memory; all of it or nothing.
 
-        Nothing inside can make it write anywhere but at ``host_path``.
+        Nothing inside can make it touch anything but ``host_path``.
 
         Args:
             inside: what to copy. A relative path is below the spec's workdir.
             host_path: what the copy is called. A file there is replaced; a directory must not be there, or be empty.
-            max_bytes: the most to copy.
+            max_bytes: the most bytes that the files may have together, with what sparse ones leave out.
+            max_entries: the most files, directories and links.
+            max_depth: the most directories that may lie one in the other.
+            timeout: seconds that copying out may take, and again unpacking on the host.
 
         Returns:
             What was left out of a directory: links that lead out of it, devices, pipes and sockets.
 
         Raises:
-            UsageError: ``host_path`` is taken, or cannot be.
-            ToolError: it is not there inside, cannot be read, or is larger than ``max_bytes``.
+            UsageError: ``host_path`` is taken or cannot be, or a limit is not above 0.
+            ToolError: it is not there inside, cannot be read, or is more than the limits allow.
             ResourceError: it cannot be written on the host.
             ResourceDied: the sandbox ended.
         """
-        return await self._files().download(inside, Path(host_path), max_bytes)
+        for name, limit in {"max_bytes": max_bytes, "max_entries": max_entries, "max_depth": max_depth}.items():
+            require_type(name, limit, int, "a whole number, without quotes", of="download")
+        require_type("timeout", timeout, int | float, "a number of seconds, without quotes", of="download")
+        if not all(limit > 0 for limit in (max_bytes, max_entries, max_depth, timeout)):
+            raise UsageError("download(): give limits above 0.")
+        limits = UnpackLimits(max_bytes, max_entries, max_depth)
+        return await self._files().download(inside, Path(host_path), limits, timeout)
 
     async def port(self, inside: int) -> tuple[str, int]:
         """Host and port by which this machine reaches a TCP port inside, until the sandbox is released or reset.

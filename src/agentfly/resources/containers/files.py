@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import posixpath
 import re
 import secrets
 import shlex
-import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from agentfly.errors import ResourceError, ToolError, UsageError
+from agentfly.resources.containers.archive_bytes import ArchiveError, FileBytes
 from agentfly.resources.containers.command import Command, Outcome, shell_word
 from agentfly.resources.containers.packing import Piece, pieces
 from agentfly.resources.containers.spec import INSIDE
-from agentfly.resources.containers.unpacking import TooLarge, Unpacker, open_archive
+from agentfly.resources.containers.tar_reader import TarReader
+from agentfly.resources.containers.unpacking import TooLarge, Unpacker, UnpackLimits
+from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.cancel_token import CancelToken, on_cancellable_thread
 from agentfly.threads.pool import on_thread
 
 MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
 _FILE_TIMEOUT_S = 60.0
-_DOWNLOAD_TIMEOUT_S = 600.0
 _OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
-# what a name or a link in an archive can be the cause of; the host is that of other errors
-_MADE_INSIDE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EILSEQ, errno.EINVAL)
 # "command -p" looks in the system's directories only, whatever the agent put into those before them
 _PROGRAM = b"builtin command -p "
 
@@ -65,23 +64,23 @@ class Files:
         while (piece := await on_thread(_next, content)) is not None:
             await self._write(path, self._placing(path, piece), piece.content)
 
-    async def download(self, path: str, target: Path, max_bytes: int) -> list[str]:
+    async def download(self, path: str, target: Path, limits: UnpackLimits, limit_s: float) -> list[str]:
         """See `Container.download`."""
         where = self._quoted(path)
         kind = await self._do(b"if [[ -d %s ]]; then echo d; elif [[ -e %s ]]; then echo f; fi" % (where, where))
         if kind.stdout.kept == b"d\n":
-            return await self._download_directory(path, target, max_bytes)
+            return await self._download_directory(path, target, limits, limit_s)
         if kind.stdout.kept != b"f\n":
             raise ToolError(f"{path} could not be copied: there is no such file or directory.")
         if await on_thread(target.is_dir):
             raise UsageError(f"download(): {target} is a directory, and {path} a file. Give the name of its copy.")
-        source = _PROGRAM + b"head -c %d -- %s" % (max_bytes + 1, where)
+        source = _PROGRAM + b"head -c %d -- %s" % (limits.max_bytes + 1, where)
         draft = target.with_name(f".{secrets.token_hex(8)}.draft")
         try:
             await on_thread(target.parent.mkdir, parents=True, exist_ok=True)
             try:
                 with await on_thread(draft.open, "xb") as file:
-                    await self._pour(path, source, file, max_bytes)
+                    await self._pour(path, source, file, limits.max_bytes, limit_s)
                 await on_thread(draft.replace, target)
             finally:
                 await on_thread(draft.unlink, missing_ok=True)
@@ -89,40 +88,31 @@ class Files:
             raise _not_copied(path, target, error) from error
         return []
 
-    async def _download_directory(self, path: str, target: Path, max_bytes: int) -> list[str]:
+    async def _download_directory(self, path: str, target: Path, limits: UnpackLimits, limit_s: float) -> list[str]:
         if await on_thread(_taken, target):
             raise UsageError(f"download(): {target} is there already. Give a directory that is not, or is empty.")
+        most = limits.max_length  # of the archive, which has more than the files
         source = _PROGRAM + b"tar -C %s -cf - . | " % self._quoted(path)
-        source += _PROGRAM + b'head -c %d; exit "${PIPESTATUS[0]}"' % (max_bytes + 1)
+        source += _PROGRAM + b'head -c %d; exit "${PIPESTATUS[0]}"' % (most + 1)
         with tempfile.TemporaryFile() as file:
-            await self._pour(path, source, file, max_bytes)
+            await self._pour(path, source, file, most, limit_s)
             try:
-                await on_thread(target.mkdir, parents=True, exist_ok=True)
+                return await on_cancellable_thread(_unpack, limit_s, file, target, limits)
+            except ArchiveError as error:
+                raise _refused(path, error, error.limit if isinstance(error, TooLarge) else None) from error
             except OSError as error:
-                raise _not_copied(path, target, error) from error
-            try:
-                return await on_thread(_unpack, file, target, max_bytes)
-            except TooLarge:
-                raise _too_large(path, max_bytes) from None
-            except (tarfile.TarError, EOFError) as error:
-                raise ToolError(
-                    f"{path} could not be copied: what came out of the sandbox is no archive ({error})."
-                ) from error
-            except OSError as error:
-                if error.errno in _MADE_INSIDE:
-                    raise ToolError(f"{path} could not be copied: {error}") from error
                 raise _not_copied(path, target, error) from error
 
-    async def _pour(self, path: str, source: bytes, file: BinaryIO, max_bytes: int) -> None:
+    async def _pour(self, path: str, source: bytes, file: BinaryIO, max_bytes: int, limit_s: float) -> None:
         spool = _Spool(file, max_bytes)
         command = Command(source, True, None, {}, None, _MAX_ERRORS, sink=spool.add)
-        outcome = await self._run(command, _DOWNLOAD_TIMEOUT_S)
+        outcome = await self._run(command, limit_s)
         if spool.failure is not None:
             raise ResourceError(f"{path} could not be copied to this host: {spool.failure}") from spool.failure
         if spool.total > max_bytes:
-            raise _too_large(path, max_bytes)
+            raise _refused(path, f"it holds more than {max_bytes} bytes", "max_bytes")
         if outcome.exit_code or outcome.timed_out:
-            raise ToolError(f"{path} could not be copied: {_reason(outcome, _DOWNLOAD_TIMEOUT_S)}")
+            raise ToolError(f"{path} could not be copied: {_reason(outcome, limit_s)}")
         file.seek(0)
 
     async def _write(self, path: str, source: bytes, content: bytes) -> None:
@@ -171,12 +161,19 @@ class _Spool:
             self.failure = error
 
 
-def _unpack(file: BinaryIO, target: Path, max_bytes: int) -> list[str]:
-    unpacker = Unpacker(target, max_bytes=max_bytes, leaving_links=False)
-    with open_archive(file, "r:", attributes=False) as archive:
-        unpacker.add(archive)
-    unpacker.finish()
-    return unpacker.left_out
+def _unpack(token: CancelToken, file: BinaryIO, target: Path, limits: UnpackLimits) -> list[str]:
+    """Unpack what came out of a sandbox, all of it or nothing; what was left out."""
+    made = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with Unpacker(target, limits, token, leaving_links=False) as unpacker:
+            unpacker.add(TarReader(FileBytes(file, token), max_length=limits.max_length))
+            unpacker.finish()
+            return unpacker.left_out
+    except BaseException:
+        for entry in [target] if made else list(target.iterdir()):
+            remove_tree(entry)
+        raise
 
 
 def _taken(target: Path) -> bool:
@@ -197,8 +194,9 @@ def _not_copied(path: str, target: Path, error: OSError) -> ResourceError:
     return ResourceError(f"{path} could not be copied to {target} on this host: {error}")
 
 
-def _too_large(path: str, max_bytes: int) -> ToolError:
-    return ToolError(f"{path} is larger than {max_bytes} bytes, the most that is to be copied.")
+def _refused(path: str, why: object, limit: str | None = None) -> ToolError:
+    cure = f" {path} can be copied in part, or download({limit}=…) allows more." if limit else ""
+    return ToolError(f"{path} could not be copied: {why}.{cure}")
 
 
 def _reason(outcome: Outcome, limit_s: float = _FILE_TIMEOUT_S) -> str:

@@ -60,6 +60,8 @@ class ContainerSpec(ResourceSpec["Container"]):
         env: environment variables, as a mapping or as pairs. Nothing of the host's environment is seen inside. Their
             values may be secrets, and are not in the spec's repr.
         workdir: the directory, writable, in which the shell starts.
+        max_image_size: bytes, or a text such as ``"64GiB"``, that the files of an image in an archive may have.
+        max_image_files: the most files, directories and links of such an image.
         user: the ordinary user ``"agent"``, or ``"root"`` for programs that insist on user id 0. Either is an
             ordinary user of the host, without any capability.
         setup: commands run in the shell after each start and each reset; one that fails fails the start.
@@ -78,6 +80,8 @@ class ContainerSpec(ResourceSpec["Container"]):
     mounts: tuple[tuple[str, str], ...] = ()
     env: Variables = ()
     workdir: str = "/workspace"
+    max_image_size: int | str = "64GiB"
+    max_image_files: int = 2_000_000
     user: Literal["agent", "root"] = "agent"
     setup: tuple[str, ...] = ()
     backend: Literal["auto", "bubblewrap", "docker", "podman", "enroot", "landlock"] = "auto"
@@ -122,8 +126,10 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     @property
     def preparation_key(self) -> Hashable | None:
-        """The image and the backend, if there is something to fetch or unpack."""
-        return (self.image, self.backend) if self.image_kind in ("path", "name") else None
+        """The image, the backend and what an image may hold, if there is something to fetch or unpack."""
+        if self.image_kind not in ("path", "name"):
+            return None
+        return self.image, self.backend, parse_bytes(self.max_image_size), self.max_image_files
 
     def _check_image(self) -> None:
         if self.image_kind == "name" and (self.image[:1] in (".", "~") or self.image.endswith(_ARCHIVES)):
@@ -138,6 +144,9 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     def _check_limits(self) -> None:
         self._require_whole("pids", least=8)  # the shell itself needs some
+        self._require_whole("max_image_files", least=1)
+        if not self._require_size("max_image_size"):
+            raise self._wrong("max_image_size", "write a size above 0")
         for name, least in (("memory", 16), ("disk", 1)):
             if 0 < (size := self._require_size(name)) < least * 2**20:
                 meant = f"; write '{size}MiB' if you mean that" if size >= least else ""

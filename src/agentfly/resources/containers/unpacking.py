@@ -1,116 +1,117 @@
 """Unpacking: archives that nobody vouches for, into a directory that nothing in them can leave."""
 
-# an image has many thousands of files, and pathlib is slow
-# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH113, PTH114, PTH115, PTH123, PTH208, PTH211
+# an image has many thousands of files, which are reached by directory descriptors
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
-import tarfile
+import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from tarfile import InvalidHeaderError, ReadError, TruncatedHeaderError  # type: ignore[attr-defined]
-from typing import IO, Literal, Self
+from typing import Self
+
+from agentfly.resources.containers.archive_bytes import ArchiveError, BrokenArchive
+from agentfly.resources.containers.confined_directory import ConfinedDirectory, TooManyLinks, join
+from agentfly.resources.containers.tar_reader import Kind, Member, TarReader
+from agentfly.threads.cancel_token import CancelToken
 
 _HIDES = ".wh."  # before the name of what a layer hides of those below it
 _HIDES_ALL = ".wh..wh..opq"
-_MOST_LINKS = 40  # followed for one path, as the kernel does
-_LONGEST_NAME = 4096  # bytes, as the kernel's
-_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-_ATTRIBUTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-_MOST_ATTRIBUTES = 2**20  # bytes of them for one member
-_LATEST = 2**40  # seconds; what is no number is not below it
-# what `tarfile` lets out of archives that were made to break it, beside its own errors
-_BREAKS = (ArithmeticError, LookupError, RecursionError, ValueError)
+_AUFS = ".wh..wh."  # what only that file system needs
+_LONGEST_PATH, _LONGEST_NAME = 4096, 256  # bytes, as the kernel's
+_STEPS = 50  # names to be looked up for each entry, on average
+_READ = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# what a name or a link in an archive can be the cause of; the host is that of other errors
+_ITS_OWN = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.EILSEQ,
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.EFBIG,
+)
 
 
-class TooLarge(Exception):
-    """An archive holds more than it may."""
-
-
-class _Member(tarfile.TarInfo):
-    """A member of an archive that ends where it says; `tarfile` takes what is broken off in its middle for whole.
-
-    It takes any size too: a negative one, at which it reads the same member for ever; names and attributes of
-    gigabytes, which it reads into memory.
-    """
-
-    most_attributes = _MOST_ATTRIBUTES
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        before = tarfile.offset
-        try:
-            member = super().fromtarfile(tarfile)
-        except (TruncatedHeaderError, InvalidHeaderError) as error:
-            raise ReadError(f"it is broken off or garbled at byte {tarfile.offset}: {error}") from None
-        except _BREAKS as error:
-            raise ReadError(f"it is garbled at byte {before}: {error}") from None
-        if member.size < 0 or tarfile.offset <= before or max(len(member.name), len(member.linkname)) > _LONGEST_NAME:
-            raise ReadError(f"what it says at byte {before} of a name or a size cannot be")
-        return member
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        most = {_LONG_NAMES: _LONGEST_NAME + 1, _ATTRIBUTES: cls.most_attributes}
-        limit = next((size for kinds, size in most.items() if header.type in kinds), header.size)
-        if not 0 <= header.size <= limit:
-            raise ReadError(f"it has a header of {header.size} bytes; the most is {limit}")
-        return header
-
-
-class _PlainMember(_Member):
-    """A member without attributes, in which `tarfile` may look for a number for hours and keep all threads waiting."""
-
-    most_attributes = 0
-
-
-def open_archive(file: IO[bytes], mode: Literal["r:", "r|*"], *, attributes: bool = True) -> tarfile.TarFile:
-    """A tar to be unpacked, of which every part is checked.
+@dataclass(frozen=True)
+class UnpackLimits:
+    """What archives may hold together.
 
     Args:
-        file: where it is.
-        mode: how `tarfile` is to read it.
-        attributes: whether it may be in the format with extended attributes. Those cannot be read safely, and GNU tar
-            makes none unless it is asked to.
-
-    Raises:
-        tarfile.TarError: it is none.
+        max_bytes: bytes of all files, the holes of sparse ones included.
+        max_entries: files, directories and links.
+        max_depth: directories one in the other.
     """
-    return tarfile.open(fileobj=file, mode=mode, tarinfo=_Member if attributes else _PlainMember)
+
+    max_bytes: int
+    max_entries: int
+    max_depth: int
+
+    @property
+    def max_length(self) -> int:
+        """The most bytes that an archive of so much may have: the files, and 4 KiB for each entry to be told."""
+        return self.max_bytes + 4096 * self.max_entries + 2**20
+
+
+class TooLarge(ArchiveError):
+    """An archive holds more than it may.
+
+    Attributes:
+        limit: the name of the limit, as in `UnpackLimits`.
+    """
+
+    def __init__(self, limit: str, what: str) -> None:
+        super().__init__(what)
+        self.limit = limit
 
 
 class Unpacker:
-    """Unpacks archives, one over the other, into one directory, to which nobody else may write meanwhile.
+    """Unpacks archives, one over the other, into one directory.
 
-    Links are followed as if that directory were the root of the file system, so whatever names and links an archive
-    has, nothing is written outside. Everything belongs to the caller afterwards, without set-user-id bits; devices and
-    pipes are left out.
+    Links are followed as if that directory were the root of the file system, and directories are reached without
+    following any. So whatever names and links an archive has, in whatever order, nothing outside is written, changed or
+    removed. Everything belongs to the caller afterwards, without set-user-id bits; devices and pipes are left out.
 
     Attributes:
         left_out: the names of what was not unpacked.
     """
 
-    def __init__(self, root: Path, *, max_bytes: int | None = None, leaving_links: bool = True) -> None:
+    def __init__(
+        self, root: Path, limits: UnpackLimits, token: CancelToken | None = None, *, leaving_links: bool = True
+    ) -> None:
         """Unpack into a directory that is there.
 
         Args:
             root: the directory.
-            max_bytes: the most that the files may hold together; None for any size.
+            limits: what all archives may hold together.
+            token: asked at each file whether to go on.
             leaving_links: whether to keep symbolic links that lead out of the directory, as in the root file systems of
                 containers, which mean their own root.
         """
         self.left_out: list[str] = []
-        self._root = str(root)
-        self._left = max_bytes
+        self._token = token or CancelToken()
+        self._directory = ConfinedDirectory(root, self._token)
+        self._root_length = len(os.fsencode(root.absolute()))
+        self._limits = limits
+        self._bytes = 0
+        self._entries = 0  # members
+        self._directory_entries = 0  # those for which a directory was made
         self._leaving_links = leaving_links
-        self._directories: dict[str, int] = {}  # and their permissions, set at the end
-        self._links: list[str] = []
-        self._found: dict[str, str] = {}  # directories by their names in the archive
+        self._links: list[tuple[str, str]] = []  # the places of their directories, and their names
+        self._places: dict[str, str] = {}  # of directories, by their names in the archive
 
-    def add(self, archive: tarfile.TarFile, *, layer: bool = False) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._directory.close()
+
+    def add(self, archive: TarReader, *, layer: bool = False) -> None:
         """Unpack an archive over what there is.
 
         Args:
@@ -119,134 +120,198 @@ class Unpacker:
 
         Raises:
             TooLarge: it holds too much.
-            tarfile.TarError: it is broken.
-            OSError: the disk is full, or a name cannot be.
+            ArchiveError: it is broken, or has names that cannot be.
+            OSError: the disk is full.
+            Cancelled: the token says so.
+            TimeoutError: the token says so.
         """
-        fresh: set[str] = set()
-        for member in _members(archive):
+        fresh: set[str] = set()  # what this layer has, which it does not hide
+        bare: set[str] = set()  # directories of which it hides all else
+        while (member := archive.next()) is not None:
+            self._token.check()
             parent, _, name = member.name.rstrip("/").rpartition("/")
-            directory = self._directory(parent)
-            path = f"{directory}/{name}"
-            if layer and name.startswith(_HIDES):
-                self._hide(directory, name, fresh)
-            elif name in ("", ".", ".."):
-                continue  # the directory itself, which is there
-            else:
-                self._place(archive, member, path)
-                fresh.add(path)
+            with self._blaming(member.name):
+                place = self._place_of(parent)
+                if layer and name.startswith(_HIDES):
+                    self._hide(place, name, fresh, bare)
+                elif name not in ("", ".", ".."):  # the directory itself, which is there
+                    self._put(archive, member, place, name)
+                    if layer:
+                        fresh.add(join(place, name))
+            self._count()
 
     def finish(self) -> None:
-        """Take away the links that are not to be, and give directories their permissions, which may forbid writing."""
-        root = os.path.realpath(self._root)
-        for link in () if self._leaving_links else self._links:
-            if os.path.islink(link) and not f"{os.path.realpath(link)}/".startswith(f"{root}/"):
-                os.unlink(link)
-                self.left_out.append(link.removeprefix(f"{self._root}/"))
-        for path, mode in sorted(self._directories.items(), reverse=True):
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, mode)
+        """Take away the links that are not to be.
 
-    def _place(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
-        if member.isdir():
-            self._make_directory(path, member.mode)
-        elif member.isreg():
-            self._remove(path)
-            self._write(archive, member, path)
-        elif member.islnk():
-            parent, _, name = member.linkname.rpartition("/")
-            source = f"{self._directory(parent)}/{name}"
-            if not os.path.isfile(source) or os.path.islink(source):
-                self.left_out.append(member.name)
-            elif source != path:
-                self._remove(path)
-                os.link(source, path)
-        elif member.issym():
-            self._remove(path)
-            os.symlink(member.linkname, path)
-            self._links.append(path)
-            self._found.clear()
+        Raises:
+            ArchiveError: its links lead through too many others.
+            Cancelled: the token says so.
+            TimeoutError: the token says so.
+        """
+        for place, name in () if self._leaving_links else self._links:
+            self._check_steps()
+            target = self._directory.link(place, name)
+            if target is not None and self._directory.leads_out(place, target):
+                self._directory.remove(place, name)
+                self.left_out.append(join(place, name))
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def _put(self, archive: TarReader, member: Member, place: str, name: str) -> None:
+        if member.kind is Kind.DIRECTORY:
+            self._put_directory(place, name, member.mode)
+        elif member.kind is Kind.FILE:
+            self._put_file(archive, member, place, name)
+        elif member.kind is Kind.HARD_LINK:
+            self._put_hard_link(member, place, name)
+        elif member.kind is Kind.SYMLINK and member.target:
+            self._remove(place, name)
+            os.symlink(member.target, name, dir_fd=self._made(place))
+            self._links.append((place, name))
+            self._places.clear()
         else:
             self.left_out.append(member.name)
 
-    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
-        if self._left is not None:
-            self._left -= member.size
-            if self._left < 0:
-                raise TooLarge(member.name)
-        content = archive.extractfile(member)
-        assert content is not None
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            shutil.copyfileobj(content, file, 2**20)
-            file.flush()
-            os.fchmod(descriptor, member.mode & 0o777)
-            if abs(member.mtime) < _LATEST:
-                os.utime(descriptor, (member.mtime, member.mtime))
+    def _put_file(self, archive: TarReader, member: Member, place: str, name: str) -> None:
+        self._bytes += member.size
+        if self._bytes > self._limits.max_bytes:
+            raise TooLarge("max_bytes", f"it holds more than {self._limits.max_bytes} bytes")
+        self._remove(place, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(name, flags, 0o600, dir_fd=self._made(place))
+        try:
+            end = 0
+            for position, piece in archive.pieces():
+                self._token.check()
+                _write(file, piece, position)
+                end = position + len(piece)
+            if end < member.size:  # a hole
+                os.ftruncate(file, member.size)
+            os.fchmod(file, member.mode & 0o777)
+            if member.modified is not None:
+                os.utime(file, (member.modified, member.modified))
+        finally:
+            os.close(file)
 
-    def _make_directory(self, path: str, mode: int) -> None:
-        if os.path.islink(path) and os.path.isdir(self._directory(path[len(self._root) :])):
-            return  # a layer may name the directory that a link below it leads to
-        if not os.path.isdir(path) or os.path.islink(path):
-            self._remove(path)
-            os.mkdir(path, 0o700)
-        self._directories[path] = (mode & 0o1777) | 0o700
-
-    def _hide(self, directory: str, name: str, fresh: set[str]) -> None:
-        """Remove what the layers below have in a directory, by the name of what hides it."""
-        if name != _HIDES_ALL:
-            self._remove(f"{directory}/{name.removeprefix(_HIDES)}")
+    def _put_directory(self, place: str, name: str, mode: int) -> None:
+        here = join(place, name)
+        if self._directory.link(place, name) is not None:
+            if self._directory.find(self._directory.followed(here)) is not None:
+                return  # a layer may name the directory that a link below it leads to
+        elif self._directory.find(here) is not None:
+            self._set_mode(here, mode)
             return
-        for below in os.listdir(directory):
-            if f"{directory}/{below}" not in fresh:
-                self._remove(f"{directory}/{below}")
+        self._remove(place, name)
+        self._made(place)
+        self._directory_entries += 1
+        self._set_mode(here, mode)
 
-    def _remove(self, path: str) -> None:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-            self._found.clear()
-        elif os.path.lexists(path):
-            os.unlink(path)
-            self._found.clear()
+    def _set_mode(self, place: str, mode: int) -> None:
+        """Set the permissions of a directory, made where it is missing; its owner keeps all, for what comes into it."""
+        directory = os.open(".", _READ, dir_fd=self._made(place))
+        try:
+            os.fchmod(directory, (mode & 0o1777) | stat.S_IRWXU)
+        finally:
+            os.close(directory)
 
-    def _directory(self, name: str) -> str:
-        """The directory of a name in an archive, made where it is missing."""
-        found = self._found.get(name)
-        if found is None:
-            found = "/".join((self._root, *self._followed(name)))
-            os.makedirs(found, 0o755, exist_ok=True)
-            self._found[name] = found
-        return found
+    def _put_hard_link(self, member: Member, place: str, name: str) -> None:
+        parent, _, other = member.target.rstrip("/").rpartition("/")
+        from_place = self._directory.followed(parent)
+        found = self._directory.find(from_place)
+        if found is None or other in ("", ".", "..") or not _is_file(found, other):
+            self.left_out.append(member.name)
+            return
+        if (from_place, other) == (place, name):
+            return
+        self._remove(place, name)
+        source = self._directory.find(from_place)
+        if source is None:  # it was in what has just been removed
+            self.left_out.append(member.name)
+            return
+        source = os.dup(source)
+        try:
+            os.link(other, name, src_dir_fd=source, dst_dir_fd=self._made(place), follow_symlinks=False)
+        finally:
+            os.close(source)
 
-    def _followed(self, name: str) -> list[str]:
-        """A path below the root, with its links followed there."""
-        here: list[str] = []
-        ahead = name.split("/")[::-1]
-        links = 0
-        while ahead:
-            part = ahead.pop()
-            if part in ("", "."):
-                continue
-            if part == "..":
-                del here[-1:]
-                continue
-            try:
-                target = os.readlink("/".join((self._root, *here, part)))
-            except OSError:
-                here.append(part)
-                continue
-            links += 1
-            if links > _MOST_LINKS:
-                raise tarfile.ExtractError(f"{name} leads through too many links")
-            if target.startswith("/"):
-                here = []
-            ahead += target.split("/")[::-1]
-        return here
+    def _hide(self, place: str, name: str, fresh: set[str], bare: set[str]) -> None:
+        """Remove what the layers below have in a directory, by the name of what hides it."""
+        hidden = name.removeprefix(_HIDES)
+        if name != _HIDES_ALL:
+            if hidden in ("", ".", ".."):
+                raise BrokenArchive("such a name hides nothing that a layer may hide")
+            if not name.startswith(_AUFS):
+                self._remove(place, hidden)
+            return
+        directory = self._directory.find(place)
+        if directory is None or place in bare:
+            return
+        bare.add(place)
+        listed = os.open(".", _READ, dir_fd=directory)
+        try:
+            below = os.listdir(listed)  # noqa: PTH208  (no path leads there for certain)
+        finally:
+            os.close(listed)
+        for one in below:
+            if join(place, one) not in fresh:
+                self._remove(place, one)
+
+    # --- places -----------------------------------------------------------------------------------------------------
+
+    def _place_of(self, name: str) -> str:
+        """Where the directory of a name in the archive is."""
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = self._directory.followed(name)
+            self._check_steps()
+        return place
+
+    def _made(self, place: str) -> int:
+        """A descriptor of a directory, made where it is missing."""
+        if place.count("/") >= self._limits.max_depth:
+            raise TooLarge("max_depth", f"it holds more than {self._limits.max_depth} directories one in the other")
+        if self._root_length + len(os.fsencode(place)) + _LONGEST_NAME > _LONGEST_PATH:
+            raise BrokenArchive("its files would have paths that are too long for the system")
+        return self._directory.make(place)
+
+    def _remove(self, place: str, name: str) -> None:
+        if self._directory.remove(place, name) in ("directory", "link"):
+            self._places.clear()
+
+    def _count(self) -> None:
+        self._entries += 1
+        if self._entries + self._directory.made - self._directory_entries > self._limits.max_entries:
+            raise TooLarge("max_entries", f"it holds more than {self._limits.max_entries} files and directories")
+
+    def _check_steps(self) -> None:
+        """An honest archive looks up a few names for each entry; links that lead through links may be many more."""
+        if self._directory.steps > _STEPS * (self._limits.max_entries + _STEPS):
+            raise TooLarge("max_entries", "its links lead through too many others")
+
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """Name the member that something is wrong with."""
+        try:
+            yield
+        except BrokenArchive as error:
+            raise BrokenArchive(f"{name[:200]!r}: {error}") from error
+        except TooManyLinks:
+            raise BrokenArchive(f"{name[:200]!r} leads through too many links") from None
+        except OSError as error:
+            if error.errno not in _ITS_OWN:
+                raise
+            raise BrokenArchive(f"{name[:200]!r} cannot be: {os.strerror(error.errno)}") from error
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive, of which any number may be looked at: none is kept in memory."""
-    while (member := archive.next()) is not None:
-        if "\0" in member.name or "\0" in member.linkname:
-            raise ReadError(f"the name {member.name!r} holds a NUL")
-        yield member
-        archive.members.clear()  # type: ignore[attr-defined]
+def _write(file: int, piece: bytes, position: int) -> None:
+    left = memoryview(piece)
+    while left:
+        written = os.pwrite(file, left, position)
+        left, position = left[written:], position + written
+
+
+def _is_file(directory: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False

@@ -13,7 +13,6 @@ from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.threads.pool import on_thread
 
 
 class Bubblewrap(Backend):
@@ -36,7 +35,7 @@ class Bubblewrap(Backend):
     async def prepare(self, spec: ContainerSpec) -> None:
         """Unpack the image, if it is an archive."""
         if spec.image_kind == "path":
-            await on_thread(images.prepare, spec.image)
+            await images.prepare(spec)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers import images
+from agentfly.resources.containers.confined_directory import ConfinedDirectory
 from agentfly.resources.containers.enroot.program import environment, fetching_environment, run, sandbox_uid
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.tree_removal import remove_tree
@@ -21,6 +22,7 @@ from agentfly.threads.pool import on_thread
 
 _MAGIC = b"hsqs"
 _WAIT_S = 0.05
+_LONGEST_ENVIRONMENT = 2**16  # bytes
 _QUICKLY = ("-noI", "-noD", "-noF", "-noX")  # what is packed to be unpacked at once is not compressed
 
 
@@ -45,7 +47,7 @@ def store_directory() -> Path:
 def known(store: Path, spec: ContainerSpec) -> Image | None:
     """A spec's image, if it has been prepared as it is now."""
     root = store / "data" / _mark(spec)
-    return Image(root, _variables(root / "etc" / "environment")) if root.is_dir() else None
+    return Image(root, _variables(root)) if root.is_dir() else None
 
 
 async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
@@ -79,7 +81,7 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
                     await on_thread(packed.chmod, 0o644)
                 given = environment(place, data)
                 await run([program, "create", "--name", draft.name, str(source)], given)
-                if not any((draft / name).exists() for name in ("bin/bash", "usr/bin/bash")):
+                if not images.has_shell(draft):
                     raise ResourceStartError(
                         f"ContainerSpec(image={spec.image!r}) has no /bin/bash, which the shell of a sandbox is. "
                         "Install bash in the image."
@@ -102,7 +104,7 @@ async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
             return path
         await on_thread(shutil.copyfile, path, packed)  # the user of sandboxes may not read it where it is
         return packed
-    await on_thread(images.prepare, spec.image)
+    await images.prepare(spec)
     source = images.root_directory(spec.image)
     if shutil.which("mksquashfs") is None:
         raise ResourceStartError(
@@ -152,12 +154,12 @@ def _is_packed(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def _variables(path: Path) -> tuple[tuple[str, str], ...]:
+def _variables(root: Path) -> tuple[tuple[str, str], ...]:
     """The environment that an image asks for. What refers to variables of the host has no meaning here."""
-    if path.is_symlink() or not path.is_file():
-        return ()
+    with ConfinedDirectory(root) as inside:
+        text = inside.read_file("etc/environment", _LONGEST_ENVIRONMENT) or b""
     found = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in text.decode(errors="replace").splitlines():
         name, equals, value = line.strip().partition("=")
         if equals and name.isidentifier() and name.isascii() and "${" not in value:
             found.append((name, value.strip("\"'")))

@@ -209,6 +209,14 @@ class RolloutEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsPlanned(Event):
+    """So many rollouts were asked for in one call, of which some are on record from before and are not run again."""
+
+    total: int
+    recorded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStarted(RolloutEvent):
     group_id: str
     task_id: str

@@ -141,6 +141,8 @@ class Turn:
         reward: what the turn was worth by itself (the step reward), if anything said so.
         anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
             the order of keys does not count. Turns of one task with the same anchor acted in the same state.
+        prompt_tokens, sampled_tokens: how many tokens the model read and sampled, those of thoughts included, by the
+            account of the policy or the endpoint; None where nobody tells.
     """
 
     index: int
@@ -160,6 +162,8 @@ class Turn:
     reward: float | None = None
     anchor: str = ""
     follows: tuple[int, ...] | None = None
+    prompt_tokens: int | None = None
+    sampled_tokens: int | None = None
 
     @property
     def said(self) -> str:

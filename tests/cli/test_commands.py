@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -233,8 +234,60 @@ asyncio.run(serve())
     (trajectory,) = load_trajectories(RunDirectory(Path("runs/far")).trajectories_file(0, "eval"))
     assert trajectory.response == "low"
     assert trajectory.reward == 1.0
+    assert "usage/prompt_tokens" in done.stdout
+    assert trajectory.turns[0].prompt_tokens > 0
+    assert trajectory.turns[0].sampled_tokens > 0
 
 
 def test_an_endpoint_cannot_be_trained(project):
     with pytest.raises(ConfigError, match="cannot be trained from here"):
         cli.app(["train", str(project / "config.yaml"), "policy.base_url=http://localhost:1/v1"], standalone_mode=False)
+
+
+@pytest.fixture
+def held_out(project):
+    """A configuration without tasks to train on, and with three held-out ones; its model is played by the oracle."""
+    rows = [{"prompt": f"look at {number}", "limit": 4} for number in range(3)]
+    (project / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {**CONFIG, "eval_tasks": "three.jsonl", "policy": "oracle", "oracle": "workshop.py:oracle"}
+    del config["tasks"]
+    (project / "three.yaml").write_text(yaml.safe_dump(config))
+    (project / "workshop.py").write_text(PROJECT + '\noracle = ["low"]\n')
+    return "project/three.yaml"
+
+
+def test_some_held_out_tasks_are_evaluated_without_any_to_train_on_and_shown_again(agentfly, held_out):
+    out, err = agentfly("eval", held_out, "-n", "2", "run_dir=runs/two")
+    assert "2 of 2 rollouts finished" in err
+    assert "2 held-out tasks, the oracle" in out
+    assert "pass@1" in out
+    again, err = agentfly("eval", "runs/two", "--stored")
+    assert err == ""
+    assert again[again.index("over the tasks") :] == out[out.index("over the tasks") :]
+    as_json, _ = agentfly("eval", "runs/two", "--stored", "--json")
+    assert len(json.loads(as_json)["tasks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout"], "names no tasks"),
+        (["train", "policy=null"], "names no tasks"),
+    ],
+)
+def test_a_command_that_needs_tasks_says_that_none_are_named(held_out, words, told):
+    with pytest.raises(ConfigError, match=told):
+        cli.app([words[0], held_out, *words[1:]], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["project"], "project holds no evaluation"),
+        ([], "--stored takes the directory of a run"),
+        (["project", "seed=1"], "--stored takes the directory of a run"),
+    ],
+)
+def test_an_evaluation_that_is_not_there_cannot_be_shown_again(project, words, told):
+    with pytest.raises(ConfigError, match=told):
+        cli.app(["eval", *words, "--stored"], standalone_mode=False)

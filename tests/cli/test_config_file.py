@@ -89,7 +89,7 @@ def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
     message = str(refusal.value)
     assert "'agnet'" in message
     assert "'modle'" in message
-    assert "'tasks' is needed" in message
+    assert "'agent' is needed" in message
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def full() -> Trajectory:
     turn = Turn(
         index=1, sequence=0, start=3, stop=5, text="text", stopped=True, results=(record,), generation_seconds=0.125,
         reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
-        reward=0.5, anchor="anchor", follows=(0,),
+        reward=0.5, anchor="anchor", follows=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip
     return Trajectory(
         "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},

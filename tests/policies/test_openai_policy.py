@@ -80,7 +80,8 @@ async def test_a_conversation_goes_out_as_openai_writes_it_and_the_answer_comes_
             tools=[TOOL],
             sampling=sampling,
         )
-    assert said == ChatGeneration("42", (), "stop", 0, "six times seven")
+    expected = ChatGeneration("42", (), "stop", 0, "six times seven", prompt_tokens=3, sampled_tokens=2)
+    assert said == expected
     (request,) = far_side.requests
     sent = request.body
     image = {"type": "image_url", "image_url": {"url": PNG.url}}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.rollouts.estimates import mean_over_tasks, pass_at_k, share_over_tasks, student_quantile
+from agentfly.rollouts.estimates import mean_over_tasks, pass_at_k, pass_hat_k, share_over_tasks, student_quantile
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -21,14 +21,22 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_that_hold_a_success
     assert pass_at_k(len(attempts), sum(attempts), k) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_hat_k_is_the_share_of_all_choices_of_k_attempts_that_hold_successes_only(attempts, data):
+    k = data.draw(st.integers(1, len(attempts)))
+    choices = list(itertools.combinations(attempts, k))
+    assert pass_hat_k(len(attempts), sum(attempts), k) == pytest.approx(sum(map(all, choices)) / len(choices))
+
+
 def test_pass_at_k_is_exact_where_factorials_are_beyond_floats():
     assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("attempts", "successes", "k"), [(3, 1, 4), (3, 4, 1), (3, 1, 0)])
 def test_pass_at_k_of_what_cannot_be_is_refused(attempts, successes, k):
-    with pytest.raises(ValueError, match="cannot be told"):
-        pass_at_k(attempts, successes, k)
+    for of_k in (pass_at_k, pass_hat_k):
+        with pytest.raises(ValueError, match="cannot be told"):
+            of_k(attempts, successes, k)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,20 @@ def test_one_task_tells_nothing_of_others():
     assert mean_over_tasks([[1.0, 0.0]]).high is None
 
 
-@given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=2, max_size=8))
+@pytest.mark.parametrize("value", [0.0, 0.1, 7.0])
+def test_tasks_of_one_mean_tell_no_interval(value):
+    estimate = mean_over_tasks([[value] * 3, [value], [value] * 7])
+    assert (estimate.mean, estimate.low, estimate.high) == (pytest.approx(value), None, None)
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=12))
+def test_a_mean_of_numbers_within_0_and_1_lies_in_an_interval_of_some_width(scores):
+    estimate = share_over_tasks(scores)
+    assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
+    assert estimate.high > estimate.low
+
+
+@given(st.lists(st.lists(st.integers(-50, 50), min_size=1, max_size=5), min_size=2, max_size=8))
 def test_an_attempt_that_is_made_twice_changes_nothing(scores):
     once, twice = mean_over_tasks(scores), mean_over_tasks([task * 2 for task in scores])
     assert (twice.mean, twice.low, twice.high) == pytest.approx((once.mean, once.low, once.high), abs=1e-9)

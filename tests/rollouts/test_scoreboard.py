@@ -53,8 +53,30 @@ def test_pass_at_k_is_over_the_tasks_with_as_many_attempts():
 def test_the_interval_of_pass_at_k_stays_within_0_and_1():
     board = Scoreboard.of([*attempts("a", 1.0, 1.0), *attempts("b", 1.0, 1.0), *attempts("c", 0.0, 0.0)])
     estimate = board.pass_at(2)
-    assert (estimate.low, estimate.high) == (0.0, 1.0)
+    assert (estimate.low, estimate.high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson's, of 2 in 3
     assert estimate.mean == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("reward", "interval"), [(0.0, (0.0, 0.2775)), (1.0, (0.7225, 1.0))])
+def test_no_number_is_sure_because_all_tasks_went_alike(reward, interval):
+    board = Scoreboard.of([one for number in range(10) for one in attempts(str(number), reward, reward)])
+    for estimate in (board.reward(), board.success(), board.pass_at(2), board.pass_hat(2)):
+        assert estimate.mean == reward
+        assert (estimate.low, estimate.high) == pytest.approx(interval, abs=1e-4)
+
+
+def test_rewards_beyond_0_and_1_that_are_alike_in_all_tasks_tell_no_interval():
+    estimate = Scoreboard.of([*attempts("a", -2.0), *attempts("b", -2.0)]).reward()
+    assert (estimate.mean, estimate.low, estimate.high) == (-2.0, None, None)
+
+
+def test_pass_hat_k_is_the_chance_that_all_of_k_attempts_succeed():
+    board = Scoreboard.of([*attempts("a", 1.0, 1.0, 0.0), *attempts("b", 0.0, 0.0, 0.0)])
+    assert board.pass_hat(1) == board.success()
+    assert board.pass_hat(2).mean == pytest.approx((1 / 3 + 0) / 2)
+    assert board.pass_hat(3).mean == 0.0
+    assert board.pass_hat(4) is None
+    assert board.to_json([1, 2])["pass_hat"]["2"]["mean"] == board.pass_hat(2).mean
 
 
 def test_nothing_that_counts_gives_no_number():

@@ -15,6 +15,7 @@ from agentfly.events import (
     Progress,
     RewardFinished,
     RolloutFinished,
+    RolloutsPlanned,
     RolloutStarted,
     StepFinished,
     TrainingFinished,
@@ -149,3 +150,49 @@ def test_a_step_with_unscored_rollouts_says_why_with_the_first_failure_of_that_s
     assert "8 of 16 rollouts unscored: RewardError 8, for instance: No ink." in " ".join(
         shown(live=True, events=events).split()
     )
+
+
+def planned(total: int, recorded: int = 0, failed: tuple[int, ...] = ()) -> list:
+    def finished(number: int) -> RolloutFinished:
+        return RolloutFinished(
+            time=100.0 + number,
+            rollout_id=str(number),
+            group_id="g",
+            finish="done",
+            reward=None if number in failed else float(number % 2),
+            turns=1,
+            sampled_tokens=5,
+            seconds=1.0,
+            error="gone" if number in failed else None,
+        )
+
+    numbers = range(1, total - recorded + 1)
+    starts = [RolloutStarted(time=100.0, rollout_id=str(one), group_id="g", task_id="t") for one in numbers]
+    return [RolloutsPlanned(time=100.0, total=total, recorded=recorded), *starts, *map(finished, numbers)]
+
+
+def test_rollouts_that_are_planned_have_a_line_at_each_tenth_with_mean_failures_and_time_left():
+    lines = shown(live=False, events=planned(40, failed=(3,))).splitlines()
+    assert lines[0] == "0 of 40 rollouts finished"
+    assert lines[1] == "4 of 40 rollouts finished  reward 0.333  1 failed  0:36 left"
+    assert lines[-1] == "40 of 40 rollouts finished  reward 0.487  1 failed"
+    assert len(lines) == 11
+
+
+def test_rollouts_on_record_count_as_finished_and_not_for_the_pace():
+    lines = shown(live=False, events=planned(10, recorded=6)).splitlines()
+    assert lines[:2] == ["6 of 10 rollouts finished", "7 of 10 rollouts finished  reward 1.000  0:03 left"]
+
+
+def test_slow_rollouts_have_a_line_at_least_every_half_minute():
+    quiet = [
+        GenerationFinished(time=time, rollout_id="1", turn=0, prompt_tokens=1, sampled_tokens=1, seconds=1.0)
+        for time in (110.0, 131.0, 140.0, 162.0)
+    ]
+    assert shown(live=False, events=[*planned(50)[:2], *quiet]).splitlines() == ["0 of 50 rollouts finished"] * 3
+
+
+def test_planned_rollouts_are_drawn_live_with_what_is_left():
+    drawn = shown(live=True, events=planned(40)[:-10])
+    assert "30 of 40 rollouts finished  reward 0.500" in drawn
+    assert "10 running" in drawn

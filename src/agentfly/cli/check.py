@@ -43,7 +43,7 @@ async def _checked(experiment: Experiment) -> int:
 
     findings = preflight(
         experiment.agent,
-        experiment.tasks,
+        experiment.tasks or experiment.eval_tasks or experiment.required_tasks(),
         reward=experiment.reward,
         oracle=experiment.oracle,
         policy=experiment.policy,

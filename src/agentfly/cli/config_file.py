@@ -129,7 +129,7 @@ class RunConfig(BaseModel):
     """What is sampled from: an endpoint (not in training), or ``vllm``; if not given, the model in this process."""
     memory: MemoryConfig | None = None
     """What the agent recalls of the conversation at each turn; as the agent says if not given."""
-    tasks: str
+    tasks: str | None = None
     """Reference of the tasks, or of a function that returns them, or path of a file: JSON lines, CSV, parquet."""
     eval_tasks: str | None = None
     """The same for the held-out tasks; without them nothing is evaluated."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentfly.cli.kept_run import KeptRun
     from agentfly.events import EventStream
     from agentfly.rollouts.run import RunResult
+    from agentfly.rollouts.scoreboard import Scoreboard
     from agentfly.run_directory import RunDirectory
     from agentfly.task import Task
 
@@ -35,6 +36,12 @@ def evaluate(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with an evaluation that was cut short; only overrides follow."),
     ] = None,
+    tasks: Annotated[
+        int | None, typer.Option("-n", "--tasks", min=1, help="Number of held-out tasks; all of them if not given.")
+    ] = None,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Show the last evaluation that a run holds; nothing is rolled out.")
+    ] = False,
     ks: Annotated[
         str | None,
         typer.Option("--k", metavar="K,…", help="The k of pass@k; 1, 2, 4, … up to the attempts if not given."),
@@ -46,23 +53,32 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks.
 
-    Shows reward, success and pass@k with intervals clustered by task, and each task. training.eval_attempts is the
-    number of attempts at a task. What is kept can be set beside another evaluation: agentfly compare.
+    Shows reward, success, pass@k and pass^k with intervals clustered by task, and each task. training.eval_attempts is
+    the number of attempts at a task. An evaluation is kept: --stored shows it again, agentfly compare sets two side by
+    side.
     """
-    from rich.console import Console
-
     from agentfly.cli.experiment import Experiment
     from agentfly.cli.kept_run import KeptRun
     from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
-    from agentfly.rollouts.scoreboard import Scoreboard, usual_ks
+    from agentfly.rollouts.scoreboard import Scoreboard
+    from agentfly.trajectory import load_trajectories
     from agentfly.viewing.counted import counted
     from agentfly.viewing.progress import ConsoleProgress
-    from agentfly.viewing.report import metrics_table
-    from agentfly.viewing.score_tables import scores_table
 
     words = [*endpoint_asked(base_url), *(overrides or [])]
     wanted = None if ks is None else _numbers(ks)
+    if stored:
+        if source is None or words or resume is not None:
+            raise ConfigError(
+                "--stored takes the directory of a run, and nothing to override: agentfly eval RUN_DIR --stored."
+            )
+        step, path = _stored(source, checkpoint)
+        board = Scoreboard.of(load_trajectories(path))
+        _show(
+            board, _told(wanted, board), path, f"held-out tasks after step {step}", as_json=as_json, all_tasks=all_tasks
+        )
+        return
     kept = KeptRun.of("eval", source, words, checkpoint, resume)
     most = kept.config.training.eval_attempts
     if wanted is not None and wanted[-1] > most:
@@ -73,22 +89,68 @@ def evaluate(
     experiment = Experiment.of(kept.config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{resume or source} names no held-out tasks to evaluate on. Set eval_tasks.")
-    experiment.require_definitions(experiment.eval_tasks)
+    rows = experiment.eval_tasks[: tasks or kept.about.get("tasks")]
+    experiment.require_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
     with kept.directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
-        result = interruption.run(_evaluated(experiment, experiment.eval_tasks, events, kept, directory))
+        result = interruption.run(_evaluated(experiment, rows, events, kept, directory))
     board = Scoreboard.of(result.trajectories)
-    ks_told = wanted or usual_ks(board.most_attempts)
     path = directory.trajectories_file(kept.step, "eval")
+    title = f"{counted(len(rows), 'held-out task')}, {experiment.model_name}"
+    _show(board, _told(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
+
+
+def _told(wanted: list[int] | None, board: Scoreboard) -> list[int]:
+    from agentfly.rollouts.scoreboard import usual_ks
+
+    return wanted or usual_ks(board.most_attempts)
+
+
+def _show(
+    board: Scoreboard,
+    ks: list[int],
+    path: Path,
+    title: str,
+    *,
+    as_json: bool,
+    all_tasks: bool,
+    metrics: dict[str, float] | None = None,
+) -> None:
+    """Print the scores of an evaluation, with its metrics, which are made of its trajectories if not given."""
+    from rich.console import Console
+
+    from agentfly.rollouts.summary import summarize
+    from agentfly.trajectory import load_trajectories
+    from agentfly.viewing.report import metrics_table
+    from agentfly.viewing.score_tables import scores_table
+
     if as_json:
-        typer.echo(json.dumps({"trajectories": str(path), **board.to_json(ks_told)}, indent=2))
+        typer.echo(json.dumps({"trajectories": str(path), **board.to_json(ks)}, indent=2))
         return
     console = Console()
-    title = f"{counted(len(experiment.eval_tasks), 'held-out task')}, {experiment.model_name}"
-    console.print(metrics_table(result.metrics, title))
-    console.print(scores_table(board, ks_told, all_tasks=all_tasks))
+    console.print(metrics_table(summarize(list(load_trajectories(path))) if metrics is None else metrics, title))
+    console.print(scores_table(board, ks, all_tasks=all_tasks))
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
+
+
+def _stored(source: Path, checkpoint: str | None) -> tuple[int, Path]:
+    """The step and the trajectories of an evaluation that a run holds: the last, or that of a step.
+
+    Raises:
+        ConfigError: there is no such evaluation.
+    """
+    from agentfly.run_directory import RunDirectory
+
+    files = dict(RunDirectory(source).trajectory_files("eval"))
+    if not files:
+        raise ConfigError(f"{source} holds no evaluation. Make one: agentfly eval {source}")
+    if checkpoint is None:
+        return max(files), files[max(files)]
+    step = 0 if checkpoint == "none" else int(checkpoint) if checkpoint.isdecimal() else -1
+    if step not in files:
+        raise ConfigError(f"{source} holds no evaluation after step {checkpoint}. It has {', '.join(map(str, files))}.")
+    return step, files[step]
 
 
 def _numbers(ks: str) -> list[int]:

@@ -33,7 +33,7 @@ class Experiment:
     Attributes:
         config: the configuration.
         agent: the agent, with the configuration's model if it has one.
-        tasks: the tasks to train on, or to roll out.
+        tasks: the tasks to train on, or to roll out; None if none are named.
         eval_tasks: the held-out tasks; None if none are named.
         reward: the reward; `tool_rewards` where none is named.
         oracle: what an agent without fault says, as of `ScriptedPolicy`; None where none is named.
@@ -42,7 +42,7 @@ class Experiment:
 
     config: RunConfig
     agent: Agent
-    tasks: list[Task]
+    tasks: list[Task] | None
     eval_tasks: list[Task] | None
     reward: AnyReward
     oracle: Script | Sequence[str] | None
@@ -60,12 +60,22 @@ class Experiment:
         return cls(
             config=config,
             agent=agent,
-            tasks=_tasks(config.tasks, base, "tasks"),
+            tasks=_tasks(config.tasks, base, "tasks") if config.tasks else None,
             eval_tasks=_tasks(config.eval_tasks, base, "eval_tasks") if config.eval_tasks else None,
             reward=_reward(config.reward, base),
             oracle=_oracle(config.oracle, base, agent) if config.oracle else None,
             curriculum=_curriculum(config.curriculum, base) if config.curriculum else None,
         )
+
+    def required_tasks(self) -> list[Task]:
+        """The tasks to train on, or to roll out.
+
+        Raises:
+            ConfigError: none are named.
+        """
+        if self.tasks is None:
+            raise ConfigError("The configuration names no tasks. Set tasks, to a file or to module:name.")
+        return self.tasks
 
     def require_definitions(self, tasks: Sequence[Task]) -> None:
         """See that agent, tasks and reward go together as they are written, before anything is loaded or started.

@@ -61,7 +61,7 @@ def rollout(
     words = [*endpoint_asked(base_url), *(overrides or [])]
     kept = KeptRun.of("rollout", source, words, checkpoint, resume)
     experiment = Experiment.of(kept.config)
-    rows = experiment.tasks[: tasks or kept.about.get("tasks", 4)]
+    rows = experiment.required_tasks()[: tasks or kept.about.get("tasks", 4)]
     attempts = attempts or kept.about.get("attempts", 1)
     experiment.require_definitions(rows)
     experiment.fetch_model()

@@ -83,13 +83,14 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
             "out, and name a model that learns in this process, with 'policy: vllm' if vLLM is to sample from it."
         )
     experiment = Experiment.of(config)
-    experiment.require_definitions([*experiment.tasks, *(experiment.eval_tasks or [])])
+    tasks = experiment.required_tasks()
+    experiment.require_definitions([*tasks, *(experiment.eval_tasks or [])])
     experiment.fetch_model()
     events = EventStream()
     with begun_run(config, resumed, events, command="train"):
         result = train_agent(
             experiment.agent,
-            experiment.tasks,
+            tasks,
             experiment.reward,
             eval_tasks=experiment.eval_tasks,
             curriculum=experiment.curriculum,

@@ -115,6 +115,8 @@ class Session:
                 reasoning=reasoning,
                 content=None if content == said.text else content,
                 follows=question.follows,
+                prompt_tokens=len(question.prompt.ids),
+                sampled_tokens=place.stop - place.start,
             )
         )
         for before in question.follows:

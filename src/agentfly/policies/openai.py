@@ -220,7 +220,8 @@ class OpenAIPolicy:
         reason = (completion.finish_reason or "").lower()
         if reason in _BROKEN_OFF:
             raise PolicyError(f"{self._spec.model} at {self._spec.base_url} broke an answer off ({reason}).")
-        used = completion.usage.completion_tokens if completion.usage is not None else 0
+        usage = completion.usage
+        used = usage.completion_tokens if usage is not None else 0
         cut = reason in _CUT or (not reason and used >= sampling.max_tokens)  # not all say why they ended
         finish: Literal["stop", "length"] = "length" if cut else "stop"
         choice = completion.raw["choices"][0]
@@ -236,6 +237,8 @@ class OpenAIPolicy:
             prompt_ids=prompt_ids,
             ids=ids,
             logprobs=None if distorted else logprobs,
+            prompt_tokens=usage.prompt_tokens if usage is not None else None,
+            sampled_tokens=usage.completion_tokens if usage is not None else None,
         )
 
 

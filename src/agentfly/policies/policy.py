@@ -180,6 +180,8 @@ class ChatGeneration:
         reasoning: the thoughts, where the far side tells them apart.
         prompt_ids, ids, logprobs: the exact tokens, where the far side tells them; without them the trajectory cannot
             be trained on.
+        prompt_tokens, sampled_tokens: how many tokens were read and sampled, by the far side's account; None where it
+            does not tell.
     """
 
     content: str
@@ -190,6 +192,8 @@ class ChatGeneration:
     prompt_ids: Sequence[int] | None = None
     ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
+    prompt_tokens: int | None = None
+    sampled_tokens: int | None = None
 
 
 @runtime_checkable

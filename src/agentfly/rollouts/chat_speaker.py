@@ -75,7 +75,8 @@ class ChatSpeaker:
             calls=calls,
             stopped=stopped,
             place=self._recorded(generation, view),
-            prompt_tokens=len(generation.prompt_ids or ()),
+            prompt_tokens=generation.prompt_tokens,
+            sampled_tokens=generation.sampled_tokens,
             seconds=seconds,
         )
 

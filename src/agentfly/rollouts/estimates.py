@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 LEVEL = 0.95
 """How often intervals made in this way hold the true value."""
 
 _NORMAL_QUANTILE = 1.959963984540054
 """How many standard errors the interval at `LEVEL` reaches to each side, under the normal distribution."""
+
+_ROUNDING = 1e-12
+"""Means that differ by less than this share of their size differ by rounding."""
 
 _NORMAL_FROM = 2000
 """With more degrees of freedom than this, Student's t is the normal distribution to four digits."""
@@ -27,7 +30,8 @@ class Estimate:
 
     Attributes:
         mean: the mean over the tasks.
-        low, high: ends of the interval; None where one task alone tells nothing of others.
+        low, high: ends of the interval; None where one task alone tells nothing of others, or where all tasks have the
+            same mean, which does not tell how far others may be from it.
         tasks: number of tasks.
     """
 
@@ -49,14 +53,17 @@ def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
     means = [math.fsum(task) / len(task) for task in scores]
     count = len(means)
     mean = math.fsum(means) / count
-    if count == 1:
-        return Estimate(mean, None, None, 1)
-    reach = student_quantile(count - 1) * _standard_error(means, mean)
+    error = _standard_error(means, mean) if count > 1 else 0.0
+    if error <= _ROUNDING * max(map(abs, means)):
+        return Estimate(mean, None, None, count)
+    reach = student_quantile(count - 1) * error
     return Estimate(mean, mean - reach, mean + reach, count)
 
 
-def share_over_tasks(successes: Sequence[Sequence[bool]]) -> Estimate:
+def share_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int | None = None) -> Estimate:
     """The mean over tasks of the share of their attempts that succeeded, with a Wilson interval clustered by task.
+
+    Numbers between 0 and 1, such as rewards in that range, may stand for successes: they vary no more than shares do.
 
     Wilson's interval stays within 0 and 1 and has a width also where every attempt succeeded. It is given the number of
     independent attempts that would vary as much as the tasks do: at least the tasks, at most the attempts. With
@@ -66,23 +73,18 @@ def share_over_tasks(successes: Sequence[Sequence[bool]]) -> Estimate:
     intervals for proportions with small expected number of positive counts, 1998.
 
     Args:
-        successes: for each task, whether its attempts succeeded, at least one; at least one task.
+        successes: for each task, whether its attempts succeeded, or numbers between 0 and 1; at least one attempt of at
+            least one task.
+        attempts: number of attempts that the numbers were made from; as many as there are numbers if not given.
     """
-    means = [sum(task) / len(task) for task in successes]
-    count, attempts = len(means), sum(map(len, successes))
+    means = [math.fsum(task) / len(task) for task in successes]
+    count, attempts = len(means), attempts or sum(map(len, successes))
     share = math.fsum(means) / count
     error = _standard_error(means, share) if count > 1 else math.inf
     independent = share * (1 - share) / error**2 if error > 0 else float(attempts)
     if share in (0.0, 1.0):
         independent = float(count)
     return Estimate(share, *_wilson(share, min(max(independent, count), attempts)), count)
-
-
-def within_shares(estimate: Estimate) -> Estimate:
-    """An estimate of a share, with what of its interval lies beyond 0 and 1 taken away."""
-    if estimate.low is None or estimate.high is None:
-        return estimate
-    return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
@@ -97,6 +99,19 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
     if not 1 <= k <= attempts or not 0 <= successes <= attempts:
         raise ValueError(f"pass@{k} cannot be told from {successes} successes in {attempts} attempts.")
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def pass_hat_k(attempts: int, successes: int, k: int) -> float:
+    """Chance that all of ``k`` attempts at a task succeed, without bias, from ``attempts`` of which some did: pass^k.
+
+    Source: τ-bench, https://arxiv.org/abs/2406.12045, section 3: C(c, k) / C(n, k).
+
+    Raises:
+        ValueError: there are fewer attempts than ``k``, or more successes than attempts.
+    """
+    if not 1 <= k <= attempts or not 0 <= successes <= attempts:
+        raise ValueError(f"pass^{k} cannot be told from {successes} successes in {attempts} attempts.")
+    return math.comb(successes, k) / math.comb(attempts, k)
 
 
 def student_quantile(degrees: int) -> float:

@@ -147,6 +147,11 @@ class RolloutRecord:
             self._writer.end()
             await closing
 
+    @property
+    def recorded(self) -> int:
+        """Number of sound rollouts on record that `finished` has not been asked for yet; 0 before it is opened."""
+        return len(self._finished)
+
     def finished(self, group: Group, attempt: int) -> Finished | None:
         """What came of an attempt that had finished before, under the names of this run. It is answered once.
 

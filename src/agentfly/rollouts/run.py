@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.errors import ConfigError, refuse_unknown
+from agentfly.events import RolloutsPlanned
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.record import RolloutRecord
@@ -114,6 +115,9 @@ async def run(
                 directory.ensure()
                 stack.callback(directory.remove_if_empty)
                 await stack.enter_async_context(record.opened(runner.traits(sampling), about))
+            if (events := runner_settings.get("events")) is not None:
+                total = len(rows) * attempts
+                events.emit(RolloutsPlanned(total=total, recorded=0 if record is None else min(record.recorded, total)))
             before = runner.occupancy()
             trajectories = await runner.collect(rows, **settings)
             resources = occupancy_metrics(before, runner.occupancy())

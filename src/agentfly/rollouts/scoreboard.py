@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import ConfigError
-from agentfly.rollouts.estimates import Estimate, mean_over_tasks, pass_at_k, share_over_tasks, within_shares
+from agentfly.rollouts.estimates import Estimate, mean_over_tasks, pass_at_k, pass_hat_k, share_over_tasks
 from agentfly.rollouts.summary import succeeded
 from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory
@@ -33,6 +33,10 @@ class TaskScores:
     def pass_at(self, k: int) -> float | None:
         """Chance that one of ``k`` attempts solves the task; None where fewer than ``k`` attempts count."""
         return pass_at_k(len(self.successes), sum(self.successes), k) if k <= len(self.successes) else None
+
+    def pass_hat(self, k: int) -> float | None:
+        """Chance that all of ``k`` attempts solve the task; None where fewer than ``k`` attempts count."""
+        return pass_hat_k(len(self.successes), sum(self.successes), k) if k <= len(self.successes) else None
 
 
 @dataclass(frozen=True)
@@ -79,23 +83,38 @@ class Scoreboard:
         return max((len(scores.rewards) for scores in self.tasks.values()), default=0)
 
     def reward(self) -> Estimate | None:
-        """Mean reward, with Student's t interval clustered by task; None where nothing counts."""
-        return mean_over_tasks([scores.rewards for scores in self.scored]) if self.scored else None
+        """Mean reward, with an interval clustered by task; None where nothing counts.
+
+        The interval is that of a share where all rewards lie within 0 and 1, else Student's t.
+        """
+        if not self.scored:
+            return None
+        rewards = [scores.rewards for scores in self.scored]
+        bounded = all(0.0 <= one <= 1.0 for task in rewards for one in task)
+        return share_over_tasks(rewards) if bounded else mean_over_tasks(rewards)
 
     def success(self) -> Estimate | None:
         """Share of the attempts that solve their task, with a Wilson interval clustered by task; None as `reward`."""
         return share_over_tasks([scores.successes for scores in self.scored]) if self.scored else None
 
     def pass_at(self, k: int) -> Estimate | None:
-        """Share of the tasks that ``k`` attempts solve, over the tasks with as many attempts that count.
+        """Share of the tasks of which one of ``k`` attempts is solved, over those with as many attempts that count.
 
-        The interval is Student's t over the tasks, as far as it is within 0 and 1, for ``k`` of 1 Wilson's. None where
-        no task has as many.
+        The interval is that of a share, clustered by task. None where no task has as many.
         """
-        chances = [chance for scores in self.scored if (chance := scores.pass_at(k)) is not None]
-        if not chances:
+        return self._of_k(k, TaskScores.pass_at)
+
+    def pass_hat(self, k: int) -> Estimate | None:
+        """Share of the tasks of which all of ``k`` attempts are solved: pass^k. The rest is as of `pass_at`."""
+        return self._of_k(k, TaskScores.pass_hat)
+
+    def _of_k(self, k: int, chance_of: Callable[[TaskScores, int], float | None]) -> Estimate | None:
+        if k == 1:
+            return self.success()
+        found = [(chance, len(one.rewards)) for one in self.scored if (chance := chance_of(one, k)) is not None]
+        if not found:
             return None
-        return self.success() if k == 1 else within_shares(mean_over_tasks([[chance] for chance in chances]))
+        return share_over_tasks([[chance] for chance, _ in found], attempts=sum(count for _, count in found))
 
     def to_json(self, ks: Sequence[int]) -> dict[str, Any]:
         """Everything as JSON can hold it: the estimates, what was left out, and each task's scores."""
@@ -103,6 +122,7 @@ class Scoreboard:
             "reward": _json_of(self.reward()),
             "success": _json_of(self.success()),
             "pass_at": {str(k): _json_of(self.pass_at(k)) for k in ks},
+            "pass_hat": {str(k): _json_of(self.pass_hat(k)) for k in ks},
             "left_out": self.left_out,
             "tasks": [
                 {"id": name, "rewards": scores.rewards, "successes": scores.successes, "left_out": scores.left_out}

@@ -58,6 +58,8 @@ class Scribe:
             policy=policy,
             anchor=anchor,
             follows=follows,
+            prompt_tokens=said.prompt_tokens,
+            sampled_tokens=said.sampled_tokens,
         )
         trajectory.turns.append(turn)
         trajectory.seconds["generation"] += said.seconds
@@ -65,8 +67,8 @@ class Scribe:
             GenerationFinished(
                 rollout_id=trajectory.rollout_id,
                 turn=turn.index,
-                prompt_tokens=said.prompt_tokens,
-                sampled_tokens=place.stop - place.start,
+                prompt_tokens=said.prompt_tokens or 0,
+                sampled_tokens=said.sampled_tokens or 0,
                 seconds=said.seconds,
             )
         )

@@ -23,7 +23,7 @@ class Utterance:
         calls: the tool calls in it. A turn that a limit cut makes none, even if what is left of it happens to parse.
         stopped: whether the model ended the turn itself.
         place: where its tokens stand; None where nobody tells them.
-        prompt_tokens: how many tokens the model saw; 0 where nobody tells.
+        prompt_tokens, sampled_tokens: how many tokens the model read and sampled; None where nobody tells.
         seconds: how long the generation took.
     """
 
@@ -34,7 +34,8 @@ class Utterance:
     calls: tuple[ToolCall, ...]
     stopped: bool
     place: Place | None
-    prompt_tokens: int
+    prompt_tokens: int | None
+    sampled_tokens: int | None
     seconds: float
 
 

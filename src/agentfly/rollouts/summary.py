@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
-from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
+from agentfly.trajectory import FinishReason, ToolRecord, Trajectory, Turn
 
 METRICS = (
     "rollouts",
@@ -25,6 +25,8 @@ METRICS = (
     "reward/mean",
     "reward/std",
     "success/mean",
+    "usage/prompt_tokens",
+    "usage/sampled_tokens",
 )
 """The names of `summarize` that do not depend on what happens."""
 
@@ -49,7 +51,9 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of
     the tool calls that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors
     under ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
-    Lengths and sequences are left out where text came without token ids, so that nobody knows them.
+    Lengths and sequences are left out where text came without token ids, so that nobody knows them. ``usage/…`` is the
+    number of tokens that all turns read and sampled, those of spoiled rollouts included; ``usage/untold_turns`` those
+    turns whose number of tokens an endpoint did not tell, if there are any.
     """
     sound = [t for t in trajectories if not t.infrastructure_failed and t.finish is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]
@@ -73,6 +77,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["reward/mean"] = _mean(rewards)
         metrics["reward/std"] = _std(rewards)
         metrics["success/mean"] = _mean(float(bool(succeeded(t))) for t in scored)
+    metrics |= _usage([turn for t in trajectories for turn in t.turns])
     for name in sorted({name for t in scored for name in t.metrics} - {"success"}):
         metrics[f"reward_metrics/{name}"] = _mean(t.metrics[name] for t in scored if name in t.metrics)
     for kind, count in sorted(Counter(r.failure.kind for r in results if r.failure is not None).items()):
@@ -106,6 +111,15 @@ def occupancy_metrics(before: Mapping[str, Occupancy], after: Mapping[str, Occup
 def _causes(trajectories: Sequence[Trajectory]) -> Counter[str]:
     failures = [failure for t in trajectories for failure in (t.failure, t.reward_failure) if failure is not None]
     return Counter(f"{failure.boundary}/{failure.kind}" for failure in failures)
+
+
+def _usage(turns: Sequence[Turn]) -> dict[str, float]:
+    told = [turn for turn in turns if turn.prompt_tokens is not None and turn.sampled_tokens is not None]
+    usage = {
+        "usage/prompt_tokens": float(sum(turn.prompt_tokens or 0 for turn in told)),
+        "usage/sampled_tokens": float(sum(turn.sampled_tokens or 0 for turn in told)),
+    }
+    return usage if len(told) == len(turns) else usage | {"usage/untold_turns": float(len(turns) - len(told))}
 
 
 def _invalid(result: ToolRecord) -> bool:

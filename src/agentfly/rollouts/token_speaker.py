@@ -83,7 +83,16 @@ class TokenSpeaker:
             message = turn_message(reply.content, reply.reasoning, calls)
         self._strategy.replied(message)
         return Utterance(
-            message, reply.text, reply.content, reply.reasoning, calls, stopped, place, len(prompt), seconds
+            message=message,
+            text=reply.text,
+            content=reply.content,
+            reasoning=reply.reasoning,
+            calls=calls,
+            stopped=stopped,
+            place=place,
+            prompt_tokens=len(prompt),
+            sampled_tokens=len(generation.ids),
+            seconds=seconds,
         )
 
     def _calls_in(self, reply: Reply) -> tuple[ToolCall, ...]:

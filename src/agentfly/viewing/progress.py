@@ -18,6 +18,7 @@ from agentfly.events import (
     EvaluationFinished,
     Event,
     Progress,
+    RolloutsPlanned,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
@@ -26,6 +27,9 @@ from agentfly.viewing.chart import sparkline
 from agentfly.viewing.counted import counted
 from agentfly.viewing.lessons import Lessons
 from agentfly.viewing.run_state import REWARD, SUCCESS, TURNS, RunState
+
+_QUIET_S = 30.0
+"""Seconds after which a line is printed though no tenth of the rollouts has finished."""
 
 
 class ConsoleProgress:
@@ -43,6 +47,8 @@ class ConsoleProgress:
         self._lock = Lock()
         self._live: Live | None = None
         self._told = ""
+        self._tenth = 0
+        self._said_at = 0.0
 
     def __enter__(self) -> Self:
         if self._live_wanted:
@@ -63,7 +69,7 @@ class ConsoleProgress:
         with self._lock:
             self._state.update(event)
         if self._live is None:
-            line = self._line(event)
+            line = self._line(event) or self._rollouts_line(event)
             if line:
                 self._console.print(Text(line), soft_wrap=True)
 
@@ -108,6 +114,17 @@ class ConsoleProgress:
                 return event.what
         return ""
 
+    def _rollouts_line(self, event: Event) -> str:
+        """How far the planned rollouts have come: at every tenth of them, and at least every half minute."""
+        state = self._state
+        if not state.planned:
+            return ""
+        tenth = 10 * state.finished // state.planned
+        if tenth <= self._tenth and event.time < self._said_at + _QUIET_S and not isinstance(event, RolloutsPlanned):
+            return ""
+        self._tenth, self._said_at = tenth, event.time
+        return "  ".join(_rollouts(state, event.time))
+
     # --- live ---------------------------------------------------------------------------------------------------------
 
     def _drawing(self) -> RenderableType:
@@ -121,6 +138,8 @@ class ConsoleProgress:
             if state.ended:
                 parts.append(Text(_ended_early(state.step, state.ended)))
             parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
+        elif state.planned:
+            parts.append(Text("  ".join([*_rollouts(state), self._now()])))
         elif state.running or state.finished:
             parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
         if state.doing is not None:
@@ -162,6 +181,19 @@ class ConsoleProgress:
             f"{state.running} running, {state.waiting} waiting for a resource{failed}, "
             f"{state.tokens_per_second():.0f} tokens/s"
         )
+
+
+def _rollouts(state: RunState, now: float | None = None) -> list[str]:
+    """How many of the planned rollouts have finished, their mean reward, failures and the time left."""
+    parts = [f"{state.finished} of {counted(state.planned, 'rollout')} finished"]
+    if state.scores:
+        parts.append(f"reward {sum(state.scores) / len(state.scores):.3f}")
+    if state.failed:
+        parts.append(f"{state.failed} failed")
+    left = state.rollout_seconds_left(now)
+    if left and state.finished < state.planned:
+        parts.append(f"{_clock(left)} left")
+    return parts
 
 
 def _figures(metrics: dict[str, float]) -> list[str]:

@@ -17,6 +17,7 @@ from agentfly.events import (
     Progress,
     RewardFinished,
     RolloutFinished,
+    RolloutsPlanned,
     RolloutStarted,
     StepFinished,
     TrainingFinished,
@@ -40,7 +41,9 @@ class RunState:
         rewards: mean reward of each finished step.
         evaluations: metrics of each evaluation, with its step.
         metrics: metrics of the last finished step.
+        planned: number of rollouts that were asked for in one call, those on record included; 0 where nobody says.
         running, finished, failed: number of rollouts.
+        scores: rewards of the finished rollouts that were scored and are sound.
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
         refusal: why scoring failed for the first time in the last finished step; empty if it did not.
@@ -55,6 +58,7 @@ class RunState:
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    planned: int = 0
     running: int = 0
     finished: int = 0
     failed: int = 0
@@ -63,6 +67,7 @@ class RunState:
     lessons: Lessons = field(default_factory=Lessons)
     refusal: str = ""
     ended: str = ""
+    scores: list[float] = field(default_factory=list)
     doing: Progress | None = None
     run_dir: str = ""
     model: str = ""
@@ -70,6 +75,8 @@ class RunState:
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     _step_began: float = 0.0
+    _planned_at: float = 0.0
+    _recorded: int = 0
     _refusal: str = ""
 
     def update(self, event: Event) -> None:
@@ -80,6 +87,9 @@ class RunState:
                 self.dtype = event.dtype
                 self.model = f"{event.model} in {event.dtype} on {event.device}"
                 self._step_began = event.time
+            case RolloutsPlanned():
+                self.planned, self.finished, self.failed, self.scores = event.total, event.recorded, 0, []
+                self._planned_at, self._recorded = event.time, event.recorded
             case RolloutStarted():
                 self.running += 1
                 self.doing = None
@@ -87,6 +97,8 @@ class RunState:
                 self.running -= 1
                 self.finished += 1
                 self.failed += event.error is not None
+                if self.planned and event.error is None and event.reward is not None:
+                    self.scores.append(event.reward)
             case RewardFinished():
                 self._refusal = self._refusal or event.error or ""
             case GenerationFinished():
@@ -128,6 +140,14 @@ class RunState:
         if not self._tokens:
             return 0.0
         return sum(count for _, count in self._tokens) / max(1.0, now - self._tokens[0][0])
+
+    def rollout_seconds_left(self, now: float | None = None) -> float | None:
+        """Seconds until all planned rollouts have finished, at the pace so far; None before the first has."""
+        done = self.finished - self._recorded
+        if not self.planned or done < 1:
+            return None
+        elapsed = (time.time() if now is None else now) - self._planned_at
+        return max(0, self.planned - self.finished) * elapsed / done
 
     def seconds_left(self) -> float | None:
         """Seconds until the last step is done at the pace of the last twenty; None before the first.

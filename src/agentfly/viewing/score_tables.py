@@ -25,11 +25,12 @@ def scores_table(board: Scoreboard, ks: Sequence[int], *, all_tasks: bool = Fals
 
     Args:
         board: the scores.
-        ks: the values of k for pass@k.
+        ks: the values of k for pass@k, one of k attempts, and pass^k, all of them.
         all_tasks: show every task, not only those that were solved least.
     """
     estimates = {"reward": board.reward(), "success": board.success()}
-    estimates |= {f"pass@{k}": board.pass_at(k) for k in ks if k > 1}
+    estimates |= {f"pass@{k}": board.pass_at(k) for k in ks}
+    estimates |= {f"pass^{k}": board.pass_hat(k) for k in ks if k > 1}
     table = Table()
     for heading in ("over the tasks", "mean", f"{LEVEL:.0%} interval", "tasks"):
         table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
@@ -64,7 +65,7 @@ def _cells(estimate: Estimate | None) -> tuple[str, str, str]:
 
 def _interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
-        return "one task tells none"
+        return "one task tells none" if estimate.tasks == 1 else "all tasks alike"
     return f"{estimate.low:.4g} … {estimate.high:.4g}"
 
 

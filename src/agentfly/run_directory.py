@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from agentfly.errors import ConfigError, PrerequisiteError
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["train", "eval", "rollout", "greedy"]
 
@@ -171,13 +174,17 @@ class RunDirectory:
     def metrics(self, kind: Kind = "train") -> list[MetricsRow]:
         """The metrics of every step, in the order of the steps.
 
-        A step that was run again after a resume counts once, with its last metrics. A line that was cut by a crash
-        is left out.
+        A step that was run again after a resume counts once, with its last metrics. A line that was cut by a crash, or
+        that holds no metrics, is left out.
         """
         rows: dict[int, MetricsRow] = {}
         for line in read_json_lines(self.metrics_file):
-            if line["kind"] == kind:
-                row = MetricsRow(kind, int(line["step"]), float(line["time"]), dict(line["metrics"]))
+            try:
+                row = MetricsRow(line["kind"], int(line["step"]), float(line["time"]), dict(line["metrics"]))
+            except (KeyError, TypeError, ValueError):
+                logger.warning("%s: a line that holds no metrics is left out: %.60r", self.metrics_file, line)
+                continue
+            if row.kind == kind:
                 rows[row.step] = row
         return [rows[step] for step in sorted(rows)]
 
@@ -199,9 +206,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     values = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            values.append(json.loads(line))
+            value = json.loads(line)
         except ValueError:
             continue  # cut by a crash, and gone on behind by a resumed run
+        if isinstance(value, dict):
+            values.append(value)
+        else:
+            logger.warning("%s: a line that is no object is left out: %.60r", path, line)
     return values
 
 

@@ -5,14 +5,26 @@ from __future__ import annotations
 import copy
 import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.training.checkpoints import Checkpoints, Place, load_weights, read_learner, read_place, write_place
+from agentfly.training.checkpoints import (
+    Checkpoints,
+    Place,
+    load_weights,
+    read_learner,
+    read_place,
+    require_sound,
+    write_place,
+)
+from tests.support.scale import scaled
 
 PLACE = Place(
     step=3,
@@ -132,3 +144,84 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_half_written(tmp_path: P
     with pytest.raises(PrerequisiteError, match="keep_checkpoints"):
         checkpoints.save(2, fill)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+FILES = ("config.json", "model.safetensors", "trainer/place.json", "trainer/learner.pt", "SHA256SUMS")
+
+
+def saved_checkpoints(directory: Path, *steps: int) -> Checkpoints:
+    checkpoints = Checkpoints(directory, keep=5)
+
+    def write(path: Path) -> None:
+        small_model().save_pretrained(path)
+        write_place(path, PLACE, {"masters": [torch.ones(100)]})
+
+    for step in steps:
+        checkpoints.save(step, write)
+    return checkpoints
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda _: None,
+    "empty": lambda _: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "zeroed": lambda content: bytes(len(content)),
+    "another byte": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+}
+
+
+def damage(file: Path, how: str) -> None:
+    content = DAMAGES[how](file.read_bytes())
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp_path, caplog, name, how) -> None:
+    checkpoints = saved_checkpoints(tmp_path, 1, 2)
+    assert checkpoints.sound() == checkpoints.latest()
+    damage(tmp_path / "step-000002" / name, how)
+    assert checkpoints.sound() == tmp_path / "step-000001"
+    assert "step-000002 is damaged and passed over" in caplog.text
+    with pytest.raises(ConfigError, match="step-000002 is damaged"):
+        require_sound(tmp_path / "step-000002")
+    damage(tmp_path / "step-000001" / name, how)
+    with pytest.raises(ConfigError, match=r"No checkpoint in .* step-000002: .*; step-000001: "):
+        checkpoints.sound()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
+    path = saved_checkpoints(tmp_path, 1).latest()
+    read = {
+        "trainer/place.json": read_place,
+        "trainer/learner.pt": read_learner,
+        "model.safetensors": lambda path: load_weights(small_model(), path),
+        "config.json": lambda path: load_weights(small_model(), path),
+    }
+    for name, reader in read.items():
+        sound = (path / name).read_bytes()
+        damage(path / name, how)
+        try:
+            reader(path)
+        except ConfigError as error:
+            assert str(path) in str(error)  # noqa: PT017
+        else:
+            assert how == "another byte", name  # which only the sum of the file can tell
+        (path / name).write_bytes(sound)
+
+
+@settings(max_examples=scaled(25, 5_000))
+@given(content=st.binary(max_size=400), name=st.sampled_from(["place.json", "learner.pt"]))
+@example(content=b"[]", name="place.json")
+@example(content=b'{"format": 4, "standing": 5}', name="place.json")
+@example(content=b"\x80\x04.", name="learner.pt")
+def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, content, name) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any" / "trainer"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        (read_place if name == "place.json" else read_learner)(folder.parent)

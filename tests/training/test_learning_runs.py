@@ -12,6 +12,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
 from agentfly.policies.load import load_policy
+from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer, TrainResult
 
@@ -86,3 +87,18 @@ async def test_a_checkpoint_of_adapters_can_be_rolled_out_by_its_directory(tmp_p
     again = await Trainer(agent, ["Say something."], later, run_dir=tmp_path / "on", config=config).run()
     assert again.metrics[1]["rows"] == 2
     assert again.metrics[1]["mismatch/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+async def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    settings = SETTINGS["adapters"] | {"checkpoint_every_steps": 1}
+    whole = await trained(tmp_path / "whole", steps=3, **settings)
+    await trained(tmp_path / "broken", steps=2, **settings)
+    place = tmp_path / "broken" / "checkpoints" / "step-000002" / "trainer" / "place.json"
+    place.write_text("")
+    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
+        file.write('5\n{"kind": "train"}\n')
+    broken = await trained(tmp_path / "broken", steps=3, resume=True, **settings)
+    assert list(broken.metrics) == [2, 3]
+    assert untimed(broken.metrics[3]) == untimed(whole.metrics[3])
+    assert RunDirectory(tmp_path / "broken").metrics() == []

@@ -43,15 +43,17 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
 
 
 def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
-    from agentfly.training.checkpoints import Checkpoints  # needs the packages for training
+    from agentfly.training.checkpoints import Checkpoints, require_sound  # needs the packages for training
 
-    saved = dict(Checkpoints(RunDirectory(run).checkpoints, keep=1).saved())
+    checkpoints = Checkpoints(RunDirectory(run).checkpoints, keep=1)
+    saved = dict(checkpoints.saved())
     if not saved:
         raise ConfigError(f"{run} has no checkpoint yet. With --checkpoint none the model before training is taken.")
     if wanted is None:
-        step = max(saved)
+        sound = checkpoints.sound()
+        step = next(step for step, path in saved.items() if path == sound)
     elif wanted.isdigit() and int(wanted) in saved:
         step = int(wanted)
     else:
         raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
-    return step, saved[step]
+    return step, saved[step] if wanted is None else require_sound(saved[step])

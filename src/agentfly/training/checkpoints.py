@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,15 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError, say
 from agentfly.policies.embedded.adapters import has_adapters, load_adapters, save_adapters
 from agentfly.policies.embedded.loading import quiet_transformers
 from agentfly.training.standing import Standing
 
-FORMAT = 3
+FORMAT = 4
 """Version of the trainer's files in a checkpoint."""
+
+SUMS = "SHA256SUMS"
+"""The file with the SHA-256 of every other file of a checkpoint, as ``sha256sum --check`` reads it."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,28 @@ class Checkpoints:
         saved = self.saved()
         return saved[-1][1] if saved else None
 
+    def sound(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; None where there is no checkpoint at all.
+
+        A damaged one is passed over, with a warning.
+
+        Raises:
+            ConfigError: there are checkpoints, and all are damaged.
+        """
+        damages = []
+        for _, path in reversed(self.saved()):
+            damage = damage_of(path)
+            if not damage:
+                return path
+            logger.warning("The checkpoint %s is damaged and passed over: %s.", path, damage)
+            damages.append(f"{path.name}: {damage}")
+        if damages:
+            raise ConfigError(
+                f"No checkpoint in {self._directory} is as it was written: {'; '.join(damages)}. Bring the files back, "
+                "or begin a new run in another directory."
+            )
+        return None
+
     def best(self) -> Path | None:
         """The checkpoint of the best step, which the link ``best`` leads to."""
         link = self._directory / "best"
@@ -119,6 +149,7 @@ class Checkpoints:
         try:
             unfinished.mkdir()
             write(unfinished)
+            _write_sums(unfinished)
             _force_to_disk(unfinished)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -156,6 +187,52 @@ class Checkpoints:
         shutil.rmtree(unfinished)
 
 
+def damage_of(path: Path) -> str:
+    """What is wrong with the files of a checkpoint; empty if each is there and as it was written."""
+    sums = path / SUMS
+    try:
+        expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
+        if any(len(parts) != 2 for parts in expected):
+            raise ValueError("a line holds no sum and name")
+    except FileNotFoundError:
+        return f"{SUMS} is missing"
+    except (OSError, ValueError) as error:
+        return f"{SUMS} cannot be read ({error})"
+    if not expected:
+        return f"{SUMS} names no file"
+    for digest, name in expected:
+        try:
+            if _sum_of(path / name) != digest:
+                return f"{name} is not as it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+    return ""
+
+
+def require_sound(path: Path) -> Path:
+    """A checkpoint, if its files are as they were written.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if damage := damage_of(path):
+        raise ConfigError(f"The checkpoint {path} is damaged: {damage}. Take another one, or bring its files back.")
+    return path
+
+
+def _write_sums(path: Path) -> None:
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    lines = [f"{_sum_of(one)}  {one.relative_to(path).as_posix()}\n" for one in files]
+    (path / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
     """Write what a run needs beside the model to go on, into the checkpoint at ``path``.
 
@@ -191,10 +268,13 @@ def read_place(path: Path) -> Place:
     file = path / "trainer" / "place.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds a model but not the state of a run: {file} is missing. Resume another one.")
-    value = json.loads(file.read_text(encoding="utf-8"))
-    if value.pop("format") != FORMAT:
-        raise ConfigError(f"{path} was written by another version of AgentFly, and cannot be resumed by this one.")
-    return place_of(value)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        if value.pop("format") == FORMAT:
+            return place_of(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged: {say(error)}. Resume another checkpoint.") from None
+    raise ConfigError(f"{path} was written by another version of AgentFly, and cannot be resumed by this one.")
 
 
 def place_of(value: dict[str, Any]) -> Place:
@@ -203,8 +283,16 @@ def place_of(value: dict[str, Any]) -> Place:
 
 
 def read_learner(path: Path) -> dict[str, Any]:
-    """State of the learner in the checkpoint at ``path``."""
-    state: dict[str, Any] = torch.load(path / "trainer" / "learner.pt", map_location="cpu", weights_only=True)
+    """State of the learner in the checkpoint at ``path``.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    file = path / "trainer" / "learner.pt"
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's unpickler raises whatever the bytes lead it to
+        raise ConfigError(f"{file} is damaged: {say(error)}. Resume another checkpoint.") from None
     return state
 
 
@@ -226,15 +314,19 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Put the weights of the checkpoint at ``path`` into a model, in place: its adapters, if it has any, else all.
 
     Raises:
-        ConfigError: they are the weights of a model of another shape.
+        ConfigError: they are damaged, or the weights of a model of another shape.
     """
     if has_adapters(model):
         load_adapters(model, path)
         return
-    with quiet_transformers():
-        saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
+    if not (path / "config.json").is_file():  # without it transformers makes the class's default model, of any size
+        raise ConfigError(f"The checkpoint {path} is damaged: config.json is missing.")
     try:
+        with quiet_transformers():
+            saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
         model.load_state_dict(saved.state_dict())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"The weights of the checkpoint {path} cannot be read: {say(error)}.") from None
     except RuntimeError as error:
         raise ConfigError(f"The checkpoint {path} is of another model than this run's: {error}") from error
 

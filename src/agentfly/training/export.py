@@ -19,7 +19,7 @@ from agentfly.policies.embedded.loading import choose_dtype, load_model
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Checkpoints, write_model
+from agentfly.training.checkpoints import Checkpoints, require_sound, write_model
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -116,12 +116,15 @@ def _checkpoint(source: Path, step: int | None) -> Path:
         if step is not None:
             raise ConfigError(f"A step chooses among the checkpoints of a run, and {source} is not a run's directory.")
         return find_model(str(source) if len(source.parts) == 1 else source)  # one word may be a name
-    saved = dict(Checkpoints(RunDirectory(source).checkpoints, keep=1).saved())
+    checkpoints = Checkpoints(RunDirectory(source).checkpoints, keep=1)
+    saved = dict(checkpoints.saved())
     if not saved:
         raise ConfigError(f"{source} holds neither a model nor a checkpoint. Name a run that has saved one.")
     if step is not None and step not in saved:
         raise ConfigError(f"{source} has no checkpoint of step {step}. It has {', '.join(map(str, saved))}.")
-    return saved[max(saved) if step is None else step]
+    if step is None and (sound := checkpoints.sound()) is not None:
+        return sound
+    return require_sound(saved[max(saved) if step is None else step])
 
 
 def _written_dtype(dtype: DType, weights: Path) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from agentfly.errors import ConfigError
@@ -106,7 +107,13 @@ def forget_after(run: RunDirectory, step: int | None) -> None:
                 path.unlink()
                 path.with_suffix(".settings.json").unlink(missing_ok=True)
     if run.metrics_file.exists():
-        _replace_lines(run, [line for line in read_json_lines(run.metrics_file) if line["step"] <= last])
+        _replace_lines(run, [line for line in read_json_lines(run.metrics_file) if _step_of(line) <= last])
+
+
+def _step_of(line: dict[str, Any]) -> float:
+    """The step of a line of metrics; of one that is damaged, none that has been reached."""
+    step = line.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _replace_lines(run: RunDirectory, lines: list[dict[str, Any]]) -> None:

@@ -259,7 +259,7 @@ class Trainer:
     def _restored(self, model: PreTrainedModel, place: Place) -> tuple[Learner, Place | None]:
         """The learner, with model and learner as in the last checkpoint, and its place; None if there is none."""
         self._checkpoints.remove_unfinished()
-        latest = self._checkpoints.latest()
+        latest = self._checkpoints.sound()
         saved = read_place(latest) if latest else None
         if saved is not None:
             require_same_run(saved, place)

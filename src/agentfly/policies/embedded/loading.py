@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -72,7 +73,7 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrain
     try:
         _refuse_unsupported(path, AutoConfig.from_pretrained(path, local_files_only=True))
         model: PreTrainedModel = _weights_of(path, dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise PrerequisiteError(f"{path} holds no causal language model that transformers can load: {error}") from error
     model = model.to(device).eval()  # type: ignore[arg-type]
     enable_packed_attention(model)

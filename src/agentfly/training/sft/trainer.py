@@ -161,14 +161,14 @@ class SupervisedTrainer:
     def _restored(self) -> SupervisedLearner:
         self._run.ensure()
         self._checkpoints.remove_unfinished()
-        latest = self._checkpoints.latest()
+        latest = self._checkpoints.sound()
         if latest is not None:
             _require_same(latest, self._about)
         learner = SupervisedLearner(self._policy.model, self._config, updates=self._updates)
-        forget_after(self._run, None if latest is None else self._checkpoints.saved()[-1][0])
         if latest is not None:
             load_weights(self._policy.model, latest)
             learner.load_state(read_learner(latest))
+        forget_after(self._run, None if latest is None else learner.done)
         return learner
 
     def _save(self, learner: SupervisedLearner) -> None:

@@ -99,7 +99,7 @@ print({made(family, socket.SOCK_STREAM) for family in (socket.AF_UNIX, socket.AF
 
 @filtered
 async def test_no_call_makes_a_namespace(box: Container) -> None:
-    clone = seccomp._CLONE[platform.machine()]
+    clone = seccomp._CHECKED["clone"][0][0 if platform.machine() == "x86_64" else 1]
     calls = f"for flags in (0x10000000, 0x20000, 0x40000000): print(call({clone}, flags | 17, 0, 0, 0, 0))"
     assert (await box.run(python(calls))).stdout.split() == ["EPERM"] * 3
     assert (await box.run(python("print(call(435, 0, 0))"))).stdout == "ENOSYS\n"
@@ -154,7 +154,7 @@ async def test_compilers_and_version_control_run_under_the_filter(box: Container
 
 
 def test_a_machine_without_a_filter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "filter_program", lambda machine: None)
+    monkeypatch.setattr(launching, "filter_program", lambda machine, **_: None)
     made = make_launcher()
     assert isinstance(made, Launcher)
     made.close()
@@ -168,9 +168,9 @@ def test_there_is_a_filter_for_two_architectures_only() -> None:
     assert filter_program("riscv64") is None
 
 
-def answer(program: bytes, architecture: int, number: int, argument: int = 0) -> int:
+def answer(program: bytes, architecture: int, number: int, *arguments: int) -> int:
     """What a filter answers to a call, computed as the kernel does it."""
-    data = struct.pack("<IIQQ", number, architecture, 0, argument)
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     instructions = list(struct.iter_unpack("=HBBI", program))
     at = value = 0
     while True:
@@ -182,30 +182,87 @@ def answer(program: bytes, architecture: int, number: int, argument: int = 0) ->
             case 0x06:
                 return int(constant)
             case _:
-                holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
+                holds = {
+                    0x15: value == constant,
+                    0x25: value > constant,
+                    0x35: value >= constant,
+                    0x45: bool(value & constant),
+                }[code]
                 at += if_true if holds else if_false
 
 
-@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)])
-def test_a_filter_answers_by_architecture_number_and_flags(machine: str, architecture: int, column: int) -> None:
-    program = filter_program(machine)
+ALLOWED, REFUSED = 0x7FFF0000, 0x00050000
+MACHINES = [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)]
+KINDS = [
+    {"namespaces": namespaces, "network": network, "accounted": accounted}
+    for namespaces in (True, False)
+    for network in (True, False)
+    for accounted in (True, False)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("machine", "architecture", "column"), MACHINES)
+def test_a_filter_answers_by_architecture_and_number(
+    machine: str, architecture: int, column: int, kind: dict[str, bool]
+) -> None:
+    program = filter_program(machine, **kind)
     assert program is not None
-    allow, refuse = 0x7FFF0000, 0x00050000
-    refused = {row[column] for row in seccomp._REFUSED.values()}
-    clone, socket = seccomp._CLONE[machine], seccomp._SOCKET[machine]
-    for number in set(range(500)) - {clone, socket, 435}:
-        expected = refuse | errno.EPERM if number in refused else allow
-        assert answer(program, architecture, number) == expected, number
-    assert answer(program, architecture, 435) == refuse | errno.ENOSYS
-    assert answer(program, architecture, clone, 0x003D0F00) == allow  # a thread
-    assert answer(program, architecture, clone, 0x10000011) == refuse | errno.EPERM
-    for family in range(64):
-        expected = allow if family in (1, 2, 10, 16) else refuse | errno.EAFNOSUPPORT
-        assert answer(program, architecture, socket, family) == expected, family
+    rules = seccomp.rules(**kind)
+    names = {both[column]: name for name, both in rules.numbers.items()}
+    for number in range(500):
+        name = names.get(number)
+        if name not in rules.checks:
+            expected = REFUSED | rules.errors[name] if name in rules.errors else ALLOWED
+            assert answer(program, architecture, number) == expected, name or number
     assert answer(program, 0x40000003, 20) == 0x80000000
-    without = filter_program(machine, namespaces=False, network=False)
-    assert without is not None
-    assert answer(without, architecture, socket, 1) == refuse | errno.EPERM
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), MACHINES)
+def test_a_filter_answers_by_what_a_call_asks(machine: str, architecture: int, column: int) -> None:
+    eperm, enospc, enosys, family = (
+        REFUSED | error for error in (errno.EPERM, errno.ENOSPC, errno.ENOSYS, errno.EAFNOSUPPORT)
+    )
+    apart = {"namespaces": False}
+    measured = {"accounted": False}
+    itself, first, other = 0, 1, 4711
+    for name, kind, arguments, expected in (
+        ("clone", {}, (0x003D0F00,), ALLOWED),  # a thread
+        ("clone", {}, (0x10000011,), eperm),
+        *(("socket", {}, (n,), ALLOWED if n in (1, 2, 10, 16) else family) for n in range(64)),
+        ("socket", apart | {"network": False}, (1,), eperm),
+        *(("prlimit64", kind, (itself,), ALLOWED) for kind in ({}, apart)),
+        *(("prlimit64", kind, (pid,), eperm) for kind in ({}, apart) for pid in (first, other)),
+        ("prlimit64", {}, (other << 32,), ALLOWED),  # the kernel takes the lower half alone
+        ("ptrace", {}, (16, first), eperm),
+        ("ptrace", {}, (16, first | 1 << 32), eperm),
+        *(("ptrace", {}, (request, pid), ALLOWED) for request, pid in ((0, 0), (16, other))),
+        ("ptrace", apart, (0, 0), eperm),
+        *(("process_vm_writev", {}, (pid,), expected) for pid, expected in ((first, eperm), (other, ALLOWED))),
+        ("setpriority", {}, (0, other), ALLOWED),
+        ("setpriority", {}, (2, 0), eperm),
+        ("setpriority", apart, (0, itself), ALLOWED),
+        *(("setpriority", apart, asked, eperm) for asked in ((0, other), (1, 0), (2, 0))),
+        ("ioprio_set", apart, (1, itself), ALLOWED),
+        *(("ioprio_set", apart, asked, eperm) for asked in ((1, other), (2, 0), (3, 0))),
+        ("ioprio_set", {}, (3, 0), eperm),
+        *(
+            (name, apart, (pid,), ALLOWED if pid == itself else eperm)
+            for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "move_pages")
+            for pid in (itself, first, other)
+        ),
+        ("shmget", measured, (0, 4096), ALLOWED),
+        ("shmget", measured, (0, 4097), enospc),
+        ("shmget", measured, (0, 1 << 32), enospc),
+        ("memfd_create", measured, (), enosys),
+    ):
+        program = filter_program(machine, **kind)
+        assert program is not None
+        number = seccomp.rules(**({"namespaces": True, "network": True, "accounted": True} | kind)).numbers[name][
+            column
+        ]
+        assert number is not None
+        assert answer(program, architecture, number, *arguments) == expected, (name, kind, arguments)
 
 
 # --- keyrings ---------------------------------------------------------------------------------------------------------
@@ -221,7 +278,7 @@ from agentfly.resources.containers.bubblewrap.tiers import make_launcher
 if isinstance(call({KEYCTL}, 1, b"login"), str) or isinstance(add_key(b"mysecret", b"4713"), str):
     sys.exit(77)
 assert isinstance(find_key(b"mysecret"), int)
-launching.filter_program = lambda machine: None
+launching.filter_program = lambda machine, **_: None
 
 async def main():
     launcher = make_launcher()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,7 +96,7 @@ class Cgroup:
             counter.close()
 
     def remove(self, patience_s: float = 2.0) -> None:
-        """Remove the group, whose processes have been killed; wait a little for the last of them to be gone.
+        """Remove the group, whose processes have been killed; see to it that the last of them are gone.
 
         Raises:
             OSError: there still are processes in it.
@@ -140,7 +142,12 @@ class KillCounter:
 
 
 def remove(paths: list[Path], patience_s: float = 2.0) -> None:
-    """Remove directories of control groups; those that are gone already are fine."""
+    """Remove directories of control groups, and kill who is still in them; those that are gone already are fine.
+
+    Raises:
+        TimeoutError: there are processes in one that do not die.
+        OSError: it cannot be removed.
+    """
     deadline = time.monotonic() + patience_s
     for path in paths:
         while True:
@@ -149,11 +156,31 @@ def remove(paths: list[Path], patience_s: float = 2.0) -> None:
             except FileNotFoundError:
                 break
             except OSError:
+                left = members(path)
                 if time.monotonic() > deadline:
+                    if left:
+                        raise TimeoutError(
+                            f"the processes {left} in {path} do not end though they were killed"
+                        ) from None
                     raise
+                _kill_members(path, left)
                 time.sleep(0.002)
             else:
                 break
+
+
+def _kill_members(path: Path, pids: list[int]) -> None:
+    """Kill processes that were in a group; one that ended meanwhile, and whose id somebody else has, is left alone."""
+    opened: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            opened[pid] = os.pidfd_open(pid)
+    still = set(members(path))
+    for pid, descriptor in opened.items():
+        with contextlib.suppress(OSError):
+            if pid in still:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
 
 
 def members(path: Path) -> list[int]:

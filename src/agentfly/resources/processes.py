@@ -60,6 +60,15 @@ def _open(pid: int) -> int | None:
         return None
 
 
+def user_of(pid: int) -> int | None:
+    """The user that a process is, whatever it has made of what others may see of it; None if there is none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
+
+
 def private_memory(pid: int) -> int:
     """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
     try:

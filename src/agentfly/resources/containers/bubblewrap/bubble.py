@@ -13,12 +13,15 @@ from pathlib import Path
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.cgroups import Cgroup
+from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
 from agentfly.resources.containers.bubblewrap.launcher import Launched, Launcher
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch
 from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.instances.work import see_through
+
+_END_PATIENCE_S = 10.0
 
 
 class Bubble:
@@ -44,6 +47,7 @@ class Bubble:
         home = launcher.cgroups
         self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{self.name}", cpus=spec.cpus) if home else None
         self.processes: ProcessNamespace | None = None
+        self._first: FirstProcess | None = None
         self.launched: Launched | None = None
         self.ended = asyncio.Event()  # bubblewrap, and so every process of the sandbox, is gone
         self._launching: asyncio.Future[Launched] | None = None
@@ -75,6 +79,8 @@ class Bubble:
             self._watch_exit(self.launched.process)
             first = await self._process_1(self.launched.info)
             self.processes = launcher.processes(first)
+            self._first = FirstProcess.of(first)
+            self._first.note(self.scratch)
             if self.cgroup is not None:  # while bubblewrap mounts; it waits at its gate
                 self._limiting = asyncio.ensure_future(launcher.aside(self._limit, self.cgroup, first))
                 await asyncio.shield(self._limiting)
@@ -96,6 +102,8 @@ class Bubble:
                 if not self.ended.is_set():
                     self.kill()
                     await self.ended.wait()
+                if self._first is not None and self._first.lives:  # what should have ended with it was kept from that
+                    await self.launcher.aside(self._first.end, _END_PATIENCE_S)
                 self._close(self.launched)
             await self.launcher.aside(self._remove)
 

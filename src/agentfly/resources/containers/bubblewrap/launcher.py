@@ -230,7 +230,7 @@ class Launcher:
 
     def _filter(self, spec: ContainerSpec) -> bytes | None:
         """The filter of system calls; None if there is none for this machine."""
-        return filter_program(platform.machine()) if self._filters else None
+        return filter_program(platform.machine(), accounted=self.cgroups is not None) if self._filters else None
 
     def _compose(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
         """The program and its arguments, and the environment inside, which is not for anybody's eyes."""

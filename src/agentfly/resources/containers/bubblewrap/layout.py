@@ -162,6 +162,9 @@ def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
     arguments += ["--uid", inside, "--gid", inside, "--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--as-pid-1", "--clearenv"]
     arguments += ["--proc", "/proc", "--ro-bind", str(exchange), str(INSIDE), "--chdir", spec.workdir]
+    # who could write it could have process 1 outlive us; nobody inside can be traced into doing that either (seccomp)
+    for path in ("/proc/1/mem", "/proc/1/task/1/mem"):
+        arguments += ["--ro-bind", "/dev/null", path]
     # it names the keys of all that the host's user runs, not of the sandbox alone
     if os.path.exists("/proc/keys"):  # noqa: PTH110  (for each start, and pathlib is slow)
         arguments += ["--ro-bind", "/dev/null", "/proc/keys"]

@@ -10,8 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.cgroups import members, remove, thaw
-from agentfly.resources.containers.bubblewrap.scratch import ATTENDANT, EXCHANGE, GROUPS, remove_scratch
+from agentfly.resources.cgroups import remove, thaw
+from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
+from agentfly.resources.containers.bubblewrap.scratch import (
+    ATTENDANT,
+    EXCHANGE,
+    GROUPS,
+    remove_scratch,
+    sandbox_uid,
+)
+from agentfly.resources.processes import user_of
 
 _PATIENCE_S = 10.0
 
@@ -27,21 +35,28 @@ def reap(traces: dict[str, Any]) -> None:
     for group in groups:
         thaw(group)  # what is frozen does not die
     deadline = time.monotonic() + _PATIENCE_S
-    while (attendants := _started_for(home, ATTENDANT)) and time.monotonic() < deadline:
-        for pid in attendants:  # who know what else there is, and end it before themselves
-            _send(pid, signal.SIGTERM)
-        time.sleep(0.01)
-    for pid in _started_for(home, EXCHANGE):
-        _send(pid, signal.SIGKILL)
-    while time.monotonic() < deadline:
-        left = {member for group in groups for member in members(group)}
-        if not left:
-            break
-        for member in left:
-            _send(member, signal.SIGKILL)
-        time.sleep(0.01)
-    remove(groups)
+    _end(home, ATTENDANT, signal.SIGTERM, deadline - _PATIENCE_S / 2)  # they know what else there is, and end it first
+    _end(home, ATTENDANT, signal.SIGKILL, deadline)
+    for scratch in home.glob("*"):
+        if (first := FirstProcess.noted(scratch)) is not None and user_of(first.pid) == sandbox_uid():
+            first.end(max(0.0, deadline - time.monotonic()))
+    if left := _end(home, EXCHANGE, signal.SIGKILL, deadline):
+        raise TimeoutError(f"the processes {left} of {home} do not end though they were killed")
+    remove(groups, max(0.0, deadline - time.monotonic()))
     remove_scratch(home)
+
+
+def _end(home: Path, name: str, number: signal.Signals, deadline: float) -> list[int]:
+    """Signal the programs that were started for a sandbox until they are gone; those that are left at the deadline."""
+    while started := _started_for(home, name):
+        if time.monotonic() > deadline:
+            break
+        for pid in started:
+            for one in (number, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, one)
+        time.sleep(0.01)
+    return started
 
 
 def _groups(scratch: Path) -> list[Path]:
@@ -55,15 +70,11 @@ def _groups(scratch: Path) -> list[Path]:
 def _started_for(home: Path, name: str) -> list[int]:
     """The programs that were started for a sandbox: they name a directory or file that is its alone."""
     named = re.compile(rb"(?:^|\0)" + re.escape(os.fsencode(home)) + rb"/\d+/" + re.escape(name.encode()) + rb"[/\0]")
+    user = sandbox_uid()  # others may name it too, such as who looks at it
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if named.search((entry / "cmdline").read_bytes()):
+                if named.search((entry / "cmdline").read_bytes()) and user_of(int(entry.name)) == user:
                     found.append(int(entry.name))
     return found
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

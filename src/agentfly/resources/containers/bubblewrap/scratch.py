@@ -16,6 +16,11 @@ ATTENDANT = "confine.py"  # the program that attends to a sandbox without namesp
 GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
 
 
+def sandbox_uid() -> int:
+    """The host's user that sandboxes are: this one, but never root."""
+    return os.geteuid() or SANDBOX_UID
+
+
 def runtime_directory() -> Path:
     """Where this user's sandboxes have their directories on the host. Short-lived, small files only.
 
@@ -23,7 +28,7 @@ def runtime_directory() -> Path:
         PrerequisiteError: there is no place that can be written, or somebody else has taken it.
     """
     user = os.geteuid()
-    owner = user or SANDBOX_UID
+    owner = sandbox_uid()
     own = Path("/run") if user == 0 else Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     shared = Path(tempfile.gettempdir())
     places = (  # in memory, if it can be

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.containers import images
+from agentfly.resources.containers.bubblewrap.scratch import sandbox_uid
 from agentfly.resources.containers.confined_directory import ConfinedDirectory
-from agentfly.resources.containers.enroot.program import environment, fetching_environment, run, sandbox_uid
+from agentfly.resources.containers.enroot.program import environment, fetching_environment, run
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.tree_removal import remove_tree
 from agentfly.threads.pool import on_thread

@@ -89,6 +89,8 @@ def first(plan: Plan, procs: list[int], *, started: bool) -> None:
     confine(plan, procs)
     call("keep mounts to itself", libc.mount, None, b"/", None, REC | SLAVE, None)
     call("mount the processes' file system", libc.mount, b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None)
+    for memory in (b"/proc/1/mem", b"/proc/1/task/1/mem"):  # by which anybody inside could make this one do anything
+        call("hide process 1", libc.mount, b"/dev/null", memory, None, BIND, None)
     if not plan["network"]:
         raise_loopback()
         socket.sethostname("sandbox")

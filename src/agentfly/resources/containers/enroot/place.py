@@ -10,11 +10,11 @@ from typing import Any
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.cgroups import Cgroup
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory, sandbox_uid
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.enroot.image import Image
 from agentfly.resources.containers.enroot.namespaces import DEVICES
-from agentfly.resources.containers.enroot.program import environment, sandbox_uid
+from agentfly.resources.containers.enroot.program import environment
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 
 GROUPS = "groups"
@@ -106,7 +106,7 @@ class Place:
             "groups": [] if cgroup is None else [str(path) for path in cgroup.paths],
             "limits": limits,
             "workdir": self.spec.workdir,
-            "filter": (filter_program(platform.machine()) or b"").hex(),
+            "filter": (filter_program(platform.machine(), accounted=cgroup is not None) or b"").hex(),
             "program": list(words),
             "program_environment": self._environment(image),
         }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
-from agentfly.resources.containers.bubblewrap.scratch import SANDBOX_UID
+from agentfly.resources.containers.bubblewrap.scratch import sandbox_uid
 
 NAME = "enroot"
 _REASON = 2000
@@ -22,11 +22,6 @@ _PROXIES = ("all_proxy", "no_proxy", "http_proxy", "https_proxy")
 def find() -> str | None:
     """The path of enroot; None if there is none."""
     return shutil.which(NAME)
-
-
-def sandbox_uid() -> int:
-    """The host's user that sandboxes are, and enroot for them: this one, but never root."""
-    return os.geteuid() or SANDBOX_UID
 
 
 def environment(place: Path, data: Path) -> dict[str, str]:

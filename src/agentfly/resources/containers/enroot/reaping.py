@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.resources.cgroups import members, remove, thaw
-from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
+from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
+from agentfly.resources.containers.bubblewrap.scratch import remove_scratch, sandbox_uid
 from agentfly.resources.containers.enroot.place import GROUPS
+from agentfly.resources.processes import user_of
 
 _PATIENCE_S = 10.0
 
@@ -34,6 +36,8 @@ def reap(traces: dict[str, Any]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    if (first := FirstProcess.noted(place)) is not None and user_of(first.pid) == sandbox_uid():
+        first.end(_PATIENCE_S)
     remove(groups)
     remove_scratch(place)
 
@@ -52,6 +56,7 @@ def _started_for(place: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if word in (entry / "cmdline").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if word in words and user_of(int(entry.name)) in (os.geteuid(), sandbox_uid()):
                     found.append(int(entry.name))
     return found

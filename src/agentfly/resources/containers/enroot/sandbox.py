@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
 from agentfly.resources.cgroups import Cgroup, CgroupHome
+from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
 from agentfly.resources.containers.bubblewrap.processes import kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
 from agentfly.resources.containers.command import Command, Outcome
@@ -175,6 +176,8 @@ class EnrootSandbox(Sandbox):
             os.close(write)
         try:
             self._first = int(await on_thread(os.read, read, 32) or b"0")
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which is told below
+                FirstProcess.of(self._first).note(self._place.path)
         finally:
             os.close(read)
         printed = b""

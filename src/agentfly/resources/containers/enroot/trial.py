@@ -12,9 +12,9 @@ from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.containers.bubblewrap.capabilities import user_namespace_cure
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.scratch import runtime_directory, sandbox_uid
 from agentfly.resources.containers.enroot.process import PROGRAM
-from agentfly.resources.containers.enroot.program import environment, sandbox_uid
+from agentfly.resources.containers.enroot.program import environment
 
 _PATIENCE_S = 30.0
 _LAYER = 2**20

@@ -76,7 +76,7 @@ class LandlockLauncher(Launcher):
 
     def processes(self, first: int) -> ProcessNamespace:
         """See `Launcher.processes`."""
-        return ProcessTree(first, 0)
+        return ProcessTree.of(first)
 
     def file_systems(self, spec: ContainerSpec) -> list[str]:
         """See `Launcher.file_systems`."""
@@ -92,7 +92,8 @@ class LandlockLauncher(Launcher):
     def _filter(self, spec: ContainerSpec) -> bytes | None:
         if not self._filters:
             return None
-        return filter_program(platform.machine(), namespaces=False, network=spec.network)
+        accounted = self.cgroups is not None
+        return filter_program(platform.machine(), namespaces=False, network=spec.network, accounted=accounted)
 
     def _compose(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
         for name in _PRIVATE:

@@ -184,8 +184,9 @@ def ended_by_sigterm() -> Iterator[None]:
 def must_pass(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """Whether what came out of a user's code is not that code's doing, and is not to be held up.
 
-    That is the interruption of the program, and the end of a coroutine that is closed without having ended. Code that
-    raises such an exception by itself has failed.
+    That is the interruption of the program by a signal, and the end of a coroutine that is closed without having ended.
+    Code that raises such an exception by itself has failed, as far as the two can be told apart: Ctrl-C that nobody
+    here handles raises KeyboardInterrupt wherever the program is.
 
     Args:
         error: what came out.
@@ -193,10 +194,15 @@ def must_pass(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """
     if isinstance(error, GeneratorExit):
         return task is None or _running_task() is not task
-    if not isinstance(error, KeyboardInterrupt) or not _on_main_thread():
+    if not _on_main_thread():
         return False
-    interruption = _installed(signal.SIGINT)
-    return interruption is None or interruption.received is not None
+    if isinstance(error, KeyboardInterrupt):
+        interruption = _installed(signal.SIGINT)
+        return interruption is None or interruption.received is not None
+    if isinstance(error, SystemExit):
+        interruption = _installed(signal.SIGTERM)
+        return interruption is not None and interruption.received is not None
+    return False
 
 
 def _running_task() -> asyncio.Task[Any] | None:

@@ -8,6 +8,8 @@ import time
 
 from agentfly.testing import virtual_time
 from agentfly.testing.virtual_time import run_in_virtual_time
+from agentfly.threads.dedicated import DedicatedThread
+from agentfly.threads.pool import on_thread
 
 
 def test_sleeps_take_no_time_and_end_in_their_order():
@@ -43,3 +45,16 @@ def test_a_thread_that_waits_for_a_timer_of_the_loop_gets_it(monkeypatch):
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(main()) == 60
+
+
+def test_agentflys_threads_hold_the_clock_while_they_work_and_no_longer():
+    async def main():
+        loop, thread = asyncio.get_running_loop(), DedicatedThread()
+        async with asyncio.timeout(0.001):
+            await on_thread(time.sleep, 0.02)
+            await thread.begin(time.sleep, 0.02)
+        assert not loop.has_thread_at_work  # though the dedicated thread waits for further calls
+        thread.end()
+        return loop.time()
+
+    assert run_in_virtual_time(main()) == 0

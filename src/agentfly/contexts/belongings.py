@@ -51,6 +51,7 @@ class Belongings:
     async def close(self) -> None:
         """Close everything. What fails at that, or takes too long, is told in the log and left alone."""
         self._closing = True
+        task = asyncio.current_task()
         while self._kept:
             key, kept = self._kept.popitem()
             try:
@@ -59,7 +60,6 @@ class Belongings:
             except TimeoutError:
                 logger.warning("%r was not closed within %g s and is left alone.", key, CLOSE_S)
             except BaseException as error:  # SystemExit, and a cancellation that nobody asked for
-                task = asyncio.current_task()
                 if must_pass(error, task) or (
                     isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling())
                 ):

@@ -14,6 +14,7 @@ from agentfly.contexts.acquisition import Acquisition, Lending
 from agentfly.contexts.belongings import Belongings
 from agentfly.contexts.waits import Waits
 from agentfly.errors import AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
+from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
 from agentfly.resources.registry import require_usable
@@ -289,10 +290,11 @@ class Context:
 
         False if another call's preparation, which this one has waited for, ended so: the lease is over.
         """
-        preparation = self._rollout.preparations.setdefault(lease.id, _Preparation())
+        preparation, task = self._rollout.preparations.setdefault(lease.id, _Preparation()), asyncio.current_task()
         async with preparation.turn:
             if preparation.done or preparation.failed:
                 return preparation.done
+            asked = 0 if task is None else task.cancelling()
             try:
                 result = prepare(lease.resource, self)
                 if inspect.isawaitable(result):
@@ -300,7 +302,8 @@ class Context:
             except BaseException as error:
                 preparation.failed = True
                 await self._engine.release(lease)
-                if isinstance(error, AgentFlyError) or not isinstance(error, Exception):
+                cancelled = isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > asked)
+                if isinstance(error, AgentFlyError) or cancelled or must_pass(error, task):
                     raise
                 raise ResourceStartError(
                     f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "

@@ -7,9 +7,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from agentfly.errors import ConfigError, UsageError
+from agentfly.interruption import must_pass
 from agentfly.rollouts.admission import Admission, Guest
 from agentfly.rollouts.backlog import Backlog
 from agentfly.rollouts.crew import Crew, Work
@@ -57,7 +58,8 @@ class Batch:
     again; or `cancel` ends it. Leaving the block cancels what has not ended and gives its resources back.
 
     Args:
-        make: makes the rollout that fills a trajectory, and tells the guest of its waits for resources.
+        make: makes the rollout that fills a trajectory, tells the guest of its waits for resources, and can ask
+            whether it was cancelled.
         admission: lets the rollouts begin.
         backlog: holds those that have not begun.
         health: says when too many were spoiled.
@@ -69,7 +71,7 @@ class Batch:
 
     def __init__(
         self,
-        make: Callable[[Trajectory, Guest], Rollout],
+        make: Callable[[Trajectory, Guest, Callable[[], bool]], Rollout],
         *,
         admission: Admission,
         backlog: Backlog,
@@ -266,7 +268,7 @@ class Batch:
                 self._begun += 1
                 finished = self._record.finished(group, trajectory.attempt) if self._record is not None else None
                 if finished is None:
-                    work = Work(group, trajectory)
+                    work = Work(group, trajectory, guest=guest)
                     self._crew.start(work, self._play(work, trajectory, guest))
                     return True
                 group.scored += finished.scored
@@ -283,15 +285,15 @@ class Batch:
     async def _play(self, work: Work, trajectory: Trajectory, guest: Guest) -> None:
         """Run a rollout to its end, whatever happens in it."""
         work.begun = True
-        group = work.group
+        group, task = work.group, asyncio.current_task()
         try:
-            if group.cancelled or self._over:
+            if self._unwanted(group):
                 raise asyncio.CancelledError
-            await self._make(trajectory, guest).run()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
+            work.rollout = self._make(trajectory, guest, lambda: self._unwanted(group))
+            await work.rollout.run()
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and (group.cancelled or self._over):
+            self._pass_on(error, task)
+            if isinstance(error, asyncio.CancelledError) and self._unwanted(group):
                 trajectory.finish, trajectory.reward = FinishReason.CANCELLED, None
             else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
                 trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
@@ -299,6 +301,16 @@ class Batch:
             guest.leave()
         if not self._over and not work.given_up:
             self._written(group, [trajectory], lambda: self._ended(group, trajectory))
+
+    def _unwanted(self, group: Group) -> bool:
+        """Whether what is done for a group was cancelled."""
+        return group.cancelled or self._over
+
+    def _pass_on(self, error: BaseException, task: asyncio.Task[Any] | None) -> None:
+        """Raise what ends the program; nobody waits for this batch any more then."""
+        if must_pass(error, task):
+            self._fail(error)
+            raise error
 
     def _written(self, group: Group, trajectories: Sequence[Trajectory], then: Callable[[], None]) -> None:
         """Have trajectories recorded if there is a record, and then go on."""
@@ -338,14 +350,14 @@ class Batch:
     async def _score(self, score_group: ScoreGroup, work: Work) -> None:
         """Score a group. A failure leaves all of it unscored."""
         work.begun = True
-        group = work.group
+        group, task = work.group, asyncio.current_task()
         try:
-            if group.cancelled or self._over:
+            if not self._unwanted(group):
+                await score_group(group.in_order)
+            if self._unwanted(group):  # also if the reward has caught the cancellation
                 raise asyncio.CancelledError
-            await score_group(group.in_order)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
         except BaseException as error:
+            self._pass_on(error, task)
             if group.cancelled and isinstance(error, asyncio.CancelledError):
                 if not self._over and not work.given_up:
                     self._give_up(work)  # on the record the attempts still wait for their score

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentfly.agents.memory.memory import FullHistory, Past, recall, require_view
 from agentfly.agents.subagent import Subagent
@@ -27,6 +27,7 @@ class Conversation:
         scribe: keeps the rollout's record.
         context: the rollout's context.
         sampling: changes how the rollout's own policy samples.
+        go_on: called before each turn; what it raises ends the conversation.
         agent: path of the agent's name; empty for the rollout's own.
         name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
         follows: the turns that led to it; see `agentfly.trajectory.Turn.follows`.
@@ -45,6 +46,7 @@ class Conversation:
         scribe: Scribe,
         context: Context,
         sampling: ChangeOfSampling,
+        go_on: Callable[[], None] = lambda: None,
         agent: str = "",
         name: str = "",
         follows: tuple[int, ...] = (),
@@ -59,6 +61,7 @@ class Conversation:
         self._scribe = scribe
         self._context = context
         self._sampling = sampling
+        self._go_on = go_on
         self._path = agent
         self._name = name
         self._speaker = voice.speaker(scribe.trajectory.sequences, self._rollout_id, sampling)
@@ -90,6 +93,7 @@ class Conversation:
 
     async def _play(self, limit: asyncio.Timeout | None = None) -> FinishReason:
         while True:
+            self._go_on()
             try:
                 view = await self._view()
             except PromptTooLong:  # for the memory's own generation
@@ -190,6 +194,7 @@ class Conversation:
             scribe=self._scribe,
             context=self._context,
             sampling=self._sampling,
+            go_on=self._go_on,
             agent="/".join(filter(None, (self._path, tool.name))),
             name=name,
             follows=self.ends,

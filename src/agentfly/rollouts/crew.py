@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly.rollouts.admission import Guest
 from agentfly.rollouts.group import Group
+from agentfly.rollouts.rollout import Rollout
 from agentfly.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ class Work:
     Attributes:
         group: whose it is.
         trajectory: what the rollout fills; None where the group is scored.
+        rollout: the rollout, once it has begun.
+        guest: its place among those that run.
         begun: whether the task has. One that is cancelled before would not even notice, so it is not, and looks first
             whether there is still something to do.
         given_up: whether nobody waits for it any more.
@@ -32,6 +36,8 @@ class Work:
 
     group: Group
     trajectory: Trajectory | None = None
+    rollout: Rollout | None = None
+    guest: Guest | None = None
     begun: bool = False
     given_up: bool = False
 
@@ -47,6 +53,7 @@ class Crew:
         self._give_up = give_up
         self._context = contextvars.copy_context()  # of whoever asks, and not of the rollout that makes room
         self._tasks: dict[asyncio.Task[None], Work] = {}
+        self._endings: set[asyncio.Task[None]] = set()  # of rollouts that were given up
 
     def start(self, work: Work, doing: Coroutine[Any, Any, None]) -> None:
         """Have something done."""
@@ -60,10 +67,15 @@ class Crew:
         return {work.group for work in self._tasks.values()}
 
     def cancel(self, group: Group | None = None) -> None:
-        """Cancel what is done for a group, or everything."""
+        """Cancel what is done for a group, or everything. What takes no notice for `GRACE_S` is given up."""
+        cancelled = []
         for task, work in list(self._tasks.items()):
-            if work.begun and (group is None or work.group is group):
-                task.cancel()
+            if group is None or work.group is group:
+                cancelled.append(task)
+                if work.begun:
+                    task.cancel()
+        if cancelled:
+            asyncio.get_running_loop().call_later(GRACE_S, self._leave_to_themselves, cancelled)
 
     async def end(self, besides: Set[asyncio.Future[None]]) -> None:
         """Cancel everything and wait for its end, for `GRACE_S` at most, however often the waiter is cancelled.
@@ -72,28 +84,48 @@ class Crew:
             besides: what else is to be waited for.
         """
         self.cancel()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + GRACE_S
         own = {asyncio.current_task()}  # a rollout may ask for the end of all
-        cancelled: asyncio.CancelledError | None = None
-        while (pending := {*self._tasks, *besides} - own) and loop.time() < deadline:
-            try:
-                await asyncio.wait(pending, timeout=deadline - loop.time())
-            except asyncio.CancelledError as error:
-                cancelled = error
-        self._leave_to_themselves(own)
+        cancelled = await _wait(lambda: {*self._tasks, *besides} - own)
+        self._leave_to_themselves([task for task in self._tasks if task not in own])
+        cancelled = await _wait(lambda: {*self._endings}) or cancelled
         if cancelled is not None:
             raise cancelled
 
-    def _leave_to_themselves(self, own: Set[asyncio.Task[Any] | None]) -> None:
-        stubborn = [task for task in self._tasks if task not in own]
+    def _leave_to_themselves(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        stubborn = [task for task in tasks if task in self._tasks]
         if stubborn:
             logger.error(
                 "%d rollouts take no notice of being cancelled and are left to themselves: a tool, a reward or a "
-                "policy of theirs catches CancelledError and goes on.",
+                "policy of theirs catches CancelledError and goes on. Let such code end, or raise the error again.",
                 len(stubborn),
             )
         for task in stubborn:
             work = self._tasks.pop(task)
             work.given_up = True
+            _leave_out(task)
+            if work.rollout is not None:
+                ending = asyncio.create_task(work.rollout.give_up())
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
+            if work.guest is not None:
+                work.guest.leave()
             self._give_up(work)
+
+
+def _leave_out(task: asyncio.Task[None]) -> None:
+    """Have the end of the event loop neither wait for a task nor complain about it."""
+    asyncio.tasks._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def _wait(pending: Callable[[], Set[asyncio.Future[Any]]]) -> asyncio.CancelledError | None:
+    """Wait until nothing is pending, for `GRACE_S` at most. If the waiter is cancelled, that is returned."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + GRACE_S
+    cancelled: asyncio.CancelledError | None = None
+    while (those := pending()) and loop.time() < deadline:
+        try:
+            await asyncio.wait(those, timeout=deadline - loop.time())
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled

@@ -12,6 +12,7 @@ from agentfly.agents.group_reward import AnyReward, GroupReward
 from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
 from agentfly.events import EventStream
+from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.scoring import can_be_scored, refuse_score, take_score, tell_score
 from agentfly.trajectory import FinishReason, Trajectory
@@ -45,7 +46,7 @@ async def score_group(
     sound = sorted((one for one in trajectories if _takes_part(one, reward)), key=lambda one: one.attempt)
     if not sound:
         return
-    started = time.perf_counter()
+    started, task = time.perf_counter(), asyncio.current_task()
     first = sound[0]
     context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, priority=priority, over=True)
     try:
@@ -54,7 +55,11 @@ async def score_group(
                 outcomes = await reward.score([_seen(one, reward) for one in sound], call_context)
         finally:
             await asyncio.shield(context.close())
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        if must_pass(error, task):
+            raise
         for one in sound:
             refuse_score(one, error)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.contexts.context import Context, Notice, unnoticed
 from agentfly.events import EventStream, RolloutFinished, RolloutStarted
+from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.conversation import Conversation
@@ -48,7 +50,7 @@ class Rollout:
     """One attempt of an agent at a task.
 
     Everything that goes wrong inside ends this rollout only, and is typed in its trajectory; resources go back however
-    it ends. Only cancellation is raised.
+    it ends. Only cancellation is raised, also where a tool, a reward or a policy has caught it and gone on.
 
     Args:
         surroundings: what all rollouts share.
@@ -56,6 +58,7 @@ class Rollout:
         sampling: changes how the policy samples.
         priority: of this rollout's requests for resources; higher goes first.
         notice: told of this rollout's waits for resources.
+        unwanted: whether the rollout was cancelled, and counts no more whatever it still does.
     """
 
     def __init__(
@@ -66,8 +69,12 @@ class Rollout:
         sampling: ChangeOfSampling = unchanged,
         priority: int = 0,
         notice: Notice = unnoticed,
+        unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._around = surroundings
+        self._unwanted = unwanted
+        self._started = time.perf_counter()
+        self._ending: asyncio.Task[None] | None = None
         self._sampling = sampling
         self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
         self.trajectory = trajectory
@@ -75,29 +82,56 @@ class Rollout:
     async def run(self) -> Trajectory:
         """Converse, score the result, and give everything back."""
         trajectory, events = self.trajectory, self._around.events
-        started = time.perf_counter()
+        self._started = time.perf_counter()
         trajectory.seconds = {"generation": 0.0, "tools": 0.0, "reward": 0.0}
         events.emit(
             RolloutStarted(rollout_id=trajectory.rollout_id, group_id=trajectory.group_id, task_id=trajectory.task.id)
         )
         try:
             await self._converse()
+            self._go_on_if_wanted()
             await score_rollout(trajectory, self._around.reward, self._context, events)
+            self._go_on_if_wanted()
         except asyncio.CancelledError:
-            trajectory.finish = FinishReason.CANCELLED
+            self._cancelled()
             raise
         finally:
-            try:
-                await asyncio.shield(self._context.close())
-            finally:  # also if it is cancelled again
-                trajectory.seconds["waiting"] = self._context.waited_seconds
-                trajectory.seconds["total"] = time.perf_counter() - started
-                events.emit(_finished_event(trajectory))
-                self._around.voice.forget(trajectory.rollout_id)
+            await self._end()
         return trajectory
 
-    async def _converse(self) -> None:
+    async def give_up(self) -> None:
+        """Give everything back though the rollout does not end; what it still does counts no more."""
+        if self._ending is None:
+            self._cancelled()
+        await self._end()
+
+    def _cancelled(self) -> None:
         trajectory = self.trajectory
+        trajectory.finish = FinishReason.CANCELLED
+        trajectory.reward = trajectory.failure = trajectory.reward_failure = None
+
+    def _go_on_if_wanted(self) -> None:
+        if self._unwanted():  # and something has caught the cancellation
+            raise asyncio.CancelledError
+
+    async def _end(self) -> None:
+        """Give everything back, once, however often whoever waits for that is cancelled."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._close())
+        await asyncio.shield(self._ending)
+
+    async def _close(self) -> None:
+        trajectory = self.trajectory
+        try:
+            await self._context.close()
+        finally:
+            trajectory.seconds["waiting"] = self._context.waited_seconds
+            trajectory.seconds["total"] = time.perf_counter() - self._started
+            self._around.events.emit(_finished_event(trajectory))
+            self._around.voice.forget(trajectory.rollout_id)
+
+    async def _converse(self) -> None:
+        trajectory, task = self.trajectory, asyncio.current_task()
         scribe = Scribe(trajectory, self._around.events)
         try:
             self._context.declare(self._around.needs(trajectory.task))
@@ -107,11 +141,16 @@ class Rollout:
                 scribe=scribe,
                 context=self._context,
                 sampling=self._sampling,
+                go_on=self._go_on_if_wanted,
             )
             trajectory.messages = conversation.messages
             trajectory.finish = await conversation.play()
             scribe.finish()
-        except (Exception, SystemExit) as error:  # a policy's library that would end the process ends its rollout
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a policy's library that would end the process ends its rollout
+            if must_pass(error, task):
+                raise
             trajectory.finish = FinishReason.FAILED
             trajectory.failure = Failure.of(error)
 

@@ -205,8 +205,10 @@ class Runner:
             changed = change(params)
             return changed if changed.priority == priority else replace(changed, priority=priority)
 
-        def make(trajectory: Trajectory, guest: Guest) -> Rollout:
-            return Rollout(around, trajectory, sampling=sampling, priority=priority, notice=guest.notice)
+        def make(trajectory: Trajectory, guest: Guest, unwanted: Callable[[], bool]) -> Rollout:
+            return Rollout(
+                around, trajectory, sampling=sampling, priority=priority, notice=guest.notice, unwanted=unwanted
+            )
 
         batch = Batch(
             make,

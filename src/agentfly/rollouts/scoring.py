@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
 from agentfly.errors import Boundary
 from agentfly.events import EventStream, RewardFinished
+from agentfly.interruption import must_pass
 from agentfly.trajectory import Failure, Trajectory
 
 
@@ -35,11 +37,15 @@ async def score_rollout(
     alone = reward.after if isinstance(reward, GroupReward) else reward
     if alone is None:
         return
-    started = time.perf_counter()
+    started, task = time.perf_counter(), asyncio.current_task()
     try:
         async with context.call(noticed=False) as call_context:
             result = await alone.score(trajectory, call_context)
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        if must_pass(error, task):
+            raise
         refuse_score(trajectory, error)
     else:
         take_score(trajectory, result)
@@ -65,7 +71,7 @@ def take_score(trajectory: Trajectory, result: RewardResult) -> None:
         _credit(trajectory, result.turn_rewards)
 
 
-def refuse_score(trajectory: Trajectory, error: Exception) -> None:
+def refuse_score(trajectory: Trajectory, error: BaseException) -> None:
     """Leave a trajectory unscored, and say why."""
     trajectory.reward = None
     trajectory.reward_failure = Failure.of(error, Boundary.REWARD)

@@ -49,7 +49,7 @@ class DedicatedThread:
 
     def _put(self, call: ThreadCall[Any]) -> None:
         if not self._started:
-            self._threads.begin(self._serve)
+            self._threads.submit(self._serve)
             self._started = True
         self._calls.put(call)
 

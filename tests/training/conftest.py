@@ -8,6 +8,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Small models compute on one thread: where another process has the other core, two wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

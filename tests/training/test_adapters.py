@@ -65,12 +65,8 @@ def test_the_policy_before_training_is_the_model_with_its_adapters_disabled() ->
     rows = rows_of(model)
     learner = learner_of(model, lora=LORA, kl={"coefficient": 0.1}, learning_rate=0.01)
     first = learn(learner, rows, constant(rows, VALUES))
-    assert first["policy/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert first["policy/reference_kl"] == 0.0
     assert learn(learner, rows, constant(rows, VALUES))["policy/reference_kl"] > 1e-5
-    reference = learner.score(rows).reference_logprobs
-    assert reference is not None
-    for row, values in zip(rows, reference, strict=True):
-        assert values.tolist() == pytest.approx(row.target_logprobs, abs=1e-5)
     with adapters_disabled(model):
         assert logprobs_of(model, rows) == pytest.approx([value for row in rows for value in row.target_logprobs])
     assert logprobs_of(model, rows) != pytest.approx([value for row in rows for value in row.target_logprobs])

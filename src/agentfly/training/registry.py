@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from agentfly.errors import ConfigError, did_you_mean
@@ -32,6 +33,10 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the order in which they were registered."""
+        return iter(tuple(self._known))
 
     def __getitem__(self, name: str) -> T:
         """The thing of that name.

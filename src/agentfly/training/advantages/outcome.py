@@ -11,7 +11,7 @@ from typing import TypeAlias
 from agentfly.training.advantages.algorithm import Advantages, Estimator, Evidence, Floats
 from agentfly.training.advantages.attempts import Attempt, attempts_by_group, spread
 from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.equality import ROUNDING, are_equal
+from agentfly.training.equality import are_equal, difference, rounding
 
 OutcomeEstimator: TypeAlias = "Callable[[Floats], Floats]"
 """From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
@@ -46,12 +46,13 @@ def grpo(rewards: Floats) -> Floats:
     """Reward less the group's mean, over the group's sample standard deviation; 0 where all rewards are equal.
 
     Others add a small number to the standard deviation, so that equal rewards do not divide by 0. Nothing is added
-    here, so that rewards that differ by little are told apart as well as others.
+    here, so that rewards that differ by little are told apart as well as others. Differences that are rounding
+    (`agentfly.training.equality`) are none.
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = dr_grpo(rewards)
     if (largest := abs(centred).max()) > 0:
-        centred /= largest  # so that neither huge nor tiny rewards leave the range of numbers
+        centred /= largest  # so that huge rewards do not leave the range of numbers
         centred /= centred.std(ddof=1)
     return centred
 
@@ -77,11 +78,11 @@ def rloo(rewards: Floats) -> Floats:
 
 
 def reinforce(rewards: Floats) -> Floats:
-    """The reward itself, with no baseline: the plain policy gradient.
+    """The reward itself, with no baseline: the plain policy gradient. A reward that is 0 but for rounding is 0.
 
     Source: Williams, Simple statistical gradient-following algorithms, 1992.
     """
-    return rewards.copy()
+    return difference(rewards, 0.0)
 
 
 def ranking(rewards: Floats) -> Floats:
@@ -95,9 +96,9 @@ def ranking(rewards: Floats) -> Floats:
     if count < 2:
         return rewards * 0.0
     better_by = rewards[:, None] - rewards[None, :]
-    rounding = ROUNDING * abs(rewards).max()
-    worse = (better_by > rounding).sum(axis=1)
-    alike = (abs(better_by) <= rounding).sum(axis=1)
+    least = rounding(abs(rewards).max())
+    worse = (better_by > least).sum(axis=1)
+    alike = (abs(better_by) <= least).sum(axis=1)
     places: Floats = (worse + (alike - 1) / 2) / (count - 1) - 0.5
     return places
 

@@ -8,6 +8,7 @@ from agentfly.training.advantages.outcome import DR_GRPO
 from agentfly.training.advantages.timeline import Timeline, along_time
 from agentfly.training.advantages.whitening import whitened
 from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.equality import difference
 
 
 def reinforce_plus_plus(evidence: Evidence, config: AdvantageConfig) -> Advantages:
@@ -46,7 +47,7 @@ def remax(evidence: Evidence, config: AdvantageConfig) -> Advantages:
                 f"remax needs the reward of a greedy rollout of each task, and there is none of group "
                 f"{timeline.group_id!r}. Leave out the rows of groups without one."
             )
-        return timeline.returns(rewards, 1.0) - baselines[timeline.group_id]
+        return difference(timeline.returns(rewards, 1.0), baselines[timeline.group_id])
 
     return Advantages(along_time(evidence, judge))
 
@@ -73,4 +74,5 @@ def gae(evidence: Evidence, config: AdvantageConfig) -> Advantages:
 
     advantages = along_time(evidence, judge)
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
-    return Advantages(whitened(advantages), returns)
+    surprising = [difference(coming, value) for coming, value in zip(returns, values, strict=True)]
+    return Advantages(whitened(surprising), returns)

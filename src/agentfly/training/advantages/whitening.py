@@ -13,7 +13,8 @@ def whitened(values: Sequence[Floats]) -> list[Floats]:
 
     So long trajectories weigh more in both than short ones. This is how REINFORCE++
     (https://arxiv.org/abs/2501.03262) normalizes over a batch, and how verl 0.9 does it (``masked_whiten``,
-    with the divisor N - 1), but that verl adds 1e-8 to the variance. Where all values are equal, all become 0.
+    with the divisor N - 1), but that verl adds 1e-8 to the variance. Where all values are equal but for rounding, all
+    become 0.
     """
     import numpy as np
 

@@ -26,7 +26,6 @@ class BatchTokens:
         advantages: float32 [N].
         mask: bool, the tokens that count; [N].
         weights: what rollout correction weighs them by; float32 [N].
-        reference: log-probs under the policy before training, where they were asked for; float32 [N].
         row: int64, the row of each; [N].
         starts: for each row, the index of its first token here, and at the end N.
         places: int64, the index of each in the tokens that these were taken from; [N].
@@ -37,7 +36,6 @@ class BatchTokens:
     advantages: Tensor
     mask: Tensor
     weights: Tensor
-    reference: Tensor | None
     row: Tensor
     starts: list[int]
     places: Tensor
@@ -53,7 +51,6 @@ class BatchTokens:
             advantages=flat(advantages, device),
             mask=torch.ones(len(behaviour), dtype=torch.bool, device=device),
             weights=torch.ones_like(behaviour),
-            reference=None if scores.reference_logprobs is None else flat(scores.reference_logprobs, device),
             row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts, dtype=torch.int64)).to(device),
             starts=np.cumsum([0, *counts]).tolist(),
             places=torch.arange(len(behaviour), device=device),
@@ -78,7 +75,6 @@ class BatchTokens:
             advantages=self.advantages[where],
             mask=self.mask[where],
             weights=self.weights[where],
-            reference=None if self.reference is None else self.reference[where],
             row=numbers.to(where.device),
             starts=np.cumsum([0, *counts]).tolist(),
             places=where,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentfly.policies.embedded.scoring import states_before
 from agentfly.training.advantages import Floats
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.equality import are_equal
 from agentfly.training.learning.activation_checkpointing import checkpointed
 from agentfly.training.learning.batch_tokens import by_row, flat
 from agentfly.training.learning.mini_batches import micro_batches, mini_batches
@@ -158,8 +159,8 @@ class Critic:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Share of the variance of returns that values account for: 1 is perfect, 0 no better than their mean, below worse.
 
-    0 where all returns are equal, of which there is no variance to explain.
+    0 where all returns are equal but for rounding, of which there is no variance to explain.
     """
-    if len(returns) < 2 or not float(spread := returns.double().var()):
+    if len(returns) < 2 or are_equal(float(returns.min()), float(returns.max())):
         return 0.0
-    return 1.0 - float((returns.double() - values.double()).var() / spread)
+    return 1.0 - float((returns.double() - values.double()).var() / returns.double().var())

@@ -50,9 +50,12 @@ class _Step:
     tally: Tally = field(default_factory=Tally)
     own: Tensor = field(init=False)
     """Log-probs under the weights before the first update, NaN where they were not looked at; float32 [N]."""
+    reference: Tensor = field(init=False)
+    """Log-probs under the policy before training, NaN where they were not looked at yet; float32 [N]."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "own", torch.full_like(self.tokens.behaviour, math.nan))
+        for name in ("own", "reference"):
+            object.__setattr__(self, name, torch.full_like(self.tokens.behaviour, math.nan))
 
     def mismatch(self) -> dict[str, float]:
         """How far the trainer's log-probs are from those under which the tokens were sampled, where it looked."""
@@ -124,16 +127,13 @@ class Learner:
         """
         _require_no_images(rows)
         penalty = self._penalty
-        old = reference = token_rewards = None
+        old = token_rewards = None
         if self._config.correction is not None:
             old = self._each(rows, stop, self._logprobs)
-        if penalty is not None and penalty.needs_logprobs:
-            reference = self._each(rows, stop, penalty.logprobs)
         if penalty is not None and penalty.in_reward:
-            token_rewards = self._token_rewards(penalty, rows, old, reference, stop)
+            token_rewards = self._token_rewards(penalty, rows, old, stop)
         return Scores(
             old_logprobs=old,
-            reference_logprobs=reference,
             values=None if self._critic is None else self._critic.score(rows, stop),
             token_rewards=token_rewards,
         )
@@ -230,16 +230,20 @@ class Learner:
         penalty: Penalty,
         rows: Sequence[Row],
         old: Sequence[Floats] | None,
-        reference: Sequence[Floats] | None,
         stop: threading.Event | None,
     ) -> list[Floats]:
-        """What the penalty takes from the reward of each token."""
-        if reference is None:
-            divergences = self._each(rows, stop, lambda part: penalty.estimate(part, None, None))
-        else:
+        """What the penalty takes from the reward of each token.
+
+        Both policies score the same micro-batches. So where they have the same weights they round alike, and there is
+        no penalty at all. Recorded log-probs would differ by what the sampler rounds otherwise.
+        """
+        if penalty.needs_logprobs:
             here = torch.device("cpu")
-            before = flat([row.target_logprobs for row in rows] if old is None else old, here)
-            divergences = by_row(penalty.estimate(rows, before, flat(reference, here)), rows)
+            own = flat(self._each(rows, stop, self._logprobs) if old is None else old, here)
+            reference = flat(self._each(rows, stop, penalty.logprobs), here)
+            divergences = by_row(penalty.estimate(rows, own, reference), rows)
+        else:
+            divergences = self._each(rows, stop, lambda part: penalty.estimate(part, None, None))
         return [-penalty.coefficient.value * each for each in divergences]
 
     # --- one update ---------------------------------------------------------------------------------------------------
@@ -307,7 +311,10 @@ class Learner:
         ids, targets = [row.ids for row in rows], [row.targets for row in rows]
         states = states_before(self._model, ids, targets)
         scores = score_states(self._model, states, ids, targets, temperature=self._temperature)
-        batch = TokenBatch(scores.logprobs, tokens.old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
+        if fresh:
+            step.own[tokens.places] = scores.logprobs.detach()
+        old = self._old_of(step, tokens)
+        batch = TokenBatch(scores.logprobs, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
         if policy.loss.shape != scores.logprobs.shape:  # which torch might broadcast to numbers that mean nothing
             raise UsageError(
@@ -319,13 +326,34 @@ class Learner:
         if self._config.entropy_coefficient > 0:
             loss = loss - self._config.entropy_coefficient * aggregation(scores.entropy, tokens.mask, tokens.row)
         if (penalty := self._penalty_in_loss) is not None:
-            divergence = penalty.divergence(rows, states, scores.logprobs, tokens.reference, tokens.mask)
+            reference = self._reference_of(step, tokens.places, rows) if penalty.needs_logprobs else None
+            divergence = penalty.divergence(rows, states, scores.logprobs, reference, tokens.mask)
             loss = loss + penalty.coefficient.value * aggregation(divergence, tokens.mask, tokens.row)
             tally.mean("policy/reference_kl", divergence[tokens.mask])
         tally_policy(tally, batch, policy, scores.entropy, self._clip)
-        if fresh:
-            step.own[tokens.places] = scores.logprobs.detach()
         return loss
+
+    def _old_of(self, step: _Step, tokens: BatchTokens) -> Tensor:
+        """Log-probs that the ratio of some tokens is taken to; [N].
+
+        With rollout correction they are the trainer's before the update: those of the pass at hand, where no update has
+        been made yet, so that the ratio is exactly 1 whatever the number format rounds.
+        """
+        if self._config.correction is None:
+            return tokens.old
+        own = step.own[tokens.places]
+        return own.where(~own.isnan(), tokens.old)
+
+    def _reference_of(self, step: _Step, places: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Log-probs of the tokens of some rows under the policy before training, made once a step; [N].
+
+        They are made of the micro-batch that the policy itself is asked about. So where the two have the same weights
+        they round alike, and nothing pulls.
+        """
+        assert self._penalty is not None
+        if bool(step.reference[places].isnan().any()):
+            step.reference[places] = self._penalty.logprobs(rows)
+        return step.reference[places]
 
 
 def _require_no_images(rows: Sequence[Row]) -> None:

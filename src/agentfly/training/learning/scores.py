@@ -16,13 +16,11 @@ class Scores:
 
     Attributes:
         old_logprobs: log-probs under the trained weights, before the update.
-        reference_logprobs: log-probs under the policy before training.
         values: the critic's value of the state in which each token was chosen, in units of reward.
         token_rewards: what is added to the reward at each token: the penalty for diverging from the policy before
             training, where it is taken from the reward.
     """
 
     old_logprobs: Sequence[Floats] | None = None
-    reference_logprobs: Sequence[Floats] | None = None
     values: Sequence[Floats] | None = None
     token_rewards: Sequence[Floats] | None = None

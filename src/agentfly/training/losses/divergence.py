@@ -53,7 +53,7 @@ def divergence(estimator: SampledEstimator, logprobs: Tensor, reference: Tensor,
 def k3_divergence(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """An estimate that is never negative, finite, and 0 where the mask is False; [N]."""
     difference = log_ratio(reference, logprobs, mask)
-    return difference.exp() - 1.0 - difference
+    return (difference.expm1() - difference).clamp(min=0.0)  # exp(x) - 1 would round small divergences away
 
 
 def with_gradient_of_k2(values: Tensor, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
@@ -79,5 +79,6 @@ def full_divergence(logits: Tensor, reference_logits: Tensor) -> Tensor:
         [...].
     """
     logprobs = logits.log_softmax(dim=-1)
-    difference = logprobs - reference_logits.log_softmax(dim=-1)
+    # Without the gradient of the difference: its mean over the vocabulary is 0, and would be rounding.
+    difference = (logprobs - reference_logits.log_softmax(dim=-1)).detach()
     return (logprobs.exp() * masked(difference, logprobs.isfinite())).sum(dim=-1)

@@ -157,6 +157,7 @@ async def test_a_call_in_line_that_is_given_up_is_never_made() -> None:
     second = asyncio.create_task(threads.call(lambda: made.append(2), {}))
     await asyncio.sleep(0)
     second.cancel()
+    await asyncio.wait({second})
     third = asyncio.create_task(threads.call(lambda: made.append(3), {}))
     await asyncio.sleep(0)
     ending.set()
@@ -308,6 +309,7 @@ async def test_a_dedicated_thread_makes_calls_in_their_order_and_none_that_was_g
     last = [thread.begin(made.append, number) for number in range(5)]
     await asyncio.sleep(0)
     given_up.cancel()
+    await asyncio.wait({given_up})
     ending.set()
     await asyncio.gather(first, *last)
     assert made == list(range(5))

@@ -74,7 +74,8 @@ class Rollout:
         self._around = surroundings
         self._unwanted = unwanted
         self._started = time.perf_counter()
-        self._ending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._finished = False
         self._sampling = sampling
         self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
         self.trajectory = trajectory
@@ -101,7 +102,7 @@ class Rollout:
 
     async def give_up(self) -> None:
         """Give everything back though the rollout does not end; what it still does counts no more."""
-        if self._ending is None:
+        if not self._finished:
             self._cancelled()
         await self._end()
 
@@ -116,19 +117,26 @@ class Rollout:
 
     async def _end(self) -> None:
         """Give everything back, once, however often whoever waits for that is cancelled."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._close())
-        await asyncio.shield(self._ending)
-
-    async def _close(self) -> None:
-        trajectory = self.trajectory
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._context.close())
         try:
-            await self._context.close()
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self._cancelled()
+            raise
         finally:
-            trajectory.seconds["waiting"] = self._context.waited_seconds
-            trajectory.seconds["total"] = time.perf_counter() - self._started
-            self._around.events.emit(_finished_event(trajectory))
-            self._around.voice.forget(trajectory.rollout_id)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Tell of the end, once. From here on the rollout has ended, and cannot be cancelled any more."""
+        if self._finished:
+            return
+        self._finished = True
+        trajectory = self.trajectory
+        trajectory.seconds["waiting"] = self._context.waited_seconds
+        trajectory.seconds["total"] = time.perf_counter() - self._started
+        self._around.events.emit(_finished_event(trajectory))
+        self._around.voice.forget(trajectory.rollout_id)
 
     async def _converse(self) -> None:
         trajectory, task = self.trajectory, asyncio.current_task()

@@ -181,6 +181,7 @@ def test_what_cannot_be_is_refused_with_the_cure(options: dict[str, Any], error:
         af.mcp_tools(SMALL, **options)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_asked_says_why() -> None:
     with pytest.raises(ResourceStartError, match="status 7"):
         af.mcp_tools(af.MCPServerSpec(command=("sh", "-c", "exit 7")))

@@ -105,6 +105,9 @@ class Sleep(Resource):
             return Status.BROKEN
         return Status.HEALTHY
 
+    def quick_status(self):
+        return Status.BROKEN if self.spec.fault == "too quick" else Status.HEALTHY
+
     async def release(self):
         if self.released and self.spec.fault == "release only once":
             raise OSError("already released")
@@ -173,6 +176,7 @@ async def test_a_process_that_is_started_and_ended_properly_keeps_the_contract()
         ("reset raises", "reset\\(\\) succeeds on a used instance"),
         ("reset breaks", "status\\(\\) is healthy after reset"),
         ("reset cleans nothing", "An instance is clean after reset"),
+        ("too quick", "quick_status\\(\\) is healthy after start"),
         ("status raises", "status\\(\\) never raises"),
         ("always healthy", "status\\(\\) is broken after release"),
         ("release only once", "release\\(\\) may be called again"),

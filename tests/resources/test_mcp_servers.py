@@ -227,9 +227,9 @@ async def test_a_program_that_is_named_from_here_is_told_where_it_is_looked_for(
     (tmp_path / "mine.py").write_text("print('hello')")
     monkeypatch.chdir(tmp_path)
     for command in ((sys.executable, "mine.py"), ("./mine.py",)):
-        async with ResourceEngine(ledger=tmp_path / "ledger") as engine:
-            with pytest.raises(ResourceStartError) as refused:
-                await engine.acquire(MCPServerSpec(command=command), "owner", scope="call")
+        with pytest.raises(ResourceStartError) as refused:
+            async with started(MCPServerSpec(command=command)):
+                pass
         assert str(refused.value).count("did not start") == 1
         assert f"write its absolute path, {str(tmp_path / 'mine.py')!r}, or give cwd=" in str(refused.value)
 

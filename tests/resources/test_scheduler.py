@@ -53,6 +53,7 @@ class Desk:
                 case Grant(request=request, holding=holding):
                     self.waiting.pop(request)
                     self.granted[request] = holding
+                    self.scheduler.handed_out(holding)
                 case Fail(request=request, error=error):
                     self.waiting.pop(request)
                     self.failed[request] = error
@@ -223,6 +224,17 @@ def test_a_start_that_is_bound_to_fail_again_fails_its_request_at_once_with_its_
     assert second in desk.waiting
     desk.settle()
     assert second in desk.granted
+
+
+def test_what_a_kind_says_of_its_failed_start_is_not_said_twice():
+    desk = Desk()
+    request = desk.ask(ThingSpec(), "a")
+    while not desk.failed:
+        error = ResourceStartError("The thing x did not start: no answer.")
+        desk.take(desk.scheduler.start_failed(desk.starting.pop(), error, desk.now))
+        desk.stop_all()
+        desk.wait(desk.pauses[-1].seconds)
+    assert str(desk.failed[request]).startswith("The thing x did not start: no answer. It was tried 5 times")
 
 
 def test_a_failed_start_harms_nobody_if_another_instance_is_coming_for_them():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -79,6 +79,7 @@ class Life:
     clean: bool = True
     shared: bool = False
     uses: int = 0
+    dead: bool = False  # which is found out when it is handed out
     holdings: dict = field(default_factory=dict)
 
     @property
@@ -94,6 +95,7 @@ class Wait:
     def __init__(self, request, place):
         self.request, self.place, self.wanted = request, place, set(request.specs)
         self.exclusive = request.scope is not Scope.GLOBAL
+        self.torn = False  # a part of what it was granted was dead
         self.holdings = []
 
 
@@ -121,7 +123,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     # --- events -------------------------------------------------------------------------------------------------------
 
     EVENTS = (*["ask"] * 4, *["ask_for_several"] * 2, "cancel", "release", "release", "decline", "end_owner")
-    EVENTS += (*["end_start"] * 3, *["end_reset"] * 2, *["end_stop"] * 2, "die", *["wait"] * 2)
+    EVENTS += (*["end_start"] * 3, *["end_reset"] * 2, *["end_stop"] * 2, "die", "die_unnoticed", *["wait"] * 2)
 
     @rule(event=st.sampled_from(EVENTS), dice=st.integers(0, 2**32 - 1))
     def step(self, event, dice):
@@ -215,7 +217,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.lives[name].state = state
         granted = [wait for wait in self.take(event(name, self.now)) if wait.exclusive]
         owners = {wait.request.owner for wait in granted}
-        assert len(owners) <= 1 + self.spared, "more than one was woken by one instance"
+        assert self.bounced or len(owners) <= 1 + self.spared, "more than one was woken by one instance"
 
     def draw_end_stop(self, dice):
         if names := self.names("stopping"):
@@ -235,12 +237,18 @@ class SchedulerHistory(RuleBasedStateMachine):
             self.take(self.scheduler.died(name, OSError("killed"), self.now))
             assert self.lives[name].state == "stopping"
 
+    def draw_die_unnoticed(self, dice):
+        if names := self.names("live"):
+            self.lives[dice.choice(names)].dead = True
+
     def draw_wait(self, dice):
         self.wait(dice.choice([0.1, SWEEP_S, PATIENCE_S, 25.0]))
 
     def wait(self, seconds):
         self.now += seconds
         self.take(self.scheduler.tick(self.now))
+        if (due := self.scheduler.next_tick()) is not None and due <= self.now:
+            self.take(self.scheduler.tick(self.now))  # for those who were given what was dead when their time came
         deadlines = [wait.request.deadline for wait in self.waiting.values()]
         assert all(deadline is None or deadline > self.now for deadline in deadlines), "somebody waited for too long"
 
@@ -248,14 +256,22 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     def take(self, decisions):
         """Carry out what was decided, and see that it was fair. Returns whose waits were ended by new holdings."""
-        granted, self.spared = [], 0
-        for decision in decisions:
-            match decision:
+        granted, self.spared, self.bounced = [], 0, False
+        decisions = deque(decisions)
+        while decisions:
+            match decisions.popleft():
                 case Start(instance=name, spec=spec):
                     assert name not in self.lives
                     assert self.now >= self.pauses.get(spec, 0), "a start was tried in a pause"
                     self.lives[name] = Life(spec, self.now)
                     self.alive[spec] += 1
+                case Grant(request=number, holding=holding) if holding.void or self.is_found_dead(holding):
+                    self.waiting[number].torn = True
+                    if holding.void:
+                        continue
+                    decisions.extend(self.scheduler.died(holding.instance.name, OSError("killed"), self.now))
+                case End(holding=holding) if holding.void:
+                    continue
                 case Grant(request=number, holding=holding):
                     self.take_grant(self.waiting[number], holding, granted)
                 case Fail(request=number, error=error):
@@ -284,6 +300,13 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.see_that_sets_were_granted_whole()
         return granted
 
+    def is_found_dead(self, holding):
+        """Whether an instance is seen to be dead at its first hand-out to somebody, who then waits on."""
+        if holding.id in self.held or not self.lives[holding.instance.name].dead:
+            return False
+        self.bounced = True
+        return True
+
     def take_grant(self, wait, holding, granted):
         request, life = wait.request, self.lives[holding.instance.name]
         assert life.spec in wait.wanted
@@ -292,7 +315,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         if holding.id not in self.held:
             self.take_holding(request, holding, life)
             granted.append(wait)
-            if not self.scheduler.stepped_aside:
+            if not (self.scheduler.stepped_aside or self.bounced):
                 self.see_that_nobody_was_overtaken(wait, life.spec)
         elif all(wait.place != other.place for other in granted):
             self.spared += 1  # and with it what was kept for this
@@ -318,6 +341,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert not life.holdings
             assert not life.shared
             assert life.clean, "an owner got what another left behind"
+        self.scheduler.handed_out(holding)
         life.holdings[holding.id] = self.held[holding.id] = holding
         life.clean = False
         life.uses += 1
@@ -334,7 +358,8 @@ class SchedulerHistory(RuleBasedStateMachine):
                     holders = [h.owner for h in self.held.values() if h.instance.pool.spec == spec and not h.death]
                     assert all(f"{owner} has {spec.name}" in str(error) for owner in holders)
         if isinstance(error, DeadlockBroken):
-            assert any(holding.owner == wait.request.owner for holding in self.held.values()), "no holder"
+            holds = any(holding.owner == wait.request.owner for holding in self.held.values())
+            assert holds or self.bounced, "no holder"
 
     def see_that_nobody_was_overtaken(self, wait, spec):
         """Whoever came before in a pool waits for a seat where all are taken, or for more than is kept for it here."""
@@ -349,7 +374,7 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     def see_that_sets_were_granted_whole(self):
         for wait in self.waiting.values():
-            for number in wait.holdings:
+            for number in wait.holdings if not wait.torn else ():
                 if (number in self.held) and all(
                     len(wanted) > 1 and wait.wanted < wanted for _, wanted in self.answered[number]
                 ):

@@ -325,6 +325,8 @@ class ResourceEngine:
     def _grant(self, request: int, holding: Holding) -> None:
         lease = self._leases.get(holding.id)
         if lease is None:
+            if holding.void or self._is_gone(holding):
+                return
             name, spec = holding.instance.name, holding.instance.pool.spec
             resource = hand_out(self._lifecycle[name], holding.owner, self._lifecycle.leased(name, holding.owner))
             lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
@@ -332,6 +334,15 @@ class ResourceEngine:
         answer = self._answers.get(request)
         if answer is None or not answer.take(lease):  # cancelled a moment ago
             self._carry_out(self._scheduler.declined(holding.id, self._now()))
+
+    def _is_gone(self, holding: Holding) -> bool:
+        """Look at what is about to be handed out, and have another one found if that is dead."""
+        instance = holding.instance
+        if (error := self._lifecycle.found_dead(instance.name)) is not None:
+            self._crew.lost(instance.name, instance.pool.spec, error)
+            return True
+        self._scheduler.handed_out(holding)
+        return False
 
     def _end(self, holding: Holding) -> None:
         if (lease := self._leases.pop(holding.id, None)) is not None:

@@ -31,6 +31,9 @@ class Resource(ABC):
 
     A kind may offer more:
 
+    * *A quick status*: `quick_status` says at once whether the instance can be seen to be gone. It is asked whenever an
+      instance is about to be handed out, which may be long after the last health check.
+
     * *Freezing*: with ``can_freeze = True``, `freeze` and `thaw`. The engine calls them for specs with
       ``idle="freeze"``, one at a time and never while a coroutine of the instance that an owner called is under way.
       Every method that needs the instance's processes must then be a coroutine function, because that is what the
@@ -65,6 +68,14 @@ class Resource(ABC):
     @abstractmethod
     async def status(self) -> Status:
         """Say whether the instance can be used."""
+
+    def quick_status(self) -> Status:
+        """Say whether the instance can be used, as far as that can be seen without waiting for anything.
+
+        It takes microseconds: whether a process lives, whether a connection has been closed. Where nothing is known,
+        the instance is taken to be healthy. It may be called while the instance is frozen or in use.
+        """
+        return Status.HEALTHY
 
     @abstractmethod
     async def release(self) -> None:

@@ -297,6 +297,8 @@ class _Suite(Generic[R]):
         except Exception as error:
             raise AssertionError(f"status() never raises nor hangs, {when}: {error!r}") from error
         _hold(status is expected, f"status() is {expected.value} {when}", status)
+        if expected is Status.HEALTHY:
+            _hold(resource.quick_status() is expected, f"quick_status() is healthy {when}, at once")
 
     async def _dirty(self, resource: R) -> None:
         if self.dirty is not None:

@@ -105,6 +105,10 @@ class ModelAPI(Resource, Judge):
 
     async def status(self) -> Status:
         """Say whether it can be called. A far side that fails is no reason to replace what calls it."""
+        return self.quick_status()
+
+    def quick_status(self) -> Status:
+        """The same, at once."""
         return Status.BROKEN if self._client is None else Status.HEALTHY
 
     async def release(self) -> None:

@@ -112,6 +112,10 @@ class Environment(Resource):
         """Say whether the simulator can be used, at the latest when what it does now has ended."""
         return Status.HEALTHY if self._why_lost() is None else Status.BROKEN
 
+    def quick_status(self) -> Status:
+        """Say whether the simulator is lost or its process has ended, as far as that shows at once."""
+        return Status.BROKEN if self._lost is not None or self._home.has_hung_up else Status.HEALTHY
+
     async def release(self) -> None:
         """End the simulator; return when it is gone.
 

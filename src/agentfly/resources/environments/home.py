@@ -49,6 +49,11 @@ class Home(Protocol):
         ...
 
     @property
+    def has_hung_up(self) -> bool:
+        """Whether it shows at once that the place is gone, perhaps before `death` can say how."""
+        ...
+
+    @property
     def traces(self) -> dict[str, Any]:
         """What outlives this process and how to find it."""
         ...

@@ -21,6 +21,7 @@ from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import Nursery
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.fresh_python import fresh_python
+from agentfly.resources.hang_up import hung_up
 from agentfly.resources.identity import start_time
 from agentfly.resources.processes import signal_below
 from agentfly.threads.pool import on_thread
@@ -123,6 +124,14 @@ class KeptProcess:
         """Whether the process has ended, with everything that it had started."""
         told = self._last_words is not None and self._last_words.done()
         return told or (self._keeper is not None and self._keeper.gone())
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the process has closed its side, which its end does, though what it started may be there yet."""
+        if self._calls is None or (self._last_words is not None and self._last_words.done()):
+            return True
+        descriptor: int = self._calls[1].get_extra_info("socket").fileno()
+        return descriptor < 0 or hung_up(descriptor)
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class LoopHome:
         return None
 
     @property
+    def has_hung_up(self) -> bool:
+        return False
+
+    @property
     def traces(self) -> dict[str, Any]:
         return {}
 

@@ -80,6 +80,10 @@ class ProcessHome:
         return f"its process has ended: {how}" + (f". The end of its output:\n{process.tail}" if process.tail else "")
 
     @property
+    def has_hung_up(self) -> bool:
+        return self._exhausted or (self._process is not None and self._process.has_hung_up)
+
+    @property
     def traces(self) -> dict[str, Any]:
         bound = {} if self._bound is None else {"bound": dataclasses.asdict(self._bound)}
         return bound | (self._process.traces if self._process is not None else {})

@@ -64,6 +64,10 @@ class ThreadHome:
         return None
 
     @property
+    def has_hung_up(self) -> bool:
+        return False
+
+    @property
     def traces(self) -> dict[str, Any]:
         return {}
 

@@ -110,7 +110,7 @@ class Crew:
                 self._not_started(name, spec, error)
 
         self._emit(ResourceStarting, spec, instance=name)
-        lost, check = partial(self._lost, name, spec), partial(self.check, name, spec)
+        lost, check = partial(self.lost, name, spec), partial(self.check, name, spec)
         operation = partial(self._lifecycle.start, name, spec, lost, check)
         self._work(name, Work(operation, spec.start_timeout_s, f"start() of {name}", report))
 
@@ -152,8 +152,7 @@ class Crew:
                 self._emit(ResourceReset, spec, instance=name, seconds=_now() - began)
                 self._carry_out(self._scheduler.reset_done(name, _now()))
             else:
-                self._warn_of(name, spec, error)
-                self._emit(ResourceBroke, spec, instance=name, error=say(error))
+                self._tell_broken(name, spec, error)
                 self._carry_out(self._scheduler.reset_failed(name, _now()))
 
         operation = partial(self._lifecycle.reset, name)
@@ -186,17 +185,20 @@ class Crew:
             if isinstance(error, TimeoutError) and attendance is not None and attendance.is_held:
                 logger.warning("%s is in use and does not say how it is: %s", name, error)
                 return Status.HEALTHY
-            self._lost(name, spec, error)
+            self.lost(name, spec, error)
             return Status.BROKEN
         return Status.HEALTHY
 
-    def _lost(self, name: str, spec: Spec, error: Exception) -> None:
-        """An instance that somebody may have is broken."""
+    def lost(self, name: str, spec: Spec, error: Exception) -> None:
+        """An instance that somebody has or was about to get is broken."""
         decisions = self._scheduler.died(name, error, _now())
         if decisions:  # there are none if it is on its way out or being reset, which has its own end
-            self._warn_of(name, spec, error)
-            self._emit(ResourceBroke, spec, instance=name, error=say(error))
+            self._tell_broken(name, spec, error)
             self._carry_out(decisions)
+
+    def _tell_broken(self, name: str, spec: Spec, error: BaseException) -> None:
+        self._warn_of(name, spec, error)
+        self._emit(ResourceBroke, spec, instance=name, error=say(error))
 
     def _warn_of(self, name: str, spec: Spec, error: BaseException) -> None:
         """Log why an instance is replaced: once for each reason in a pool, and `WARNED` reasons at most."""

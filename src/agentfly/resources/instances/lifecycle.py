@@ -134,6 +134,16 @@ class Lifecycle:
         if complaint is not None:
             raise ResourceDied(f"{instance} is broken: {complaint}.")
 
+    def found_dead(self, instance: str) -> ResourceDied | None:
+        """What there is to say of an instance that can be seen to be gone, at once; None if it cannot."""
+        try:
+            status = self._resources[instance].quick_status()
+        except Exception as error:  # of a kind's own code
+            return ResourceDied(f"{instance} is broken: quick_status() raised {say(error)}.")
+        if status is Status.HEALTHY:
+            return None
+        return ResourceDied(f"{instance} had died by the time it was to be handed out.")
+
     async def remove(self, instance: str) -> None:
         """Free everything that belongs to a resource: by its own ``release``, called again if it fails, and
         failing that by its kind's ``reap``. A cancellation meanwhile costs a try and then goes on.

@@ -97,18 +97,22 @@ class MCPServer(Resource):
 
     async def status(self) -> Status:
         """Ask the server whether it is there, unless it has a call to answer: many do one thing at a time."""
-        if self._lost is not None or self._session is None or self._session.over:
-            return Status.BROKEN
-        if self._program is not None and (self._program.ended or not self._directory.exists()):
-            return Status.BROKEN
-        if self._calls:
-            return Status.HEALTHY
+        known = self.quick_status()
+        if known is Status.BROKEN or self._calls or self._session is None:
+            return known
         try:
             async with asyncio.timeout(self.spec.reset_timeout_s / 2):
                 await self._session.ask(_greet)
         except Exception:
             return Status.BROKEN
         return Status.HEALTHY
+
+    def quick_status(self) -> Status:
+        """Say whether its program lives and its session goes on, as far as is known."""
+        if self._lost is not None or self._session is None or self._session.over:
+            return Status.BROKEN
+        gone = self._program is not None and (self._program.ended or not self._directory.exists())
+        return Status.BROKEN if gone else Status.HEALTHY
 
     async def release(self) -> None:
         """End the session and the program, by force after half of ``release_timeout_s``; return when all is gone."""

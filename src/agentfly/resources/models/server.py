@@ -118,6 +118,10 @@ class ModelServer(Resource, Judge, TokenServer):
         well = await run.is_well() or (await self._is_over(run) and self._lost is None)
         return Status.HEALTHY if well else Status.BROKEN
 
+    def quick_status(self) -> Status:
+        """Say whether it serves, or is started again, as far as is known."""
+        return Status.HEALTHY if self._lost is None else Status.BROKEN
+
     async def release(self) -> None:
         """Ask the server to end, and after half of ``release_timeout_s`` kill it; return when all of it is gone."""
         self._released = True

@@ -21,7 +21,7 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 """Seconds between two tries: the first pause, doubled with each round of failures, and the longest."""
 
-PATIENCE_S = 5.0
+PATIENCE_S = 3.5
 """Seconds for which starts have to fail before one more that fails also fails the request that it was for."""
 
 LOST_S, LOST_ROUNDS = 60.0, 4
@@ -104,15 +104,11 @@ class Backoff:
         self.rounds = 0  # of failures since the last success
         self.since = math.inf  # when the first start of these began
         self.until = -math.inf  # when the pause is over
-        self.paused = False
+        self.paused = False  # no start ahead of who asks
+        self.holds = False  # nor for those who wait; what lasts is told to them instead
         self.cause = Cause.PASSING
         self.error: BaseException | None = None
         self._window: int | None = None  # how many may be starting at once; None for any number
-
-    @property
-    def holds(self) -> bool:
-        """Whether those who wait have to wait for the end of a pause. What lasts is told to them instead."""
-        return self.paused and self.cause is not Cause.LASTING
 
     def room(self, starting: int) -> float:
         """How many more may be started for those who wait."""
@@ -129,7 +125,7 @@ class Backoff:
             self.rounds += 1
         self.paused = True
         if self.cause is not Cause.LASTING:
-            self._window = 1
+            self._window, self.holds = 1, True
 
     def loss(self, now: float, *, may_be_freed: bool) -> Loss:
         """Whom the start fails that has just failed.
@@ -149,17 +145,17 @@ class Backoff:
 
     def worked(self) -> None:
         """A start has succeeded."""
-        self.rounds, self.since, self.until, self.paused = 0, math.inf, -math.inf, False
-        self.error = None
+        self.rounds, self.since, self.until, self.error = 0, math.inf, -math.inf, None
+        self.paused = self.holds = False
         if self._window is not None:
             self._window = self._window + 1 if self._window < _WIDE else None
 
     def freed(self, now: float) -> None:
         """An instance is gone: if the disk was full, it may not be any more."""
         if self.cause is Cause.FULL_DISK and self.rounds:
-            self.since, self.paused = now, False
+            self.since, self.paused, self.holds = now, False, False
 
     def resume(self, now: float) -> None:
         """Time went by: the pause may be over."""
         if now >= self.until:
-            self.paused = False
+            self.paused = self.holds = False

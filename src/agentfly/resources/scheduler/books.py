@@ -5,13 +5,13 @@ They are kept consistent here and read everywhere in the scheduler; nothing is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
 from agentfly.errors import AgentFlyError
 from agentfly.resources.scheduler.decisions import Decision, End, Fail, Grant
-from agentfly.resources.scheduler.pool import Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
+from agentfly.resources.scheduler.pool import Answered, Holding, Instance, InstanceState, Owner, Pool, Request, Waiter
 from agentfly.resources.scheduler.timers import Timers
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
@@ -71,30 +71,49 @@ class Books:
 
     def queue(self, request: Request, pools: list[Pool], now: float) -> list[Waiter]:
         """Put a request at the end of the queue of each pool that it needs something of."""
-        owner = self.owners.setdefault(request.owner, Owner(request.owner))
-        arrival, requests, partners = next(self.numbers), {request.id: request}, list[Waiter]()
+        partners: list[Waiter] = []
+        place = Answered((request,), request.priority, next(self.numbers), now)
         for pool in pools:
-            waiter = Waiter(
-                number=next(self.numbers),
-                owner=request.owner,
-                scope=request.scope,
-                priority=request.priority,
-                arrival=arrival,
-                since=now,
-                pool=pool,
-                requests=requests,
-                partners=partners,
-            )
-            partners.append(waiter)
-            pool.queue.lane(waiter.scope).add(waiter)
-            if request.scope is not Scope.CALL:
-                pool.waiting.setdefault((request.owner, request.scope), []).append(waiter)
-            owner.waiters[waiter.number] = waiter
-        self.waiters[request.id] = partners
-        if len(partners) > 1:
-            self.sets[arrival] = partners
-        self._note(owner)
+            pool.queue.lane(request.scope).add(self._place(place, pool, {request.id: request}, partners))
         return partners
+
+    def queue_again(self, answered: Answered, pool: Pool) -> None:
+        """Put requests that were granted something of a pool back where they stood, if they still want it."""
+        requests = {request.id: request for request in answered.requests if not request.over}
+        if not requests:
+            return
+        partners = self.waiters.get(next(iter(requests)), [])
+        waiter = self._place(answered, pool, requests, partners)
+        pool.queue.lane(waiter.scope).restore(waiter)
+        for request in waiter.requests.values():
+            if request.timer is None:
+                self.set_deadline(request)
+
+    def _place(self, place: Answered, pool: Pool, requests: dict[int, Request], partners: list[Waiter]) -> Waiter:
+        """Note that requests wait for something of a pool, with partners that wait elsewhere."""
+        first = place.requests[0]
+        waiter = Waiter(
+            number=next(self.numbers),
+            owner=first.owner,
+            scope=first.scope,
+            priority=place.priority,
+            arrival=place.arrival,
+            since=place.since,
+            pool=pool,
+            requests=partners[0].requests if partners else requests,
+            partners=partners,
+        )
+        partners.append(waiter)
+        if first.scope is not Scope.CALL:
+            pool.waiting.setdefault((first.owner, first.scope), []).append(waiter)
+        owner = self.owners.setdefault(first.owner, Owner(first.owner))
+        owner.waiters[waiter.number] = waiter
+        for request in waiter.requests:
+            self.waiters[request] = partners
+        if len(partners) > 1:
+            self.sets[place.arrival] = partners
+        self._note(owner)
+        return waiter
 
     def alike(self, request: Request, pools: list[Pool]) -> list[Waiter] | None:
         """The places of an earlier request of the same owner that waits for the same."""
@@ -114,7 +133,11 @@ class Books:
             request.timer = self.timers.set(request.deadline, request)
 
     def withdraw(self, request: Request) -> None:
-        """A request waits no longer; the last one takes its places in the queues along."""
+        """A request waits no longer, for nothing; the last one takes its places in the queues along."""
+        request.over = True
+        self._withdraw(request)
+
+    def _withdraw(self, request: Request) -> None:
         partners = self._forget(request)
         requests = partners[0].requests
         del requests[request.id]
@@ -142,11 +165,12 @@ class Books:
         first = seats[0][0]
         requests = list(first.requests.values())
         for request in requests:
-            self.withdraw(request)
+            self._withdraw(request)
         owner = self.owners.setdefault(first.owner, Owner(first.owner))
         spared: list[Waiter] = []
         for waiter, instance in seats:
             holding = self._hold(waiter, instance, requests, now)
+            holding.answered.append(_answered(waiter, requests))
             owner.holdings[holding.id] = holding
             for other in list(waiter.pool.waiting.get((waiter.owner, waiter.scope), ())):
                 spared += self._spare(other, holding)
@@ -172,6 +196,7 @@ class Books:
 
     def _spare(self, waiter: Waiter, holding: Holding) -> list[Waiter]:
         """The owner of a waiter has got what it waits for by another request. Returns the partners that are left."""
+        holding.answered.append(_answered(waiter, waiter.requests.values()))
         for request in waiter.requests.values():
             self.claim(holding, request.id)
         self._leave(waiter)
@@ -186,6 +211,7 @@ class Books:
     def _forget(self, request: Request) -> list[Waiter]:
         if request.timer is not None:
             self.timers.drop(request.timer)
+            request.timer = None
         return self.waiters.pop(request.id)
 
     def _leave(self, waiter: Waiter) -> None:
@@ -230,3 +256,7 @@ class Books:
             self.entangled.pop(owner.name, None)
             if not owner.holdings and not owner.waiters:
                 del self.owners[owner.name]
+
+
+def _answered(waiter: Waiter, requests: Iterable[Request]) -> Answered:
+    return Answered(tuple(requests), waiter.priority, waiter.arrival, waiter.since)

@@ -20,7 +20,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer a request with a holding. If nobody is there to take it any more, report `declined`."""
+    """Answer a request with a holding. If nobody is there to take it any more, report `declined`.
+
+    When the first of its requests gets a holding, report `handed_out`. Should the instance be seen to be dead then,
+    report `died`: the holding is void, and so are all of its grants that are yet to be carried out.
+    """
 
     request: int
     holding: Holding

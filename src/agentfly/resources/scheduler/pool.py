@@ -58,6 +58,7 @@ class Request:
     callers: tuple[Hashable, ...] = ()
     deadline: float | None = None
     timer: list[Any] | None = None
+    over: bool = False  # it was refused or taken back, and waits for nothing any more
 
     @property
     def label(self) -> str:
@@ -97,8 +98,27 @@ class Holding:
     instance: Instance
     since: float
     caller: Hashable  # the thread of control whose end gives it back, if it is held for a call
+    answered: list[Answered] = field(default_factory=list)  # by it, until it is handed out
     claims: int = 0  # acquires that were answered with it
+    void: bool = False  # what it stood for was dead before anybody had it
     death: BaseException | None = None  # why its instance is gone, for an owner who must not get another unawares
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Requests that shared a place in a queue and were granted a holding: where they would have to wait again.
+
+    Args:
+        requests: the requests.
+        priority: that of their place.
+        arrival: that of their place.
+        since: when they began to wait.
+    """
+
+    requests: tuple[Request, ...]
+    priority: int
+    arrival: int
+    since: float
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +188,14 @@ class Lane:
             self._by_priority = dict(sorted(self._by_priority.items(), reverse=True))
         self._by_priority[waiter.priority][waiter.number] = waiter
         self._length += 1
+
+    def restore(self, waiter: Waiter) -> None:
+        """Put a waiter where it belongs by its arrival, because what it was given has come to nothing."""
+        self.add(waiter)
+        waiters = self._by_priority[waiter.priority]
+        later = [one for one in waiters.values() if one.arrival > waiter.arrival]
+        for one in later:
+            waiters.move_to_end(one.number)
 
     def remove(self, waiter: Waiter) -> None:
         """Take a waiter out, wherever it stands."""

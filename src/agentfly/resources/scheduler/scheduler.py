@@ -160,10 +160,18 @@ class Scheduler:
         return self._done(now)
 
     def died(self, name: str, error: BaseException, now: float) -> list[Decision]:
-        """An instance was found to be broken while idle or leased."""
+        """An instance was found to be broken while idle or leased, or when it was to be handed out.
+
+        Those who were granted it and have not got it go on waiting where they stood, for another one.
+        """
         if (instance := self._books.in_state(name, InstanceState.IDLE, InstanceState.LEASED)) is not None:
             for held in list(instance.holdings.values()):
-                if held.scope is Scope.ROLLOUT:
+                if held.answered:
+                    held.void = True
+                    self._books.end(held)
+                    for answered in held.answered:
+                        self._books.queue_again(answered, instance.pool)
+                elif held.scope is Scope.ROLLOUT:
                     held.death = error
                 else:
                     self._books.end(held)
@@ -171,6 +179,10 @@ class Scheduler:
             self._supply.stop(instance, now)
             self._serve(instance.pool, now)
         return self._done(now)
+
+    def handed_out(self, holding: Holding) -> None:
+        """The first of those who were granted a holding has got it."""
+        holding.answered.clear()
 
     def stopped(self, name: str, now: float) -> list[Decision]:
         """An instance is gone."""
@@ -298,7 +310,8 @@ class Scheduler:
                 one.pool.share(taken)
         for other in self.owners[waiter.owner].waiters.values():  # it is a holder now, and those start first
             self._supply.start_missing(other.pool, now)
-        self._serve_all(spared, now)
+        # What was kept in its partners' pools for another request of the owner, which this one has spared, is free too.
+        self._serve_all([one for one, _ in seats if one is not waiter] + spared, now)
 
     def _fail(self, waiter: Waiter, error: Callable[[], AgentFlyError], now: float) -> None:
         """Fail a waiter, and with it its partners, whose places in their queues go to the next."""

@@ -177,6 +177,9 @@ class Supply:
         del self._books.instances[instance.name]
         if instance.up:
             for pool in list(self._full):
+                if self._books.pools.get(pool.spec) is not pool:  # forgotten
+                    del self._full[pool]
+                    continue
                 pool.backoff.freed(now)
                 self.demand(pool, now)
 

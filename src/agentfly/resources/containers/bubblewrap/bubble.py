@@ -19,6 +19,7 @@ from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace,
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch
 from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.hang_up import has_exited
 from agentfly.resources.instances.work import see_through
 
 _END_PATIENCE_S = 10.0
@@ -161,6 +162,11 @@ class Bubble:
                 os.kill(self.launched.process.pid, signal.SIGCONT)  # it must see that, and somebody may have stopped it
         elif self.launched is not None:
             kill_with_children(self.launched.process.pid)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether bubblewrap is gone, though the event loop may not have got to know."""
+        return self.ended.is_set() or (self._exit_descriptor is not None and has_exited(self._exit_descriptor))
 
     def cause_of_death(self) -> str:
         """Why its first process is no more, as far as can be told."""

@@ -65,7 +65,7 @@ class Life:
     @property
     def alive(self) -> bool:
         """Whether it takes commands, or was ended for what its processes did."""
-        return self.shell is not None and (self.shell.flooded or not self.shell.dead)
+        return self.shell is not None and (self.shell.flooded or not (self.shell.dead or self.bubble.has_exited))
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""

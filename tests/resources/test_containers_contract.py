@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,6 +119,25 @@ async def test_a_cancelled_call_ends_its_command(
         await call
     await box.run("true")
     await eventually(lambda: processes_with("sleep\09601") == [])
+
+
+async def test_signals_do_inside_what_they_do_by_default_whatever_their_owner_ignores(
+    ground: Ground, start: Start
+) -> None:
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}  # as under nohup
+    try:
+        box = await start(ground)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for new_process in (False, True):
+        status = await box.run("cat /proc/self/status", new_process=new_process)
+        masks = dict(re.findall(r"(SigIgn|SigBlk):\s+(\w+)", status.stdout))
+        standard = 2**31 - 1
+        assert {name: int(mask, 16) & standard for name, mask in masks.items()} == {"SigIgn": 0, "SigBlk": 0}
+        endless = "(while :; do echo y; done) | { read -r line; echo $line; }; echo ${PIPESTATUS[0]}"
+        assert (await box.run(endless, timeout=20, new_process=new_process)).stdout == f"y\n{128 + signal.SIGPIPE}\n"
 
 
 async def test_a_signal_that_kills_a_command_is_told(box: Container) -> None:

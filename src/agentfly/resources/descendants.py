@@ -28,6 +28,13 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def reset_signals() -> None:
+    """Have every signal do what it does by default, as before a program is executed, which would inherit otherwise."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def wakeups() -> int:
     """A descriptor that can be read whenever a child ends or a signal with a handler comes."""
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -28,6 +28,7 @@ from agentfly.resources.descendants import (
     die_with_parent,
     end_descendants,
     reap_one,
+    reset_signals,
     wakeups,
 )
 from agentfly.resources.keeping.log import Log
@@ -117,7 +118,7 @@ def _keep(life: socket.socket, parent: int) -> int | None:
         stdout=writing if job.stdout is None else job.stdout,
         stderr=writing,
         pass_fds=job.inherited,
-        preexec_fn=die_with_parent,  # noqa: PLW1509  (the keeper has one thread)
+        preexec_fn=_before_it,  # noqa: PLW1509  (the keeper has one thread)
     )
     for ours in (writing, *job.descriptors):
         os.close(ours)
@@ -129,6 +130,12 @@ def _keep(life: socket.socket, parent: int) -> int | None:
         while _drain(reading, log):
             pass
         log.close()
+
+
+def _before_it() -> None:
+    """What the program's process does before it becomes the program."""
+    reset_signals()
+    die_with_parent()
 
 
 def _watch(program: int, life: socket.socket, parent: int, output: int, log: Log) -> int | None:

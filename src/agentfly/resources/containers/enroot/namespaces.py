@@ -117,7 +117,7 @@ def contain(plan: Plan) -> tuple[int, int]:
     if container == 0:
         os.dup2(held, 0)
         os.dup2(tell, 1)
-        os._exit(as_child(lambda: os.execve(plan["enroot"][0], plan["enroot"], plan["enroot_environment"])))
+        os._exit(as_child(lambda: execute(plan["enroot"], plan["enroot_environment"])))
     os.close(held)
     os.close(tell)
     said = b""
@@ -235,7 +235,15 @@ def run(plan: Plan) -> None:
     os.umask(0o022)
     os.chdir(plan["workdir"])
     drop_rights(bytes.fromhex(plan["filter"]))
-    os.execve(plan["program"][0], plan["program"], plan["program_environment"])
+    execute(plan["program"], plan["program_environment"])
+
+
+def execute(words: list[str], environment: dict[str, str]) -> None:
+    """Become a program, for which every signal does what it does by default: Python ignores some, others may have."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.execve(words[0], words, environment)
 
 
 def drop_rights(filters: bytes) -> None:

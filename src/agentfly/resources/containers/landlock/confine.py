@@ -127,6 +127,13 @@ def limit_processes(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (here + more, here + more))
 
 
+def reset_signals() -> None:
+    """Have every signal do what it does by default, those too that Python ignores or that this was started ignoring."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
     """Confine this process and make it the program."""
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
@@ -143,6 +150,7 @@ def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     program = os.pread(options.seccomp, 65536, 0)
     checked(libc.prctl(_PR_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up new privileges")
+    reset_signals()
     restrict_files(options.read, options.write, options.write_to)
     filter_calls(program)
     os.execve(options.command[0], options.command, environment)
@@ -208,6 +216,7 @@ def _signal(pids: set[int], number: int) -> None:
 
 def main() -> None:
     """Start the program, and attend to it."""
+    os.chdir("/")
     parser = argparse.ArgumentParser()
     for name in ("--info-fd", "--block-fd", "--seccomp", "--args", "--pids", "--file-size"):
         parser.add_argument(name, type=int, default=-1)

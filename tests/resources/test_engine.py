@@ -187,6 +187,29 @@ def test_a_leased_resource_passes_for_the_resource_itself(play):
     play(scene)
 
 
+def test_sixteen_slow_starts_go_on_at_once_on_the_smallest_machine(play, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+
+    async def scene(engine):
+        spec = FakeSpec(world=FakeWorld(misbehave("start", lambda: asyncio.sleep(1), times=96)), capacity=16)
+
+        async def rollout(owner):
+            lease = await engine.acquire(spec, owner)
+            await asyncio.sleep(2)
+            await engine.release(lease)
+
+        await asyncio.gather(*(rollout(f"rollout {number}") for number in range(96)))
+        assert asyncio.get_running_loop().time() == pytest.approx(1 + 2 * 96 / 16, abs=0.1)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("starts", [0, -1, 1.5, "8", True])
+def test_the_number_of_starts_at_once_is_a_whole_number(starts):
+    with pytest.raises(ConfigError, match=r"max_concurrent_starts=.* whole number of at least 1; or None"):
+        ResourceEngine(max_concurrent_starts=starts)
+
+
 def test_concurrent_requests_of_one_owner_get_one_lease(play):
     async def scene(engine):
         spec = FakeSpec()

@@ -269,6 +269,43 @@ def test_no_more_start_at_once_than_may():
     assert len(desk.starting) == 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeavySpec(ThingSpec):
+    start_places = 4
+
+
+def test_what_keeps_a_processor_busy_takes_more_places_to_start():
+    desk = Desk(max_concurrent_starts=12, weighed=True)
+    for n in range(9):
+        desk.ask(HeavySpec(name="heavy", capacity=9), f"heavy {n}")
+    assert len(desk.starting) == 3
+    desk.take(desk.scheduler.start_failed(desk.starting.pop(0), ValueError(), desk.now))
+    assert len(desk.starting) == 3
+    desk.settle()
+    assert len(desk.granted) == 8
+
+
+def test_each_start_counts_for_one_where_their_number_is_given():
+    desk = Desk(max_concurrent_starts=5)
+    for n in range(9):
+        desk.ask(HeavySpec(name="heavy", capacity=9), f"heavy {n}")
+    assert len(desk.starting) == 5
+
+
+def test_a_start_that_takes_more_places_than_there_are_starts_alone():
+    desk = Desk(max_concurrent_starts=2, weighed=True)
+    light, heavy = ThingSpec(name="light", capacity=9), HeavySpec(name="heavy", capacity=9)
+    desk.ask(light, "a")
+    desk.ask(heavy, "b")
+    assert len(desk.starting) == 1
+    desk.take(desk.scheduler.started(desk.starting.pop(), desk.now))
+    assert [name.partition("-")[0] for name in desk.starting] == ["heavy"]
+    desk.ask(light, "c")
+    assert len(desk.starting) == 1
+    desk.settle()
+    assert len(desk.granted) == 3
+
+
 def test_a_global_instance_is_shared_up_to_its_concurrency_and_another_is_started_beyond_that():
     desk = Desk()
     spec = ThingSpec(capacity=3, replicas=2, max_concurrency=2)

@@ -10,6 +10,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.tool import tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.contexts.context import Context
+from agentfly.errors import ConfigError
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.foresight import AHEAD
@@ -51,6 +52,33 @@ async def test_a_rollouts_instance_is_frozen_while_the_model_thinks_and_runs_for
     assert [call.observation for turn in result.trajectories[0].turns for call in turn.results] == ["done", "done"]
     done = [operation for operation, _ in world.history if operation in ("use", "freeze", "thaw")]
     assert done[:7] == ["use", "use", "freeze", "thaw", "use", "use", "freeze"]
+
+
+async def test_a_run_says_how_many_resources_may_start_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path))
+    starting = [0, 0]  # now, and the most so far
+
+    async def behave(operation, instance):
+        if operation == "start":
+            starting[0] += 1
+            starting[1] = max(starting)
+            try:
+                await asyncio.sleep(0.01)
+            finally:
+                starting[0] -= 1
+
+    for most, settings in ((2, {"max_concurrent_starts": 2}), (6, {})):
+        starting[:] = 0, 0
+        agent = agent_using(FakeSpec(world=FakeWorld(behave), capacity=6))
+        result = await run(agent, ["Go."] * 6, policy=ScriptedPolicy(SCRIPT), **settings)
+        assert [trajectory.finish for trajectory in result.trajectories] == ["answered"] * 6
+        assert starting == [0, most]
+
+
+async def test_an_engine_that_is_given_has_its_own_number_of_starts(tmp_path):
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        with pytest.raises(ConfigError, match=r"ResourceEngine\(max_concurrent_starts=2\)"):
+            Runner(agent_using(FakeSpec()), engine=engine, max_concurrent_starts=2)
 
 
 async def test_the_numbers_of_a_run_tell_how_long_its_resources_were_held_and_busy(world, tmp_path):

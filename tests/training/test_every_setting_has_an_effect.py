@@ -179,7 +179,7 @@ SHOWN: dict[str, str] = {
 }
 """Settings of the run as a whole, and the test of this folder that shows what they do."""
 
-READ = {"strategy", "max_failure_share"}
+READ = {"strategy", "max_failure_share", "max_concurrent_starts"}
 """Settings that are handed to the runner as they are, whose own tests show what they do; `test_trainer` has it that a
 run reads every setting."""
 

@@ -114,6 +114,7 @@ class Experiment:
                 "events": events,
                 "strategy": training.strategy,
                 "max_concurrent_rollouts": training.max_concurrent_rollouts,
+                "max_concurrent_starts": training.max_concurrent_starts,
                 "max_failure_share": training.max_failure_share,
             }
 

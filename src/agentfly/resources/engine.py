@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -50,6 +51,9 @@ __all__ = ["Budget", "ResourceEngine"]
 
 logger = logging.getLogger(__name__)
 
+STARTS_PER_CORE = 8
+"""Starts at once for each processor core, unless said otherwise; what starts mostly waits for disks and programs."""
+
 R = TypeVar("R", bound=Resource)
 
 
@@ -64,7 +68,12 @@ class ResourceEngine:
         ledger: the directory where it is written down what runs, so that a later process can remove it should this
             one be killed; by default ``$AGENTFLY_STATE_DIR`` or the user's state directory.
         events: where it is told what happens.
-        max_concurrent_starts: how many instances may be starting at once.
+        max_concurrent_starts: how many instances may be starting at once. By default `STARTS_PER_CORE` for each core
+            that this process may run on, of which a start that begins with a fresh interpreter counts for four, and one
+            by the daemon of a container engine for two.
+
+    Raises:
+        ConfigError: ``max_concurrent_starts`` is no whole number of at least 1.
     """
 
     def __init__(
@@ -73,10 +82,14 @@ class ResourceEngine:
         budget: Budget | None = None,
         ledger: Path | None = None,
         events: EventStream | None = None,
-        max_concurrent_starts: int = 8,
+        max_concurrent_starts: int | None = None,
     ) -> None:
-        if max_concurrent_starts < 1:
-            raise ConfigError(f"ResourceEngine(max_concurrent_starts={max_concurrent_starts}): give at least 1.")
+        starts = max_concurrent_starts
+        if starts is not None and (not isinstance(starts, int) or isinstance(starts, bool) or starts < 1):
+            raise ConfigError(
+                f"ResourceEngine(max_concurrent_starts={starts!r}): give a whole number of at least 1; or None, which "
+                f"is {STARTS_PER_CORE} for each processor core."
+            )
         self._directory = state_directory(ledger)
         self._events = events
         self._calls = Calls(self._let_rest)
@@ -84,7 +97,10 @@ class ResourceEngine:
             Ledger(self._directory), Window(lambda: self.snapshot().to_json()), in_call=self._calls.__contains__
         )
         self._scheduler = Scheduler(
-            budget=budget, max_concurrent_starts=max_concurrent_starts, name=uuid.uuid4().hex[:8]
+            budget=budget,
+            max_concurrent_starts=starts or STARTS_PER_CORE * len(os.sched_getaffinity(0)),
+            weighed=starts is None,
+            name=uuid.uuid4().hex[:8],
         )
         self._preparations = Preparations(self._emit)
         self._crew = Crew(self._scheduler, self._lifecycle, self._preparations, self._carry_out, self._emit)

@@ -200,6 +200,14 @@ class ResourceSpec(Generic[R_co]):
         return None
 
     @property
+    def start_places(self) -> int:
+        """How many of the engine's places for starts one takes: more for what keeps a processor or a daemon busy.
+
+        An engine that is told how many may start at once (``max_concurrent_starts``) counts each start as one.
+        """
+        return 1
+
+    @property
     def owners_at_once(self) -> int | None:
         """How many owners may hold one ``global`` instance at a time: `max_concurrency`, unless the kind says else."""
         return self.max_concurrency

@@ -82,6 +82,7 @@ class RunnerSettings(TypedDict, total=False):
     strategy: str
     subagent_policies: Mapping[str, Policy | ChatPolicy]
     max_concurrent_rollouts: int
+    max_concurrent_starts: int | None
     max_failure_share: float
 
 
@@ -101,6 +102,8 @@ class Runner:
         events: where events go.
         max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order, and also while
             those that run wait for resources (see `Admission`).
+        max_concurrent_starts: how many resources may be starting at once, as of `ResourceEngine`, for an engine that is
+            made here.
         strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
             ``"step"``, one for each turn.
         subagent_policies: what subagents with another model speak by, by the model; made of it if not given. What these
@@ -123,6 +126,7 @@ class Runner:
         strategy: str = "chain",
         subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
         max_concurrent_rollouts: int = 256,
+        max_concurrent_starts: int | None = None,
         max_failure_share: float = 0.5,
     ) -> None:
         require_agent(agent)
@@ -130,6 +134,11 @@ class Runner:
             require_reward(reward)
         if max_concurrent_rollouts < 1:
             raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
+        if engine is not None and max_concurrent_starts is not None:
+            raise ConfigError(
+                f"max_concurrent_starts={max_concurrent_starts} is for an engine that is made here, and engine= is "
+                f"given. Write ResourceEngine(max_concurrent_starts={max_concurrent_starts})."
+            )
         for given in (*([] if policy is None else [policy]), *subagent_policies.values()):
             _require_policy(given)
         self._agent = agent
@@ -141,6 +150,7 @@ class Runner:
         self._strategy = strategy
         self._subagent_policies = subagent_policies
         self._max_concurrent = max_concurrent_rollouts
+        self._max_concurrent_starts = max_concurrent_starts
         self._max_failure_share = max_failure_share
         self._owned = AsyncExitStack()
         self._admission = Admission(max_concurrent_rollouts)
@@ -159,7 +169,8 @@ class Runner:
             missing = models.keys() - self._subagent_policies.keys()
             others = {**self._subagent_policies, **{name: await self._load(models[name]) for name in sorted(missing)}}
             if engine is None:
-                engine = await self._owned.enter_async_context(ResourceEngine(events=self._events))
+                made = ResourceEngine(events=self._events, max_concurrent_starts=self._max_concurrent_starts)
+                engine = await self._owned.enter_async_context(made)
             voice = Voice.of(self._agent, policy, strategy=self._strategy, others=others)
         except BaseException:
             await self._owned.aclose()

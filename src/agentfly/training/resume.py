@@ -27,6 +27,7 @@ FREE_TO_CHANGE = frozenset(
         "keep_checkpoints",
         "max_concurrent_generations",
         "max_concurrent_rollouts",
+        "max_concurrent_starts",
         "max_failure_share",
         "threads",
         "trackers",

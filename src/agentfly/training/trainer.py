@@ -319,6 +319,7 @@ class Trainer:
             strategy=self._config.strategy,
             subagent_policies=self._subagent_policies,
             max_concurrent_rollouts=self._config.max_concurrent_rollouts,
+            max_concurrent_starts=self._config.max_concurrent_starts,
             max_failure_share=self._config.max_failure_share,
         )
 

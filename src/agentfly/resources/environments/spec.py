@@ -82,6 +82,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         name = factory.partition(":")[2] if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
         return f"environment:{name}"
 
+    @property
+    def start_places(self) -> int:
+        """Four where it begins with a fresh interpreter, which keeps a processor busy; a fork does not."""
+        return 4 if self.starts == "spawn" else 1
+
     def overrun(self, method: str) -> str:
         """What is said of a call that took longer than ``call_timeout_s``."""
         return f"{method}() did not end within call_timeout_s={self.call_timeout_s:g}"

@@ -77,6 +77,11 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         return repr_without_values(self)
 
     @property
+    def start_places(self) -> int:
+        """Four where it is a program, which has its libraries to load."""
+        return 4 if self.command else 1
+
+    @property
     def label(self) -> str:
         """``mcp`` and the program's or host's name."""
         if self.url:

@@ -114,6 +114,11 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         return repr_without_values(self)
 
     @property
+    def start_places(self) -> int:
+        """Four: it loads its libraries and a model."""
+        return 4
+
+    @property
     def label(self) -> str:
         """``model server`` and the name that the model is served under."""
         return f"model server:{self.served_name}"

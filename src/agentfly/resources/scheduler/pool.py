@@ -233,6 +233,7 @@ class Pool:
         self.spec = spec
         self.cost: Cost = cost_of(spec)
         self.costly = self.cost != NOTHING
+        self.start_places = spec.start_places
         self.instances: dict[str, Instance] = {}
         self.idle: dict[str, Instance] = {}  # clean; the one used last is the last
         self.replicas: dict[str, Instance] = {}  # given out with global scope

@@ -57,12 +57,20 @@ class Scheduler:
     Args:
         budget: what all instances together may take.
         max_concurrent_starts: how many instances may be starting at once.
+        weighed: whether a start counts for as many as its spec's ``start_places``, in place of one.
         name: a part of instance names that makes them unique on the machine.
     """
 
-    def __init__(self, *, budget: Budget | None = None, max_concurrent_starts: int = 8, name: str = "engine") -> None:
+    def __init__(
+        self,
+        *,
+        budget: Budget | None = None,
+        max_concurrent_starts: int = 8,
+        weighed: bool = False,
+        name: str = "engine",
+    ) -> None:
         self._books = Books()
-        self._supply = Supply(self._books, budget or Budget(), max_concurrent_starts, name)
+        self._supply = Supply(self._books, budget or Budget(), max_concurrent_starts, weighed, name)
         self._obstacles = Obstacles(self._books, self._supply)
         self._sweeping = False
 

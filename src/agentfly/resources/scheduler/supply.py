@@ -16,12 +16,15 @@ PATIENCE_S = 5.0
 class Supply:
     """Brings instances through their lives for all pools."""
 
-    def __init__(self, books: Books, budget: Budget, max_concurrent_starts: int, name: str) -> None:
+    def __init__(self, books: Books, budget: Budget, places: int, weighed: bool, name: str) -> None:
+        """Begin with none; the arguments are those of `Scheduler`."""
         self.account = Account(budget)
         self.starting = 0
         self.closed = False
         self._books = books
-        self._max_starts = max_concurrent_starts
+        self._places = places
+        self._taken = 0  # places, by those that are starting
+        self._weighed = weighed
         self._name = name
         self._lines = {costly: StartLine() for costly in (False, True)}  # want of budget holds up no one who needs none
         self._full: dict[Pool, None] = {}  # those whose starts wait for room on a disk
@@ -50,9 +53,12 @@ class Supply:
         while pool.missing() > 0 and self._start_next(pool, now):
             pass
 
-    def starts_are_full(self) -> bool:
-        """Whether as many instances are starting as may."""
-        return self.starting >= self._max_starts
+    def _starts_are_full(self, pool: Pool) -> bool:
+        """Whether as many instances are starting as may, next to which another of a pool would be too many."""
+        return self._taken > 0 and self._taken + self._places_of(pool) > self._places
+
+    def _places_of(self, pool: Pool) -> int:
+        return pool.start_places if self._weighed else 1
 
     def advance(self, now: float) -> None:
         """Serve the pools in line in their order, as far as it goes."""
@@ -62,7 +68,7 @@ class Supply:
 
     def _start_next(self, pool: Pool, now: float) -> bool:
         """Start one instance; False if that has to wait."""
-        if self.starts_are_full():
+        if self._starts_are_full(pool):
             return False
         if not self.account.fits(pool.cost):
             self._make_room(pool.cost, now)
@@ -83,7 +89,7 @@ class Supply:
             return
         short = self._lines[True].first() is not None
         for pool in self._books.attended if not short else [one for one in self._books.attended if not one.costly]:
-            while pool.missing_ahead() > 0 and not self.starts_are_full() and self.account.fits(pool.cost):
+            while pool.missing_ahead() > 0 and not self._starts_are_full(pool) and self.account.fits(pool.cost):
                 self._start(pool, now)
 
     def _make_room(self, cost: Cost, now: float) -> None:
@@ -101,6 +107,7 @@ class Supply:
         self._books.instances[name] = instance
         pool.enter(instance, InstanceState.STARTING, now)
         self.starting += 1
+        self._taken += self._places_of(pool)
         self.account.spend(pool.cost)
         self._books.decisions.append(Start(name, pool.spec))
 
@@ -108,7 +115,7 @@ class Supply:
 
     def started(self, instance: Instance, now: float) -> None:
         """A start is over, well."""
-        self.starting -= 1
+        self._leave_place(instance)
         instance.pool.backoff.worked()
         self._full.pop(instance.pool, None)
         instance.up, instance.started, instance.checked = True, now, now
@@ -133,6 +140,10 @@ class Supply:
         """Time went by, in which the pause of a pool may have ended."""
         pool.backoff.resume(now)
 
+    def _leave_place(self, instance: Instance) -> None:
+        self.starting -= 1
+        self._taken -= self._places_of(instance.pool)
+
     def take(self, instance: Instance, now: float) -> None:
         """An instance gets an owner."""
         instance.uses += 1
@@ -155,7 +166,7 @@ class Supply:
     def stop(self, instance: Instance, now: float) -> None:
         """Have an instance removed, whatever it is doing."""
         if instance.state is InstanceState.STARTING:
-            self.starting -= 1
+            self._leave_place(instance)
         self._evictable.pop(instance.name, None)
         if instance.timer is not None:
             self._books.timers.drop(instance.timer)

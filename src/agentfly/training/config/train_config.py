@@ -144,6 +144,9 @@ class TrainConfig(Settings):
     """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
     max_concurrent_rollouts: PositiveInt = 256
     """Number of rollouts that run at a time."""
+    max_concurrent_starts: PositiveInt | None = None
+    """Number of resources, such as sandboxes, that may be starting at once; 8 for each processor core if not given, of
+    which what keeps a processor or a daemon busy counts for several."""
     max_failure_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
 

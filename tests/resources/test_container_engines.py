@@ -9,15 +9,18 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError, ResourceStartError
+from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError, ResourceStartError, ToolError
+from agentfly.resources import orphans
 from agentfly.resources.containers.backend import Backend, reap
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.docker import fork_archive
 from agentfly.resources.containers.docker.client import connect
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.resource import Status
@@ -361,3 +364,67 @@ async def test_the_image_of_a_fork_goes_once_nobody_has_it(engine_ground: Ground
     other = await start(engine_ground)
     await other.release()
     assert await own_images(engine_ground) == before
+
+
+async def test_files_with_holes_are_copied_into_a_fork_without_them(engine_ground: Ground, start: Start) -> None:
+    box = await start(engine_ground)
+    await box.run("truncate -s 100G sparse; echo end >> sparse")
+    twin = await start(engine_ground, spec=await box.fork())
+    assert (await twin.run("stat -c %s sparse; tail -c 4 sparse")).stdout == f"{100 * 2**30 + 4}\nend\n"
+
+
+async def test_more_files_than_a_fork_can_copy_are_a_matter_for_the_model(
+    engine_ground: Ground, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await start(engine_ground)
+    await box.run("for n in {1..3000}; do : > $n; done")
+    monkeypatch.setattr(fork_archive, "_ROOM", 2**20 - engine_ground.spec().disk_limit)
+    with pytest.raises(ToolError, match="take more than"):
+        await box.fork()
+    assert (await box.run("rm -- *; echo alive", timeout=20)).stdout == "alive\n"
+    await box.fork()
+
+
+@pytest.mark.parametrize("moment", ["_say", "commit"])
+async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image_is_reaped(
+    engine_ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    program = """
+    import asyncio, sys, time
+    from agentfly.resources.containers.docker import backend, image, own_images
+    from agentfly.resources.containers.spec import ContainerSpec
+
+    def after(owner, name):
+        function = getattr(owner, name)
+        async def hang(*args, **more):
+            await function(*args, **more)
+            print("here", flush=True)
+            await asyncio.sleep(600)
+        setattr(owner, name, hang)
+
+    after(image, "_say") if sys.argv[3] == "_say" else after(own_images.OwnImages, "commit")
+    engine = {"docker": backend.Docker, "podman": backend.Podman}[sys.argv[1]](sys.argv[2])
+    asyncio.run(engine.prepare(ContainerSpec(image=sys.argv[4], backend=sys.argv[1])))
+    """
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path))
+    address = engine_ground.backend.probe().address
+    before = set(await own_images(engine_ground))
+    words = [engine_ground.backend.name, address, moment, engine_ground.image]
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(program), *words, stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"here\n"
+    owner.kill()
+    await owner.wait()
+    assert await looking(engine_ground)
+    assert bool(set(await own_images(engine_ground)) - before) == (moment == "commit")
+    await orphans.reap()
+    assert await looking(engine_ground) == []
+    assert set(await own_images(engine_ground)) <= before
+
+
+async def looking(ground: Ground) -> list[str]:
+    """The containers by which images are looked into."""
+    async with connect(ground.backend.probe().address) as client:
+        return [one.id for one in await client.containers.list(all=True, filters={"name": ["agentfly-look"]})]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.errors import ResourceDied, ResourceError, ResourceStartError, ToolError
 from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.backend import reap
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
@@ -256,6 +256,22 @@ async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes
         snapshot.place.name for snapshot in snapshots._made.values()
     }
     await box.release()
+
+
+@forks
+async def test_files_that_lie_too_deep_to_be_copied_are_a_matter_for_the_model(name: Callable[[], str]) -> None:
+    box = Container(SPEC, name())
+    await box.start()
+    deep = "import os; [(os.mkdir('deep' * 20), os.chdir('deep' * 20)) for _ in range(100)]"
+    await box.run(f'python3 -c "{deep}"')
+    with pytest.raises(ToolError, match="File name too long") as refused:
+        await box.fork()
+    assert len(str(refused.value)) < 500
+    await box.run("rm -rf deep*")
+    twin = Container(await box.fork(), name())
+    await twin.start()
+    assert (await twin.run("ls")).stdout == ""
+    await asyncio.gather(box.release(), twin.release())
 
 
 @forks

@@ -7,12 +7,17 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from agentfly.resources.cleanup_record import CleanupRecord
 
 _CPU_PERIOD_US = 100_000
+_REMOVE = f"{__name__}:remove_probe"
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 
 
@@ -261,16 +266,26 @@ def _version_1_home() -> CgroupHome | None:
 def _works(home: CgroupHome) -> bool:
     """Whether a group with limits can be made there, and a process moved into it."""
     cpus = 1.0 if "cpu" in home.parents else 0
-    group = home.cgroup(f"agentfly-probe-{os.getpid()}", cpus=cpus)
-    try:
-        group.create(memory=2**28, pids=64, cpus=cpus)
-        return all(os.access(path / "cgroup.procs", os.W_OK) for path in group.paths)
-    except OSError:
-        return False
-    finally:
-        for path in group.paths:
-            if path.is_dir():
-                path.rmdir()
+    group = home.cgroup(f"agentfly-probe-{uuid.uuid4().hex[:8]}", cpus=cpus)
+    with CleanupRecord("cgroup-probe", _REMOVE, {"directories": [str(path) for path in group.paths]}):
+        try:
+            group.create(memory=2**28, pids=64, cpus=cpus)
+            return all(os.access(path / "cgroup.procs", os.W_OK) for path in group.paths)
+        except OSError:
+            return False
+        finally:
+            for path in group.paths:
+                if path.is_dir():
+                    path.rmdir()
+
+
+def remove_probe(traces: dict[str, Any]) -> None:
+    """Remove the control group by which a process that died tried what can be limited. Fine if it is gone.
+
+    Raises:
+        OSError: it is still there.
+    """
+    remove([Path(directory) for directory in traces["directories"]])
 
 
 def _own_groups() -> dict[str, str]:

@@ -25,6 +25,9 @@ from agentfly.resources.identity import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
+RECORD = "record-"
+"""How the names of ledgers begin that belong to no engine (see `agentfly.resources.cleanup_record`)."""
+
 COMPACT_LINES = 10_000
 """Lines about instances that are gone after which a ledger is written anew."""
 
@@ -100,8 +103,9 @@ class Ledger:
         path: the file; None before there is one.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prefix: str = "") -> None:
         self._directory = directory
+        self._prefix = prefix
         self.path: Path | None = None
         self._file = -1
         self._entries: dict[str, Entry] = {}
@@ -198,7 +202,7 @@ class Ledger:
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         header = json.dumps({"ledger": 1, "process": asdict(ProcessIdentity.here())})
         lines = [header, *(_line(entry) for entry in self._entries.values())]
-        path = self.path or self._directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
+        path = self.path or self._directory / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
         draft = path.with_suffix(".draft")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

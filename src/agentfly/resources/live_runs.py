@@ -12,7 +12,7 @@ from typing import Any
 
 from agentfly.resources import ledger
 from agentfly.resources.identity import ProcessIdentity, age_seconds, command_of
-from agentfly.resources.ledger import Entry, state_directories
+from agentfly.resources.ledger import RECORD, Entry, state_directories
 from agentfly.resources.snapshot import Snapshot
 from agentfly.resources.window import short_path, window_of
 from agentfly.threads.pool import on_thread
@@ -75,6 +75,8 @@ async def _run(path: Path) -> LiveRun | None:
     if owner.is_dead():
         left = [entry for entry in entries if entry.reap is not None]  # the others ended with their process
         return _described(owner, left, None, "its process is dead") if left else None
+    if path.name.startswith(RECORD):  # of something that no engine has, and that will be gone soon
+        return None
     snapshot, silence = None, ""
     try:
         snapshot = await _ask(window_of(path))

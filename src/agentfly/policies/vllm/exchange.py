@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from agentfly.errors import ConfigError
 from agentfly.policies.extras import require_packages
+from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
+from agentfly.resources.tree_removal import remove_tree
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +24,8 @@ Source = Path | str | Iterable[tuple[str, "torch.Tensor"]]
 
 AdapterSource = Path | str | Callable[[Path], object]
 """A LoRA adapter: a directory of peft's files, or a function that saves them into the directory it is given."""
+
+logger = logging.getLogger(__name__)
 
 _CONFIGURATIONS = ("config.json", "generation_config.json")
 
@@ -37,6 +43,7 @@ class Exchange:
         self._model = model
         self._parent = directory
         self._home: Path | None = None
+        self._record: CleanupRecord | None = None
         self._numbers = count(1)
 
     def put(self, source: Source) -> Path:
@@ -80,17 +87,25 @@ class Exchange:
         if self._home is not None:
             for old in self._home.iterdir():
                 if old not in paths:
-                    shutil.rmtree(old)
+                    remove_tree(old)
 
     def close(self) -> None:
         """Remove everything that was written here."""
-        if self._home is not None:
-            shutil.rmtree(self._home, ignore_errors=True)
-            self._home = None
+        if self._home is not None and self._record is not None:
+            try:
+                remove_tree(self._home)
+            except OSError as error:  # it stays written down, for a later process
+                logger.warning("Weights for servers are left in %s: %s", self._home, error)
+            else:
+                self._record.close()
+            self._home = self._record = None
 
     def _new(self) -> Path:
         if self._home is None:
-            self._home = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=self._parent))
+            home = Path(self._parent or tempfile.gettempdir()) / f"agentfly-weights-{uuid.uuid4().hex}"
+            self._record = CleanupRecord("weights", DIRECTORY, {"directory": str(home.absolute())})
+            home.mkdir(mode=0o700)
+            self._home = home
         path = self._home / str(next(self._numbers))
         path.mkdir()
         return path

@@ -353,6 +353,7 @@ class Container(Resource):
 
         Raises:
             PrerequisiteError: the backend cannot do this here.
+            ToolError: the files are more, or lie deeper, than can be copied.
             ResourceError: there is no room for a snapshot.
             ResourceDied: the sandbox ended.
         """

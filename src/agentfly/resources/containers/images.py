@@ -13,9 +13,11 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from agentfly.errors import ResourceStartError
 from agentfly.resources.byte_size import parse_bytes
+from agentfly.resources.cleanup_record import CleanupRecord
 from agentfly.resources.containers.archive_bytes import PIECE, ArchiveError, FileBytes
 from agentfly.resources.containers.confined_directory import ConfinedDirectory
 from agentfly.resources.containers.image_archives import INDEX, is_layout, open_image
@@ -30,6 +32,8 @@ MAX_DEPTH = 256
 SHELLS = ("bin/bash", "usr/bin/bash")
 _SETTINGS = {"max_bytes": "max_image_size", "max_entries": "max_image_files"}
 _WAIT_S = 0.05
+REMOVE_DRAFT = f"{__name__}:remove_draft"
+"""The address of the function that removes images half made, by ``{"paths": […], "lock": path}``."""
 
 
 def root_directory(image: str) -> Path:
@@ -134,22 +138,41 @@ def _unpack(path: Path, limits: UnpackLimits, token: CancelToken) -> None:
     content = place / f"sha256-{_digest(path, token)}"
     with _alone(Path(f"{content}.lock"), token):  # another archive of the same content
         if not content.is_dir():
-            draft = place / f".{content.name}"
-            remove_tree(draft)  # of a process that was killed at it
-            try:
-                draft.mkdir(mode=0o700)  # nobody else's while it is filled
+            with _drafted(content) as draft:
                 _fill(draft, path, limits, token)
                 if _mark(path) != mark:
                     raise ArchiveError("it was changed meanwhile")
                 draft.chmod(0o755)
                 draft.rename(content)
-            except BaseException:
-                remove_tree(draft)
-                raise
     link = place / f".{mark}"
     link.unlink(missing_ok=True)  # of a process that was killed
     link.symlink_to(content.name)
     link.rename(place / mark)
+
+
+@contextlib.contextmanager
+def _drafted(content: Path) -> Iterator[Path]:
+    """A directory, empty and nobody else's, in which what is to be unpacked can be made. It is locked."""
+    draft = content.with_name(f".{content.name}")
+    with CleanupRecord("image-draft", REMOVE_DRAFT, {"paths": [str(draft)], "lock": f"{content}.lock"}):
+        try:
+            remove_tree(draft)  # of a process that was killed at it
+            draft.mkdir(mode=0o700)
+            yield draft
+        finally:
+            remove_tree(draft)
+
+
+def remove_draft(traces: dict[str, Any]) -> None:
+    """Remove what a process that died has half made, unless another process is at the same image by now.
+
+    Raises:
+        OSError: something of it cannot be removed.
+    """
+    with contextlib.suppress(BlockingIOError), Path(traces["lock"]).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in traces["paths"]:
+            remove_tree(path)
 
 
 def _fill(draft: Path, path: Path, limits: UnpackLimits, token: CancelToken) -> None:

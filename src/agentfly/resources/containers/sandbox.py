@@ -96,6 +96,7 @@ class Sandbox(ABC):
         """Make a snapshot of all files, as of one moment, while the sandbox and its processes live on.
 
         Raises:
+            ToolError: the files are more, or lie deeper, than can be copied.
             ResourceError: there is no room for it.
             ResourceDied: the sandbox is gone.
         """

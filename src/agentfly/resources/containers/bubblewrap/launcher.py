@@ -14,7 +14,7 @@ import os
 import platform
 import select
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from typing import ParamSpec, TypeVar
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.cgroups import CgroupHome
+from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
 from agentfly.resources.containers.bubblewrap import capabilities
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
 from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment, private_file_systems
@@ -30,6 +31,7 @@ from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace,
 from agentfly.resources.containers.bubblewrap.program import Program
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.snapshots import LIMIT_S
 from agentfly.resources.containers.bubblewrap.spawned import Spawned
 from agentfly.resources.containers.bubblewrap.syscalls import (
     CAP_CHOWN,
@@ -48,6 +50,8 @@ from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.instances.work import see_through
+from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.cancel_token import on_cancellable_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,8 +102,10 @@ class Launcher:
         self._trees: Trees = BoundTrees()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
+        self._trial = self.base / f".try-{uuid.uuid4().hex[:12]}"
         try:
-            self._thread.submit(self._enter).result()
+            with CleanupRecord("sandbox-trial", DIRECTORY, {"directory": str(self._trial)}):
+                self._thread.submit(self._enter).result()
         except BaseException:
             self.close()
             raise
@@ -162,19 +168,22 @@ class Launcher:
         """A snapshot of the private files of a sandbox whose processes are stopped.
 
         Raises:
+            ToolError: its directories lie too deep.
             ResourceError: there is no room for it.
         """
         assert isinstance(self._trees, MountedTrees)
         trees, snapshots = self._trees, self._trees.snapshots
-        begun = await self.on_thread(lambda: snapshots.begin(trees.layers(spec, image), spec.disk_limit))
-        filling = asyncio.create_task(self.aside(snapshots.fill, begun, scratch / "tree"))
+        beginning = asyncio.create_task(
+            self.on_thread(lambda: snapshots.begin(trees.layers(spec, image), spec.disk_limit))
+        )
         try:
-            await see_through({filling})  # if the caller is cancelled: the thread goes on to the end of its copy
-            filling.result()
+            await see_through({beginning})  # if the caller is cancelled: it is known what to discard
+            await on_cancellable_thread(snapshots.fill, LIMIT_S, beginning.result(), scratch / "tree")
         except BaseException:
-            await self.on_thread(snapshots.discard, begun)
+            if not beginning.cancelled() and beginning.exception() is None:
+                await see_through({asyncio.create_task(self.on_thread(snapshots.discard, beginning.result()))})
             raise
-        return await self.on_thread(snapshots.keep, begun)
+        return await self.on_thread(snapshots.keep, beginning.result())
 
     def launch(self, spec: ContainerSpec, image: Path | None, scratch: Path, groups: list[Path]) -> Launched:
         """Start a sandbox, which then waits at its gate. On the launching thread only.
@@ -296,19 +305,18 @@ class Launcher:
 
     def _try(self) -> None:
         """Run one command in a sandbox, to learn what the machine forbids."""
-        with tempfile.TemporaryDirectory(dir=self.base, prefix=".try-") as directory:
-            scratch = Path(directory)
-            exchange = scratch / EXCHANGE
-            exchange.mkdir()
-            spec = ContainerSpec()
-            filters = _filter_files(self._filter(spec))
-            try:
-                words, _ = self._compose(spec, None, scratch)
-                exit_code, complaint = _answer([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
-            finally:
-                self._trees.drop(scratch)
-                for descriptor in filters:
-                    os.close(descriptor)
+        scratch, spec = self._trial, ContainerSpec()
+        filters = _filter_files(self._filter(spec))
+        try:
+            scratch.mkdir(mode=0o700)
+            (scratch / EXCHANGE).mkdir()
+            words, _ = self._compose(spec, None, scratch)
+            exit_code, complaint = _answer([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
+        finally:
+            self._trees.drop(scratch)
+            remove_tree(scratch)
+            for descriptor in filters:
+                os.close(descriptor)
         if exit_code:
             raise PrerequisiteError(self._cure(complaint))
 

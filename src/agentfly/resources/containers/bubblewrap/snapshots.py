@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -10,11 +12,17 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ResourceError, ResourceStartError
+from agentfly.errors import ResourceError, ResourceStartError, ToolError
 from agentfly.resources.containers.bubblewrap.syscalls import MS_NODEV, MS_NOSUID, mount, unmount
 from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
+from agentfly.threads.cancel_token import CancelToken
 
 BACKEND = "bubblewrap"
+LIMIT_S = 120.0
+"""Seconds that the files of a sandbox may take to be copied."""
+_TOO_LONG = os.strerror(errno.ENAMETOOLONG)
+_COMPLAINT = 4096  # bytes
+_LOOK_S = 0.05
 _LONGEST = 3800  # bytes of a list of layers; mount(2) takes a page of options
 
 
@@ -76,19 +84,24 @@ class Snapshots:
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=0711")
         return Snapshot(place, over)
 
-    def fill(self, snapshot: Snapshot, tree: Path) -> None:
+    def fill(self, token: CancelToken, snapshot: Snapshot, tree: Path) -> None:
         """Copy private layers, in which nothing moves, with all that an overlay notes about them. Needs root.
 
         Raises:
+            ToolError: they could not be copied for how deep they are, which is the doing of who made them.
             ResourceError: they could not be copied.
+            Cancelled: the token says so.
         """
         program = shutil.which("cp", path="/usr/bin:/bin") or "cp"
         uppers = [f"{self._seen}{tree}/upper{number}" for number in range(len(snapshot.layers))]
         words = [program, "-a", "-t", f"{self._seen}{snapshot.place}", "--", *uppers]
-        done = subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True, cwd="/")
-        if done.returncode:
-            complaint = done.stderr.decode(errors="replace").strip()
-            raise ResourceError(f"fork(): the private files of the sandbox could not be copied: {complaint}")
+        try:
+            code, complaint = _run(token, words)
+        except TimeoutError as error:
+            raise ResourceError(f"fork(): copying the private files of the sandbox was given up: {error}") from error
+        if code:
+            kind = ToolError if _TOO_LONG in complaint else ResourceError
+            raise kind(f"fork(): the private files of the sandbox could not be copied: …{complaint[-200:].strip()}")
 
     def keep(self, snapshot: Snapshot) -> SnapshotImage:
         """Give a snapshot that has been filled its name, which is what holds it."""
@@ -105,3 +118,25 @@ class Snapshots:
         """Discard those that nobody holds any more."""
         while self._dropped:
             self.discard(self._made.pop(self._dropped.popleft()))
+
+
+def _run(token: CancelToken, words: list[str]) -> tuple[int, str]:
+    """Run a program as long as a token lets it: its exit code, and the end of its complaints."""
+    complaint = b""
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={"LC_ALL": "C"}
+    )
+    with process:
+        assert process.stderr is not None
+        try:
+            while True:
+                token.check()
+                if select.select([process.stderr], [], [], _LOOK_S)[0]:
+                    piece = os.read(process.stderr.fileno(), 2**16)
+                    if not piece:
+                        break
+                    complaint = (complaint + piece)[-_COMPLAINT:]
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, complaint.decode(errors="replace")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from agentfly.resources.containers.docker.image import ImageFacts
-from agentfly.resources.containers.docker.own_images import OWNER, owner_label
 from agentfly.resources.containers.spec import INSIDE, ContainerSpec
 from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
 
-INSTANCE = "agentfly.instance"
 AGENT = "1000:1000"
 ROOT = "0:0"
 # What the keeper needs to end the agent's processes, to start them without rights, and to empty its directories.
@@ -149,13 +147,3 @@ def drop_words(user: str) -> list[str]:
     uid, _, gid = user.partition(":")
     ids = [f"--reuid={uid}", f"--regid={gid}", "--clear-groups"]
     return ["setpriv", *ids, "--inh-caps=-all", "--bounding-set=-all", "--"]
-
-
-def labels(instance: str) -> dict[str, str]:
-    """What everything that belongs to an instance is known by."""
-    return {INSTANCE: instance, OWNER: owner_label()}
-
-
-def by_instance(instance: str) -> dict[str, list[str]]:
-    """A filter of what belongs to an instance, for listings."""
-    return {"label": [f"{INSTANCE}={instance}"]}

@@ -9,17 +9,18 @@ import tempfile
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from agentfly.errors import ResourceError
+from agentfly.errors import ResourceError, ToolError
 from agentfly.resources.containers.stream_shell.stream import Stream
 from agentfly.threads.pool import on_thread
 
 ARCHIVE = ".agentfly.tar"
 """Where the keeper finds it, below the root."""
 _LIMIT_S = 120.0
+_ROOM = 256 * 2**20  # for names, of which files in memory may have very many
 # All processes stand still meanwhile, so that it is of one moment.
 _PACK = """
 kill -STOP -1
-command -p tar -C / --numeric-owner --one-file-system --exclude=./.agentfly.tar -cf - -- "$@"
+command -p tar -C / --sparse --numeric-owner --one-file-system --exclude=./.agentfly.tar -cf - -- "$@"
 code=$?
 kill -CONT -1
 printf 'ended %s' "$code" >&2
@@ -31,12 +32,19 @@ def archive_words(directories: Iterable[str]) -> list[str]:
     return ["/bin/bash", "-c", _PACK, "bash", *(path.lstrip("/") for path in directories)]
 
 
-async def write_archive(stream: Stream, target: BinaryIO) -> None:
+async def write_archive(stream: Stream, target: BinaryIO, most: int) -> None:
     """Write to a file what an engine unpacks to `ARCHIVE`, from the stream of `archive_words`.
 
+    Args:
+        stream: what the program writes.
+        target: the file.
+        most: bytes that the directories hold at most.
+
     Raises:
+        ToolError: it is longer than that explains, as where the agent has made very many files.
         ResourceError: it could not be read in full.
     """
+    most += _ROOM
     with tempfile.TemporaryFile() as inner:
         said = b""
         try:
@@ -45,6 +53,11 @@ async def write_archive(stream: Stream, target: BinaryIO) -> None:
                     output, data = piece
                     if output == 1:
                         await on_thread(inner.write, data)
+                        if inner.tell() > most:
+                            raise ToolError(
+                                f"fork(): the private files of the container take more than {most} bytes to be copied, "
+                                "names and all. Remove some."
+                            )
                     else:
                         said = (said + data)[-4096:]
         except TimeoutError:

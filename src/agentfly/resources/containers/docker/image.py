@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentfly.errors import ResourceError, ResourceStartError
+from agentfly.resources.cleanup_record import CleanupRecord
 from agentfly.resources.containers.docker.client import calling, is_missing
 from agentfly.resources.containers.docker.own_images import OwnImages
+from agentfly.resources.containers.docker.removal import REMOVE_CONTAINER, remove_container
 from agentfly.resources.containers.docker.stream import EngineStream
 from agentfly.resources.containers.spec import ContainerSpec
 
@@ -98,6 +100,7 @@ async def look(client: Docker, image: str, spec: ContainerSpec, own: OwnImages, 
         ResourceStartError: no bash can be started in it.
     """
     name = f"agentfly-look-{uuid.uuid4().hex[:12]}"
+    record = CleanupRecord("container", REMOVE_CONTAINER, {"address": address, "name": name})
     host: dict[str, Any] = {"NetworkMode": "none", "CapDrop": ["ALL"], "LogConfig": {"Type": "none"}}
     host["Ulimits"] = [{"Name": limit, "Soft": 1024, "Hard": 1024} for limit in ("nofile", "nproc")]
     if spec.runtime:
@@ -119,7 +122,7 @@ async def look(client: Docker, image: str, spec: ContainerSpec, own: OwnImages, 
             "in Alpine, for instance, it is had by 'apk add bash'."
         ) from error
     finally:
-        await asyncio.shield(_remove(client, name))
+        await asyncio.shield(_remove(client, name, record))
     lines = said.splitlines()
     return ImageFacts(
         prepared=prepared,
@@ -145,13 +148,13 @@ async def _say(client: Docker, name: str, body: dict[str, Any]) -> str:
     return said.decode(errors="replace")
 
 
-async def _remove(client: Docker, name: str) -> None:
+async def _remove(client: Docker, name: str, record: CleanupRecord) -> None:
     try:
-        async with calling(f"Removing {name}"):
-            await client.containers.container(name).delete(force=True, v=True)
-    except ResourceError as error:
-        if not is_missing(error):
-            logger.warning("%s", error)
+        await remove_container(client, name)
+    except ResourceError as error:  # it stays written down, for a later process
+        logger.warning("%s", error)
+    else:
+        record.close()
 
 
 def _missing(engine: str, image: str, why: str) -> ResourceStartError:

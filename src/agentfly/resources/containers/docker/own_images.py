@@ -8,12 +8,12 @@ import itertools
 import logging
 import os
 from collections import deque
-from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from agentfly.errors import AgentFlyError, ResourceError
+from agentfly.resources.cleanup_record import CleanupRecord
 from agentfly.resources.containers.docker.client import calling, connect, is_missing
-from agentfly.resources.identity import ProcessIdentity
+from agentfly.resources.containers.docker.labels import OWNER, owner_label, owner_of
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPOSITORY = "agentfly-made"
-OWNER = "agentfly.owner"
 _LONGEST_COMMIT_S = 600.0
+_REMOVE_IMAGES = f"{__name__}:reap_images"
 
 
 class OwnImages:
@@ -34,6 +34,7 @@ class OwnImages:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._made: dict[str, str] = {}  # the engine's address, by image
+        self._records: dict[str, CleanupRecord] = {}  # by the engine's address
         self._dropped: deque[str] = deque()
 
     async def commit(self, client: Docker, address: str, container: str) -> str:
@@ -46,6 +47,8 @@ class OwnImages:
             atexit.register(self._remove_all, os.getpid())
         tag = f"{os.getpid()}-{os.urandom(4).hex()}-{next(self._numbers)}"
         name = f"{REPOSITORY}:{tag}"
+        if address not in self._records:
+            self._records[address] = CleanupRecord("images", _REMOVE_IMAGES, {"address": address})
         self._made[name] = address
         async with calling(f"Making an image of the container {container}", _LONGEST_COMMIT_S):
             await client.containers.container(container).commit(
@@ -88,6 +91,8 @@ class OwnImages:
                 asyncio.run(_remove(address, names))
             except AgentFlyError as error:
                 logger.info("Images made for containers are left: %s", error)
+            else:
+                self._records.pop(address).close()
 
 
 async def remove_image(client: Docker, name: str) -> None:
@@ -109,7 +114,7 @@ async def remove_those_of_the_dead(client: Docker) -> None:
     async with calling("Asking for images that were left"):
         images = await client.images.list(filters={"label": [OWNER]})
     for image in images:
-        owner = _owner((image.get("Labels") or {}).get(OWNER, ""))
+        owner = owner_of((image.get("Labels") or {}).get(OWNER, ""))
         if owner is not None and owner.is_dead():
             try:
                 await remove_image(client, image["Id"])
@@ -117,16 +122,18 @@ async def remove_those_of_the_dead(client: Docker) -> None:
                 logger.debug("%s", error)  # a container that was left too uses it; the next one comes by
 
 
-def owner_label() -> str:
-    """What this process is known by to later ones."""
-    return "|".join(str(value) for value in asdict(ProcessIdentity.here()).values())
+def reap_images(traces: dict[str, Any]) -> None:
+    """Remove the images that dead processes have made in an engine.
 
+    Raises:
+        ResourceError: the engine does not answer.
+    """
 
-def _owner(label: str) -> ProcessIdentity | None:
-    words: list[Any] = label.split("|")
-    if len(words) != len(fields(ProcessIdentity)) or not (words[0].isdecimal() and words[1].isdecimal()):
-        return None
-    return ProcessIdentity(int(words[0]), int(words[1]), *words[2:])
+    async def remove() -> None:
+        async with connect(traces["address"]) as client:
+            await remove_those_of_the_dead(client)
+
+    asyncio.run(remove())
 
 
 async def _remove(address: str, names: list[str]) -> None:

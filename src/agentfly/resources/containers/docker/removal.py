@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly.errors import ResourceError
 from agentfly.resources.containers.docker.client import calling, connect, is_missing
-from agentfly.resources.containers.docker.configuration import by_instance
+from agentfly.resources.containers.docker.labels import by_instance
 
 if TYPE_CHECKING:
     from aiodocker import Docker
 
+REMOVE_CONTAINER = f"{__name__}:reap_container"
+"""The address of the function that removes one container, by ``{"address": …, "name": …}``."""
 _TRIES = 3
 _TRY_S = 20.0  # on a connection that is silently broken, before another is tried
 _PAUSE_S = 0.2
@@ -55,6 +57,20 @@ async def _gone(client: Docker, name: str) -> None:
                     return
                 raise
             await asyncio.sleep(0.05)
+
+
+def reap_container(traces: dict[str, Any]) -> None:
+    """Remove a container by its name. Fine if it is gone.
+
+    Raises:
+        ResourceError: the engine does not answer, or it may still be there.
+    """
+
+    async def remove() -> None:
+        async with connect(traces["address"]) as client:
+            await remove_container(client, traces["name"])
+
+    asyncio.run(remove())
 
 
 def reap(traces: dict[str, Any]) -> None:

@@ -16,10 +16,11 @@ from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities
 from agentfly.resources.containers.docker.client import calling, connect
-from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words, labels
+from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words
 from agentfly.resources.containers.docker.fork_archive import archive_words, write_archive
 from agentfly.resources.containers.docker.forwarding import Forwarder
 from agentfly.resources.containers.docker.image import ImageFacts
+from agentfly.resources.containers.docker.labels import labels
 from agentfly.resources.containers.docker.own_images import OwnImages
 from agentfly.resources.containers.docker.removal import remove_container
 from agentfly.resources.containers.docker.stream import EngineStream
@@ -159,8 +160,10 @@ class EngineSandbox(Sandbox):
             container = f"{self._name}-fork-{next(self._numbers)}"
             self._made.add(container)
             with tempfile.TemporaryFile() as archive:
-                await write_archive(await self._open(archive_words(self._plan.writable), "root"), archive)
-                await self._whole(self._create(container, {"Image": self._plan.image, "Cmd": KEEPER}))
+                stream = await self._open(archive_words(self._plan.writable), "root")
+                await write_archive(stream, archive, sum(self._plan.writable.values()))
+                body = {"Image": self._plan.image, "Cmd": KEEPER, "Labels": labels(self.instance)}
+                await self._whole(self._create(container, body))
                 async with calling(f"Filling the container {container}"):
                     await self._client.containers.container(container).put_archive("/", archive)  # type: ignore[no-untyped-call]
         name = await self._own.commit(self._client, self._engine.address, container)

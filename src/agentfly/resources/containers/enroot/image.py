@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
+from agentfly.resources.cleanup_record import CleanupRecord
 from agentfly.resources.containers import images
+from agentfly.resources.containers.archive_bytes import PIECE, FileBytes
 from agentfly.resources.containers.bubblewrap.scratch import sandbox_uid
 from agentfly.resources.containers.confined_directory import ConfinedDirectory
 from agentfly.resources.containers.enroot.program import environment, fetching_environment, run
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.tree_removal import remove_tree
+from agentfly.threads.cancel_token import CancelToken, on_cancellable_thread
 from agentfly.threads.pool import on_thread
 
 _MAGIC = b"hsqs"
@@ -73,6 +76,8 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
         if not root.is_dir():
             draft = root.with_name(f"draft-{root.name}")
             packed, place = store / f"{root.name}.sqsh", store / f"{root.name}.run"
+            traces = {"paths": [str(draft), str(packed), str(place)], "lock": str(store / f"{root.name}.lock")}
+            record = CleanupRecord("image-draft", images.REMOVE_DRAFT, traces)
             try:
                 await on_thread(_remove, draft, packed, place)  # of a process that was killed at it
                 place.mkdir()
@@ -90,6 +95,7 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
                 draft.rename(root)
             finally:
                 await on_thread(_remove, draft, packed, place)
+                record.close()
 
 
 async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
@@ -103,7 +109,7 @@ async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
     if _is_packed(path):
         if os.geteuid() != 0:
             return path
-        await on_thread(shutil.copyfile, path, packed)  # the user of sandboxes may not read it where it is
+        await on_cancellable_thread(_copy, None, path, packed)  # the user of sandboxes may not read it where it is
         return packed
     await images.prepare(spec)
     source = images.root_directory(spec.image)
@@ -165,6 +171,13 @@ def _variables(root: Path) -> tuple[tuple[str, str], ...]:
         if equals and name.isidentifier() and name.isascii() and "${" not in value:
             found.append((name, value.strip("\"'")))
     return tuple(found)
+
+
+def _copy(token: CancelToken, source: Path, target: Path) -> None:
+    with source.open("rb") as file, target.open("xb") as copy:
+        content = FileBytes(file, token)
+        while piece := content.read(PIECE):
+            copy.write(piece)
 
 
 def _remove(*paths: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from agentfly.resources.containers.bubblewrap.scratch import sandbox_uid
 
 NAME = "enroot"
 _REASON = 2000
+_LONGEST_OUTPUT = 2**16  # bytes kept of what a program prints, which may name each file of an image
 # For fetching images alone: what reaches a registry from here, and as whom.
 _FOR_FETCHING = ("HOME", "XDG_CONFIG_HOME", "ENROOT_CONFIG_PATH", "SSL_CERT_DIR", "SSL_CERT_FILE")
 _PROXIES = ("all_proxy", "no_proxy", "http_proxy", "https_proxy")
@@ -62,7 +65,7 @@ def fetching_environment() -> dict[str, str]:
 
 
 async def run(words: list[str], given: Mapping[str, str], *, as_user: bool = True) -> str:
-    """Run a program to its end; what it printed.
+    """Run a program to its end; what it printed at last.
 
     Args:
         words: its command line.
@@ -85,9 +88,14 @@ async def run(words: list[str], given: Mapping[str, str], *, as_user: bool = Tru
         extra_groups=None if user is None else [],
     )
     try:
-        output, _ = await process.communicate()
+        assert process.stdout is not None
+        output = b""
+        while piece := await process.stdout.read(2**16):
+            output = (output + piece)[-_LONGEST_OUTPUT:]
+        await process.wait()
     except BaseException:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the programs that it has started: the group is its own
         await process.wait()
         raise
     said = output.decode(errors="replace").strip()

@@ -8,13 +8,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentfly.errors import PrerequisiteError
+from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
 from agentfly.resources.containers.bubblewrap.capabilities import user_namespace_cure
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory, sandbox_uid
 from agentfly.resources.containers.enroot.process import PROGRAM
 from agentfly.resources.containers.enroot.program import environment
+from agentfly.resources.tree_removal import remove_tree
 
 _PATIENCE_S = 30.0
 _LAYER = 2**20
@@ -28,8 +33,9 @@ def try_out(program: str) -> str:
     """
     if shutil.which("unsquashfs") is None:
         raise PrerequisiteError("unsquashfs, with which enroot unpacks images, is missing: install squashfs-tools.")
-    with tempfile.TemporaryDirectory(prefix=".enroot-trial-", dir=runtime_directory()) as directory:
-        place = Path(directory)
+    place = runtime_directory() / f".enroot-trial-{uuid.uuid4().hex[:12]}"
+    with CleanupRecord("sandbox-trial", DIRECTORY, {"directory": str(place)}), _removed(place):
+        place.mkdir(mode=0o700)
         for name in ("run", "data/box", "layer", "image"):
             (place / name).mkdir(parents=True)
         if os.geteuid() == 0:
@@ -46,6 +52,14 @@ def try_out(program: str) -> str:
             raise PrerequisiteError(f"'{program} version' failed: {asked.stderr.strip()}. Install enroot anew.")
         _make_namespaces(place)
         return asked.stdout.strip()
+
+
+@contextmanager
+def _removed(place: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        remove_tree(place)
 
 
 def _make_namespaces(place: Path) -> None:

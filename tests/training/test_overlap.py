@@ -13,17 +13,17 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import Reward, reward
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, ConfigError
+from agentfly.errors import ConfigError
 from agentfly.events import Event, EventStream, RolloutStarted, StepFinished
 from agentfly.rollouts.health import TooManyFailures
 from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.feed import Attempted
-from agentfly.training.harvest import harvest, varies
+from agentfly.training.harvest import harvest
 from agentfly.training.trainer import Trainer, TrainResult
-from agentfly.trajectory import Failure, FinishReason, Trajectory, load_trajectories
+from agentfly.trajectory import load_trajectories
+from agentfly.viewing.lessons import Lessons
+from tests.training.made_groups import attempted
 
 TASKS = [f"Say something about {number}." for number in range(10)]
 SMALL = {"tasks_per_step": 2, "attempts": 2, "steps": 4, "learning_rate": 3e-3, "dtype": "float32", "threads": 1}
@@ -44,21 +44,6 @@ async def trained(
 
 
 # --- what a step is made of, with groups that are made up -------------------------------------------------------------
-
-
-def attempted(number: int, rewards: Iterable[float | None]) -> Attempted:
-    trajectories = []
-    for attempt, value in enumerate(rewards):
-        trajectory = Trajectory(f"train-{number}.{attempt}", f"train-{number}", Task(f"task {number}"), attempt)
-        sequence = TokenSequence()
-        sequence.append_prompt([1, 2])
-        sequence.append_sampled([3], [-0.5], version=0)
-        trajectory.sequences = [sequence]
-        trajectory.finish, trajectory.reward = FinishReason.ANSWERED, value
-        if value is None:
-            trajectory.failure = Failure(Boundary.RESOURCE, "Lost", "the box is gone", by_policy=False)
-        trajectories.append(trajectory)
-    return Attempted(number, tuple(trajectories))
 
 
 class Made:
@@ -122,13 +107,6 @@ async def test_a_step_that_infrastructure_spoils_stops_the_run() -> None:
         await harvest(Made([0, 1, 2], spoiled=[1, 2]), 0, config(), steps_left=0)
 
 
-def test_rewards_vary_where_they_differ_by_more_than_rounding_among_those_that_can_be_trained_on() -> None:
-    assert varies(attempted(0, [0.0, 1.0]).trajectories)
-    assert not varies(attempted(0, [0.1 + 0.2, 0.3]).trajectories)
-    assert not varies(attempted(0, [None, 1.0]).trajectories)
-    assert not varies(attempted(0, [0.0, 0.0]).trajectories)
-
-
 # --- real rollouts ----------------------------------------------------------------------------------------------------
 
 
@@ -179,8 +157,8 @@ async def test_tasks_that_teach_nothing_are_replaced_and_counted(tmp_path: Path)
     run = RunDirectory(tmp_path)
     for step, metrics in result.metrics.items():
         trajectories = list(load_trajectories(run.trajectories_file(step)))
-        assert metrics["groups"] == 2
-        assert metrics["groups/zero_variance_share"] == 0
+        assert metrics["groups"] == metrics["sampling/groups"]
+        assert metrics["groups/zero_variance_share"] == metrics["sampling/dropped_groups"] / metrics["groups"]
         assert metrics["rows"] == 4
         assert metrics["rollouts"] == len(trajectories) == 2 * metrics["sampling/groups"]
         assert metrics["sampling/dropped_groups"] == metrics["sampling/groups"] - 2
@@ -195,6 +173,10 @@ async def test_a_step_whose_groups_are_all_dropped_moves_nothing_and_the_run_goe
     result = await trained(tmp_path, score=same, steps=2, dynamic_sampling={"max_refills": 1})
     assert result.metrics[2]["sampling/dropped_groups"] == 4
     assert result.metrics[2]["policy/updates"] == 0
+    lessons = Lessons()
+    for metrics in result.metrics.values():
+        lessons.add(metrics)
+    assert lessons.sentences() == ["nothing learned in 2 of 2 steps: all attempts at each task scored the same"]
 
 
 async def test_a_reward_that_compares_attempts_gives_no_baseline_of_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from agentfly.errors import Boundary
 from agentfly.images import Image, PlacedImage
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
-from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.batch_metrics import group_metrics, row_metrics
 from agentfly.training.rows import Row, rows_from_trajectories
 from agentfly.trajectory import Failure, Trajectory, Turn
 
@@ -105,7 +105,8 @@ def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
     ]
     trajectories[0].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True, anchor="there")]
     trajectories[1].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True)]
-    metrics = batch_metrics(trajectories, rows_from_trajectories(trajectories), version=6)
+    batch = rows_from_trajectories(trajectories)
+    metrics = group_metrics(trajectories, batch) | row_metrics(batch, version=6)
     assert metrics["groups"] == 4
     assert metrics["groups/singleton_share"] == 0.25
     assert metrics["groups/zero_variance_share"] == 0.25
@@ -115,4 +116,7 @@ def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
     assert metrics["rows"] == 6
     assert metrics["rows/sampled_tokens"] == 18
     assert metrics["policy/staleness_max"] == 2
-    assert all(math.isfinite(value) for value in batch_metrics([], rows_from_trajectories([]), version=0).values())
+    nothing = rows_from_trajectories([])
+    assert all(
+        math.isfinite(value) for value in (group_metrics([], nothing) | row_metrics(nothing, version=0)).values()
+    )

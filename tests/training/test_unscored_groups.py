@@ -7,7 +7,7 @@ from agentfly.agents.group_reward import group_reward
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.batch_metrics import group_metrics, row_metrics
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import rows_from_trajectories
 
@@ -26,6 +26,6 @@ async def test_a_baseline_is_made_of_the_scores_there_are():
     assert batch.left_out == {"unscored": 5, "infrastructure": 1}
     advantages = ALGORITHMS["dr_grpo"].estimate(Evidence(batch.rows), AdvantageConfig())
     assert [set(values) for values in advantages.values] == [{0.5}, {-0.5}]
-    metrics = result.metrics | batch_metrics(result.trajectories, batch, 0)
+    metrics = result.metrics | group_metrics(result.trajectories, batch) | row_metrics(batch, 0)
     assert all(map(math.isfinite, metrics.values()))
     assert metrics["reward/mean"] == 0.5

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from agentfly.viewing.lessons import Lessons
 
 IDLE = {"groups/zero_variance_share": 1.0, "groups/empty_share": 0.0, "policy/grad_norm": 0.0}
@@ -16,9 +18,9 @@ def sentences(*steps: dict[str, float]) -> list[str]:
 def test_steps_in_which_all_attempts_scored_the_same_are_counted():
     assert sentences(TAUGHT) == []
     assert sentences(IDLE, TAUGHT, IDLE) == [
-        "nothing to learn from in 2 of 3 steps: all attempts at each task scored the same"
+        "nothing learned in 2 of 3 steps: all attempts at each task scored the same"
     ]
-    assert sentences(IDLE) == ["nothing to learn from: all attempts at each task scored the same"]
+    assert sentences(IDLE) == ["nothing learned: all attempts at each task scored the same"]
 
 
 def test_groups_without_a_score_or_with_one_alone_teach_nothing_either():
@@ -28,6 +30,22 @@ def test_groups_without_a_score_or_with_one_alone_teach_nothing_either():
 
 def test_equal_rewards_that_made_a_loss_were_learned_from():
     assert sentences(IDLE | {"policy/loss": -0.4}) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"policy/updates_skipped": 1.0}, "the gradient was not finite"),
+        ({"mismatch/masked_fraction": 1.0}, "rollout correction left out every token"),
+        ({"advantages/zero_share": 0.2}, "the critic learned alone (critic.warmup_steps)"),
+        ({"advantages/zero_share": 1.0}, "every advantage was 0"),
+        ({"rows": 0.0, "left_out/no_baseline": 4.0}, "no task has the score of a greedy rollout"),
+        ({"groups/zero_variance_share": 1.0, "rows": 0.0}, "all attempts at each task scored the same"),
+    ],
+)
+def test_a_step_without_an_update_says_why(metrics, reason):
+    told = sentences({"groups/zero_variance_share": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
+    assert told == [f"nothing learned in 1 of 2 steps: {reason}"]
 
 
 def test_failed_tool_calls_are_told_once_they_are_half_of_all():
@@ -42,7 +60,7 @@ def test_what_has_no_score_is_counted_with_its_causes_and_not_said_to_have_score
     half = IDLE | {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "groups/empty_share": 0.5}
     assert sentences(half, half) == [
         "8 of 16 rollouts unscored: RewardError 8",
-        "nothing to learn from in 2 of 2 steps: all attempts at each task that have a score scored the same",
+        "nothing learned in 2 of 2 steps: all attempts at each task that have a score scored the same",
     ]
     none = half | {"unscored": 8.0, "failures/reward/RewardError": 8.0}
-    assert sentences(none)[1] == "nothing to learn from: no attempt has a score"
+    assert sentences(none)[1] == "nothing learned: no attempt has a score"

@@ -113,8 +113,8 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
     ]
     lines = shown(live=False, events=events).splitlines()
     assert lines[0] == "training 1 step of tiny in float32 on cpu; files in runs/x"
-    assert lines[2] == "  nothing to learn from: all attempts at each task scored the same"
-    assert "nothing to learn from" in shown(live=True, events=events)
+    assert lines[2] == "  nothing learned: all attempts at each task scored the same"
+    assert "nothing learned" in shown(live=True, events=events)
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -102,5 +102,5 @@ def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
 def test_the_report_says_in_how_many_steps_nothing_could_be_learned(run):
     MetricsWriter(run)(StepFinished(step=21, metrics={"groups/zero_variance_share": 1.0}))
     assert RunSummary.of(run).lessons == (
-        "nothing to learn from in 1 of 21 steps: all attempts at each task scored the same",
+        "nothing learned in 1 of 21 steps: all attempts at each task scored the same",
     )

@@ -10,25 +10,35 @@ from agentfly.training.rows import Row, RowBatch
 from agentfly.trajectory import Trajectory
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], batch: RowBatch, version: int) -> dict[str, float]:
-    """Numbers that tell whether a batch could teach anything; every value is finite.
+def group_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[str, float]:
+    """Whether the groups of a step differ in their rewards, those that dynamic sampling dropped included.
 
     Args:
-        trajectories: all trajectories of the batch.
+        trajectories: all trajectories of the step.
         batch: the rows made of them.
-        version: version of the policy's weights before the update.
     """
     rewards: dict[str, dict[str, float]] = {trajectory.group_id: {} for trajectory in trajectories}
     for row in batch.rows:
         rewards[row.group_id][row.rollout_id] = row.reward
     groups = list(rewards.values())
     count = max(len(groups), 1)
-    staleness = [version - row.oldest_version for row in batch.rows]
-    metrics = {
+    return {
         "groups": float(len(groups)),
         "groups/singleton_share": sum(len(group) == 1 for group in groups) / count,
         "groups/zero_variance_share": sum(map(_without_variance, groups)) / count,
         "groups/empty_share": sum(not group for group in groups) / count,
+    }
+
+
+def row_metrics(batch: RowBatch, version: int) -> dict[str, float]:
+    """The rows that a step learns from, in numbers, all of which are finite.
+
+    Args:
+        batch: the rows.
+        version: version of the policy's weights before the update.
+    """
+    staleness = [version - row.oldest_version for row in batch.rows]
+    metrics = {
         "rows": float(len(batch.rows)),
         "rows/sampled_tokens": float(sum(len(row.targets) for row in batch.rows)),
         "rows/tokens": float(sum(len(row) for row in batch.rows)),

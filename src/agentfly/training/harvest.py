@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentfly.rollouts.health import Health
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.equality import are_equal
 from agentfly.training.feed import Attempted, Source
-from agentfly.training.rows import untrainable_cause
+from agentfly.training.teaching import teaches
 from agentfly.trajectory import Trajectory
 
 
@@ -19,7 +17,7 @@ class Harvest:
 
     Attributes:
         kept: those that are trained on, in the order of the tasks.
-        dropped: those without variance in their rewards, in the order of the tasks; none without dynamic sampling.
+        dropped: those that teach nothing, in the order of the tasks; none without dynamic sampling.
         refills: how often others were rolled out in their place.
     """
 
@@ -48,16 +46,6 @@ class Harvest:
         return [group.greedy for group in self.groups if group.greedy is not None]
 
     @property
-    def baselines(self) -> dict[str, float]:
-        """Rewards of the greedy rollouts that are sound, by the ids of the groups that are trained."""
-        sound = ((group, group.greedy) for group in self.kept if group.greedy is not None)
-        return {
-            group.group_id: greedy.reward
-            for group, greedy in sound
-            if greedy.reward is not None and not greedy.infrastructure_failed
-        }
-
-    @property
     def metrics(self) -> dict[str, float]:
         """How many groups it took, and how many of them were dropped."""
         return {
@@ -72,7 +60,7 @@ async def harvest(source: Source, cursor: int, config: TrainConfig, *, steps_lef
 
     While they are gathered, the groups of the next ``max_staleness`` steps may run too: what begins under the weights
     of now is trained after at most so many updates, since every step takes its groups from the head of the order. With
-    dynamic sampling, groups without variance are made up for by the next groups of the order, so that the same groups
+    dynamic sampling, groups that teach nothing are made up for by the next groups of the order, so that the same groups
     come to the same steps, whatever ended first.
 
     Args:
@@ -96,7 +84,7 @@ async def harvest(source: Source, cursor: int, config: TrainConfig, *, steps_lef
         for number in range(cursor, cursor + wanted):
             group = await source.take(number)
             _check(health, group, asked * config.attempts)
-            if config.dynamic_sampling is None or varies(group.trajectories):
+            if config.dynamic_sampling is None or teaches(group, config):
                 kept.append(group)
                 continue
             dropped.append(group)
@@ -110,12 +98,6 @@ async def harvest(source: Source, cursor: int, config: TrainConfig, *, steps_lef
     if (error := health.verdict()) is not None:
         raise error
     return Harvest(tuple(kept), tuple(dropped), refills)
-
-
-def varies(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the rewards of those that can be trained on differ by more than rounding."""
-    rewards = [one.reward for one in trajectories if untrainable_cause(one) is None and one.reward is not None]
-    return len(rewards) > 1 and not are_equal(min(rewards), max(rewards))
 
 
 def _check(health: Health, group: Attempted, rollouts: int) -> None:

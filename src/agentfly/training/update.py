@@ -9,16 +9,15 @@ from functools import partial
 from agentfly.rollouts.audit import drift_metrics
 from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.batch_metrics import batch_metrics
+from agentfly.training.batch_metrics import group_metrics, row_metrics
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.harvest import Harvest
 from agentfly.training.learning.learner import Learner
 from agentfly.training.requirements import require_advantages, require_rows
 from agentfly.training.retokenization import retokenized
-from agentfly.training.row_limits import within_limits
-from agentfly.training.rows import Row, RowBatch, rows_from_trajectories
+from agentfly.training.rows import Row, RowBatch
+from agentfly.training.teaching import baselines_of, limited_rows
 from agentfly.training.trainable_policy import TrainablePolicy
-from agentfly.trajectory import Trajectory
 
 
 class Update:
@@ -45,18 +44,15 @@ class Update:
         Raises:
             UsageError: nothing that was gathered could be trained on.
         """
-        batch = self._limited(gathered.trained)
+        batch = limited_rows(gathered.trained, self._config)
         if not batch.rows:
-            require_rows(self._limited(gathered.trajectories))
+            require_rows(limited_rows(gathered.trajectories, self._config))
         if not self._algorithm.needs_greedy:
             return batch
-        rows = tuple(row for row in batch.rows if row.group_id in gathered.baselines)
+        baselines = baselines_of(gathered.kept, self._config)
+        rows = tuple(row for row in batch.rows if row.group_id in baselines)
         lost = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
         return RowBatch(rows, {**batch.left_out, "no_baseline": len(lost)} if lost else batch.left_out)
-
-    def _limited(self, trajectories: Sequence[Trajectory]) -> RowBatch:
-        batch = rows_from_trajectories(trajectories)
-        return within_limits(batch, overlong=self._config.overlong, max_row_tokens=self._config.max_row_tokens)
 
     async def make(self, gathered: Harvest, batch: RowBatch) -> dict[str, float]:
         """Learn from the rows of what was gathered; returns the metrics of that."""
@@ -64,26 +60,25 @@ class Update:
         told: dict[str, float] = {}
         if self._config.retokenize:
             batch, told = await retokenized(batch, policy, self._temperature)
-        metrics = batch_metrics(gathered.trained, batch, policy.version)
+        everything = limited_rows(gathered.trajectories, self._config) if gathered.dropped else batch
+        metrics = group_metrics(gathered.trajectories, everything) | row_metrics(batch, policy.version)
         metrics |= await on_thread_to_its_end(partial(drift_metrics, gathered.trained, policy.tokenizer))
         stop = threading.Event()
+        baselines = baselines_of(gathered.kept, self._config) if self._algorithm.needs_greedy else None
         async with policy.exclusive():
             updates = learner.updates
             try:
-                learned = await on_thread_to_its_end(partial(self._learn, batch.rows, gathered.baselines, stop), stop)
+                learned = await on_thread_to_its_end(partial(self._learn, batch.rows, baselines, stop), stop)
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
         return metrics | learned | told
 
-    def _learn(self, rows: Sequence[Row], baselines: Mapping[str, float], stop: threading.Event) -> dict[str, float]:
+    def _learn(
+        self, rows: Sequence[Row], baselines: Mapping[str, float] | None, stop: threading.Event
+    ) -> dict[str, float]:
         scores = self._learner.score(rows, stop)
-        evidence = Evidence(
-            rows,
-            values=scores.values,
-            token_rewards=scores.token_rewards,
-            baselines=baselines if self._algorithm.needs_greedy else None,
-        )
+        evidence = Evidence(rows, values=scores.values, token_rewards=scores.token_rewards, baselines=baselines)
         advantages = self._algorithm.estimate(evidence, self._config.advantage)
         require_advantages(advantages, rows, self._config.algorithm)
         return self._learner.learn(rows, advantages, scores, stop)

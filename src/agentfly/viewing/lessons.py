@@ -10,6 +10,7 @@ from agentfly.viewing.counted import counted
 _FAILURES = "tool_errors/"
 _REFUSALS = "failures/reward/"
 _SHOWN = 300
+_ALIKE = "all attempts at each task scored the same"
 
 
 @dataclass
@@ -18,8 +19,7 @@ class Lessons:
 
     Attributes:
         steps: number of steps.
-        empty: number of those in which all attempts at each task that have a score scored the same, so that no
-            advantage was left.
+        idle: number of those that learned nothing, by the reason.
         rollouts: number of rollouts.
         unscored: number of those without a score.
         refusals: number of times that scoring failed, by the kind of failure.
@@ -29,7 +29,7 @@ class Lessons:
     """
 
     steps: int = 0
-    empty: int = 0
+    idle: Counter[str] = field(default_factory=Counter)
     rollouts: int = 0
     unscored: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
@@ -40,7 +40,8 @@ class Lessons:
     def add(self, metrics: dict[str, float], refusal: str = "") -> None:
         """Take in the metrics of one step, and why scoring failed for the first time in it."""
         self.steps += 1
-        self.empty += _taught_nothing(metrics)
+        if reason := _why_nothing_was_learned(metrics):
+            self.idle[reason] += 1
         self.rollouts += round(metrics.get("rollouts", 0.0))
         self.unscored += round(metrics.get("unscored", 0.0))
         self.refusal = self.refusal or refusal
@@ -55,16 +56,20 @@ class Lessons:
     def sentences(self) -> list[str]:
         """What there is to say; nothing if every step taught something and most tool calls went well."""
         told = [self._unscored()] if self.unscored else []
-        if self.empty:
-            where = "" if self.steps == 1 else f" in {self.empty} of {self.steps} steps"
-            which = "attempts at each task that have a score" if self.unscored else "attempts at each task"
-            alike = "no attempt has a score" if self.unscored == self.rollouts > 0 else f"all {which} scored the same"
-            told.append(f"nothing to learn from{where}: {alike}")
+        for reason, count in self.idle.items():
+            where = "" if self.steps == 1 else f" in {count} of {self.steps} steps"
+            told.append(f"nothing learned{where}: {self._alike() if reason == _ALIKE else reason}")
         failed = self.failed_calls.total()
         if failed and failed >= self.calls / 2:
             kinds = ", ".join(f"{kind} {count / failed:.0%}" for kind, count in self.failed_calls.most_common(2))
             told.append(f"{failed / max(self.calls, failed):.0%} of the tool calls failed ({kinds})")
         return told
+
+    def _alike(self) -> str:
+        if self.unscored == self.rollouts > 0:
+            return "no attempt has a score"
+        which = "attempts at each task that have a score" if self.unscored else "attempts at each task"
+        return f"all {which} scored the same"
 
     def _unscored(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.refusals.most_common(2))
@@ -73,8 +78,21 @@ class Lessons:
         return f"{self.unscored} of {counted(self.rollouts, 'rollout')} unscored{because}{first}"
 
 
-def _taught_nothing(metrics: dict[str, float]) -> bool:
-    """Whether every advantage was 0. A loss says otherwise: one algorithm takes rewards as they are."""
+def _why_nothing_was_learned(metrics: dict[str, float]) -> str:
+    """Why a step left the policy as it was, or moved it by what no reward asked for; empty if it learned."""
     shares = ("groups/zero_variance_share", "groups/singleton_share", "groups/empty_share")
-    idle = sum(metrics.get(name, 0.0) for name in shares)
-    return idle > 1 - 1e-9 and metrics.get("policy/loss", 0.0) == 0.0
+    alike = sum(metrics.get(name, 0.0) for name in shares) > 1 - 1e-9
+    if metrics.get("policy/updates", 1.0) > 0.0:
+        # A loss says that equal rewards were learned from: not all algorithms compare the attempts at a task.
+        return _ALIKE if alike and metrics.get("policy/loss", 0.0) == 0.0 else ""
+    if metrics.get("policy/updates_skipped", 0.0) > 0.0:
+        return "the gradient was not finite"
+    if metrics.get("mismatch/masked_fraction", 0.0) == 1.0:
+        return "rollout correction left out every token"
+    if metrics.get("advantages/zero_share", 1.0) < 1.0:
+        return "the critic learned alone (critic.warmup_steps)"
+    if alike:
+        return _ALIKE
+    if metrics.get("rows", 1.0) == 0.0 and metrics.get("left_out/no_baseline", 0.0) > 0.0:
+        return "no task has the score of a greedy rollout"
+    return "every advantage was 0"

@@ -62,9 +62,12 @@ class Algorithm:
         min_attempts: with fewer attempts at a task than this, every advantage is 0 and nothing can be learned.
         needs_critic: whether it reads ``Evidence.values`` and gives ``Advantages.returns``.
         needs_greedy: whether it reads ``Evidence.baselines``.
+        judges_groups: whether it can tell from a group alone that it teaches nothing: all its advantages are 0 then.
+            ``dynamic_sampling`` needs that.
     """
 
     estimate: Estimator
     min_attempts: int = 1
     needs_critic: bool = False
     needs_greedy: bool = False
+    judges_groups: bool = False

@@ -180,6 +180,17 @@ class TrainConfig(Settings):
                 f"that a group of fewer than {algorithm.min_attempts} teaches nothing. Raise attempts, or choose "
                 "another algorithm."
             )
+        if self.dynamic_sampling is not None and not algorithm.judges_groups:
+            raise ConfigError(
+                f"dynamic_sampling with algorithm={self.algorithm}, which learns from groups that all score the same, "
+                "too: they would be dropped. Leave dynamic_sampling out, or choose an algorithm that compares the "
+                "attempts at a task, such as grpo. (An Algorithm of your own says so by judges_groups=True.)"
+            )
+        if self.dynamic_sampling is not None and self.kl.coefficient > 0 and self.kl.where == "reward":
+            raise ConfigError(
+                "dynamic_sampling with kl.where=reward: the penalty differs between attempts that score the same, so "
+                "that their group teaches something, and it would be dropped. Set kl.where=loss."
+            )
         if self.clip_low > 1.0:
             raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0; set clip_low=1 for no bound below.")
         if (self.aggregation == "constant") != (self.aggregation_tokens is not None):

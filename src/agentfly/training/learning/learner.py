@@ -171,6 +171,8 @@ class Learner:
             for epoch in range(config.updates_per_step):
                 for part in mini_batches(rows, config.mini_batches, f"{seed}/{epoch}"):
                     self._update(step, part, measure=epoch == 0, fresh=self._optimizer.updates == updates)
+        if len(tokens.advantages):
+            step.tally.mean("advantages/zero_share", tokens.advantages == 0)
         made = {
             "policy/grad_norm": 0.0,
             **(mismatch or step.mismatch()),

@@ -1,0 +1,26 @@
+"""Groups of attempts that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentfly.errors import Boundary
+from agentfly.task import Task
+from agentfly.tokens import TokenSequence
+from agentfly.training.feed import Attempted
+from agentfly.trajectory import Failure, FinishReason, Trajectory
+
+
+def attempted(number: int, rewards: Iterable[float | None]) -> Attempted:
+    trajectories = []
+    for attempt, value in enumerate(rewards):
+        trajectory = Trajectory(f"train-{number}.{attempt}", f"train-{number}", Task(f"task {number}"), attempt)
+        sequence = TokenSequence()
+        sequence.append_prompt([1, 2])
+        sequence.append_sampled([3], [-0.5], version=0)
+        trajectory.sequences = [sequence]
+        trajectory.finish, trajectory.reward = FinishReason.ANSWERED, value
+        if value is None:
+            trajectory.failure = Failure(Boundary.RESOURCE, "Lost", "the box is gone", by_policy=False)
+        trajectories.append(trajectory)
+    return Attempted(number, tuple(trajectories))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -13,6 +14,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError, UsageError
+from agentfly.garbage import YOUNG_OBJECTS
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.run_directory import RunDirectory
@@ -37,6 +39,19 @@ def test_a_run_is_kept_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: py
     assert run.events_file.stat().st_size > 0
     assert any(run.tensorboard.iterdir())
     assert result.checkpoint.is_dir()
+
+
+def test_garbage_collection_is_tuned_for_the_run_and_then_as_it_was(tmp_path: Path) -> None:
+    seen, before = [], gc.get_threshold()
+
+    @reward
+    def looks(response: str) -> float:
+        seen.append((gc.get_freeze_count() > 100_000, gc.get_threshold()[0]))
+        return 1.0 / (1.0 + len(response))
+
+    train(AGENT, ["a"], looks, run_dir=tmp_path / "run", steps=1, tasks_per_step=1, attempts=2)
+    assert seen == [(True, YOUNG_OBJECTS)] * 2
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
 
 
 def files_of(run: Path) -> set[str]:

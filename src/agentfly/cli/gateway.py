@@ -11,6 +11,7 @@ import typer
 
 from agentfly import interruption
 from agentfly.errors import ConfigError
+from agentfly.garbage import tuned_gc
 
 if TYPE_CHECKING:
     from agentfly.policies.policy import Policy
@@ -78,7 +79,8 @@ async def _served(policy: Policy, output: Path, settings: dict[str, Any]) -> Non
         typer.echo(f"finished trajectories: {output}", err=True)
         if settings["token"] is None and settings["host"] not in ("127.0.0.1", "localhost", "::1"):
             typer.echo("whoever reaches this machine may use it: ask for a key by --token-env", err=True)
-        await asyncio.Event().wait()
+        with tuned_gc():
+            await asyncio.Event().wait()
 
 
 def _loaded(model: str, urls: list[str]) -> Policy:

@@ -14,6 +14,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.errors import ConfigError, refuse_unknown
 from agentfly.events import RolloutsPlanned
+from agentfly.garbage import tuned_gc
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.record import RolloutRecord
@@ -118,6 +119,7 @@ async def run(
             if (events := runner_settings.get("events")) is not None:
                 total = len(rows) * attempts
                 events.emit(RolloutsPlanned(total=total, recorded=0 if record is None else min(record.recorded, total)))
+            stack.enter_context(tuned_gc())
             before = runner.occupancy()
             trajectories = await runner.collect(rows, **settings)
             resources = occupancy_metrics(before, runner.occupancy())

@@ -24,6 +24,7 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.garbage import tuned_gc
 from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
@@ -199,6 +200,7 @@ class Trainer:
             learner, place = await self._start(policy)
             means = await self._means(policy, learner, place, owned)
             await owned.enter_async_context(self._tracked())
+            owned.enter_context(tuned_gc())
             events.emit(
                 TrainingStarted(
                     run_dir=str(self._run.path),

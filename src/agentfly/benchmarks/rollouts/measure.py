@@ -24,6 +24,7 @@ from agentfly.benchmarks.rollouts.workload import WORKLOADS, Plan, Pool, Workloa
 from agentfly.contexts.context import Context
 from agentfly.errors import ConfigError
 from agentfly.events import Event, EventStream
+from agentfly.garbage import tuned_gc
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner
 from agentfly.task import Task
@@ -85,7 +86,7 @@ async def measure(workload: Workload) -> Measurement:
         model.calls = 0
         model.tokenizer.note()
         gc.collect()
-        with events.subscribed(recorded.append):
+        with events.subscribed(recorded.append), tuned_gc():  # as in every run
             cpu, started = time.process_time(), time.perf_counter()
             trajectories = await runner.collect(tasks_of(plans), label=workload.name)
             measured, cpu = time.perf_counter() - started, time.process_time() - cpu

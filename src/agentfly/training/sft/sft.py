@@ -9,6 +9,7 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.errors import ConfigError
 from agentfly.events import EventStream, Progress
+from agentfly.garbage import tuned_gc
 from agentfly.policies.load import load_policy
 from agentfly.rollouts.runner import require_agent
 from agentfly.run_directory import RunDirectory, new_run
@@ -69,6 +70,7 @@ def sft(
         events.emit(Progress(what=_told(examples)))
         trainer = SupervisedTrainer(policy, str(agent.model), examples, config, run, events=events, resume=resume)
         stack.enter_context(recorded(run, events))
+        stack.enter_context(tuned_gc())
         return trainer.run()
 
 

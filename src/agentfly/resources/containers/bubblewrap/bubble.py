@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
 from agentfly.resources.containers.bubblewrap.launcher import Launched, Launcher
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, remove_scratch
-from agentfly.resources.containers.bubblewrap.spawned import Spawned
 from agentfly.resources.containers.images import root_directory
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.hang_up import has_exited
@@ -211,12 +211,12 @@ class Bubble:
         os.close(launched.info)
         os.close(launched.gate)
 
-    def _watch_exit(self, process: Spawned) -> None:
+    def _watch_exit(self, process: subprocess.Popen[bytes]) -> None:
         self._exit_descriptor = os.pidfd_open(process.pid)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._exit_descriptor, self._exited, loop, process)
 
-    def _exited(self, loop: asyncio.AbstractEventLoop, process: Spawned) -> None:
+    def _exited(self, loop: asyncio.AbstractEventLoop, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None or self._exit_descriptor is None:
             return
         loop.remove_reader(self._exit_descriptor)

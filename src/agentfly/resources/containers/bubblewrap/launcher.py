@@ -26,13 +26,13 @@ from agentfly.resources.cgroups import CgroupHome
 from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
 from agentfly.resources.containers.bubblewrap import capabilities
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
+from agentfly.resources.containers.bubblewrap.default_signals import DefaultSignals
 from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment, private_file_systems
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.program import Program
 from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.bubblewrap.snapshots import LIMIT_S
-from agentfly.resources.containers.bubblewrap.spawned import Spawned
 from agentfly.resources.containers.bubblewrap.syscalls import (
     CAP_CHOWN,
     CAP_DAC_OVERRIDE,
@@ -40,7 +40,6 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     CAP_SYS_ADMIN,
     filters_calls,
     give_up_root,
-    leave_directory,
     leave_session_keyring,
     unmount,
     unshare_mounts,
@@ -74,7 +73,7 @@ class Launched:
         gate: file descriptor; a byte written to it lets process 1 go on.
     """
 
-    process: Spawned
+    process: subprocess.Popen[bytes]
     requests: int
     reports: int
     info: int
@@ -99,6 +98,7 @@ class Launcher:
         self._out_of_reach = False  # of the user that runs it, as in the home directory of root
         self._session = _SESSION.read_text()
         self._filters = filters_calls()
+        self._signals = DefaultSignals()
         self._trees: Trees = BoundTrees()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
@@ -259,25 +259,33 @@ class Launcher:
         """Start what makes the sandbox. Variables are not on its command line, which every user can read."""
         pipes = [os.pipe() for _ in range(4)]
         (requests_out, requests), (reports, reports_in), (info, info_in), (gate_out, gate) = pipes
-        theirs = [requests_out, reports_in]
+        theirs: tuple[int, ...] = (requests_out, reports_in, info_in, gate_out)
         ours = (requests, reports, info, gate)
         try:
-            theirs.append(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
-            theirs += [info_in, gate_out]
             hidden = (word for name, value in variables.items() for word in ("--setenv", name, value))
-            theirs.append(memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden)))
-            theirs += _filter_files(filter_)
-            # each by the number that it has there
-            options = ["--info-fd", "3", "--block-fd", "4", "--args", "5"]
-            options += filter_arguments(tuple(range(6, len(theirs))))
+            unseen = memory_file(b"".join(os.fsencode(word) + b"\0" for word in hidden))
+            theirs += (unseen,)
+            filters = _filter_files(filter_)
+            theirs += filters
+            options = ["--info-fd", str(info_in), "--block-fd", str(gate_out), *filter_arguments(filters)]
             leave_session_keyring()  # for each sandbox anew, so that none shares one with the host or another
-            process = Spawned([*words, *options, "--", *command], theirs)
+            with log.open("wb") as errors:
+                process = subprocess.Popen(
+                    [*self._signals.words(), *words, *options, "--args", str(unseen), "--", *command],
+                    stdin=requests_out,
+                    stdout=reports_in,
+                    stderr=errors,
+                    pass_fds=(info_in, gate_out, unseen, *filters),
+                    start_new_session=True,  # a Ctrl-C at the terminal is for us, not for the sandboxes
+                    cwd="/",
+                    env={},
+                )
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
             raise
         finally:
-            for descriptor in {*theirs, requests_out, reports_in, info_in, gate_out}:
+            for descriptor in theirs:
                 os.close(descriptor)
         for descriptor in (requests, reports, info):
             os.set_blocking(descriptor, False)
@@ -285,7 +293,6 @@ class Launcher:
 
     def _enter(self) -> None:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
-        leave_directory()  # which may be on a file system that somebody wants to unmount
         leave_session_keyring()  # the host's, even if there is no room for those of the sandboxes
         if self.tier is Tier.ROOT:
             unshare_mounts()

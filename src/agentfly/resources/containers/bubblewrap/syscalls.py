@@ -13,7 +13,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
+CLONE_NEWNS = 0x20000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
 MNT_DETACH = 2
 
@@ -76,15 +76,6 @@ def unshare_mounts() -> None:
     """Give the calling thread, and what it starts, a private copy of the mounts. Needs CAP_SYS_ADMIN."""
     _checked(_libc().unshare(CLONE_NEWNS), "unshare the mounts")
     mount(None, Path("/"), None, MS_REC | MS_PRIVATE)
-
-
-def leave_directory() -> None:
-    """Have the calling thread, and what it starts, be in the root directory, wherever the other threads are.
-
-    It stays where it is if a container's filter refuses that.
-    """
-    if _libc().unshare(CLONE_FS) == 0:
-        os.chdir("/")
 
 
 def mount(source: str | None, target: Path | str, kind: str | None, flags: int, options: str | None = None) -> None:

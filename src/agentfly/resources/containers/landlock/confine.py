@@ -216,7 +216,6 @@ def _signal(pids: set[int], number: int) -> None:
 
 def main() -> None:
     """Start the program, and attend to it."""
-    os.chdir("/")
     parser = argparse.ArgumentParser()
     for name in ("--info-fd", "--block-fd", "--seccomp", "--args", "--pids", "--file-size"):
         parser.add_argument(name, type=int, default=-1)

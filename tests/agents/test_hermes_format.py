@@ -120,20 +120,18 @@ def test_calls_in_thinking_follow_the_one_setting(text: str, by_default: int, wi
     assert len(calls_in(text, calls_in_thinking=True)) == with_thinking
 
 
-# --- slips that are repaired ---------------------------------------------------------------------------------------
+# --- other notations -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "inside",
     [
         '{"name": "f", "arguments": {"a": "x", "b": 1,},}',
-        '{"name": "f", "arguments": {"a": "x", "b": 1}}}',
-        '{"name": "f", "arguments": {"a": "x", "b": 1}',
         "{'name': 'f', 'arguments': {'a': 'x', 'b': 1}}",
-        '{name: "f", arguments: {a: "x", b: 1}}',
+        '{"name": "f", "arguments": "{\'a\': \'x\', \'b\': 1}"}',
     ],
 )
-def test_small_slips_are_repaired(inside: str) -> None:
+def test_notations_with_one_meaning_are_read(inside: str) -> None:
     assert only_call(tagged(inside)) == ToolCall("call_0", "f", {"a": "x", "b": 1})
 
 
@@ -164,6 +162,12 @@ def test_line_breaks_inside_a_string_are_taken_as_they_stand() -> None:
         tagged('{"name":"w","arguments":{"x":NaN}}'),
         tagged('{"name":"w","arguments":{"x":1e999}}'),
         tagged('{"name":"w","arguments":{"x":"\\ud800"}}'),
+        tagged('{"name": "w", "arguments": {"a": "x", "b": 1}}}'),
+        tagged('{"name": "w", "arguments": {"a": "x", "b": 1}'),
+        tagged('{name: "w", arguments: {a: "x", b: 1}}'),
+        tagged('{"name": "w", "arguments": {"a": x}}'),
+        tagged('{"name": "w", "arguments": {"a": "x" "y"}}'),
+        tagged("{'name': 'w', 'arguments': {'a': 'it's'}}"),
         tagged('{"name":"w","arguments":null}'),
         tagged('{"name":"w","arguments":[1,2]}'),
         tagged('{"name":"w","arguments":"x"}'),
@@ -188,6 +192,34 @@ def test_what_cannot_be_read_is_one_error_and_never_half_a_call(text: str) -> No
     assert all(call.arguments is None and call.error for call in calls)
     assert all(len(call.error or "") < 1_300 for call in calls)
     assert [call.id for call in calls] == [f"call_{number}" for number in range(len(calls))]
+
+
+def test_an_id_or_type_is_the_calls_unless_the_tool_has_an_argument_of_that_name() -> None:
+    @tool
+    def fetch(type: str = "") -> None:  # noqa: A002
+        """Fetch."""
+
+    text = tagged('{"id": "5", "type": "function", "name": "NAME", "arguments": {}}')
+    assert only_call(text.replace("NAME", "write")).arguments == {}
+    (call,) = FORMAT.parse(text.replace("NAME", "fetch"), [write, fetch])
+    assert call.arguments is None
+    assert 'must stand inside "arguments"' in (call.error or "")
+
+
+def test_an_error_tells_the_position_and_how_a_quote_is_written() -> None:
+    call = only_call(tagged('{"name": "write", "arguments": {"path": "say "hi" now"}}'))
+    assert (
+        "',' or '}' is missing at character 46, where 'hi\" now\"}}' stands; a quote inside a text is written as \\\""
+    ) in (call.error or "")
+
+
+def test_a_call_behind_which_the_end_of_one_stands_again_takes_all_along() -> None:
+    """A text that was not escaped has ended too soon; what follows may have been part of it."""
+    text = CALL + tagged('{"name": "write", "arguments": {"path": ""}}</tool_call> x {"y": ""}}')
+    call = only_call(text)
+    assert call.arguments is None
+    assert "the end of a call stands once more behind it" in (call.error or "")
+    assert [one.arguments for one in calls_in(CALL + "</tool_call>\n" + CALL)] == [{}, {}]
 
 
 def test_an_error_says_what_is_wrong_and_how_to_write_it_and_keeps_the_name() -> None:

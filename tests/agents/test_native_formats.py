@@ -74,6 +74,8 @@ def xml(inside: str) -> str:
         ),
         ("Now:\n" + xml("") + " then " + xml(""), [("write", {}), ("write", {})]),
         ("no <function> and no call", []),
+        ("<parameter=path>a</parameter></function>", [("", None)]),
+        (xml("") + "<tool_call>\n</parameter></function>", [("write", None)]),
     ],
 )
 def test_the_tags_of_qwen3_coder_are_read(text: str, calls: Calls) -> None:
@@ -152,10 +154,20 @@ SEARCH = '{"name": "search", "parameters": {"query": "a"}}'
         (f"I look.\n{SEARCH}\nWait.", [("search", {"query": "a"})]),
         ('{"type": "function", "name": "search", "arguments": {}}', [("search", {})]),
         ('{"name": "fly", "parameters": {"r":{"a":{"b":{"c":"}{"}}}}}', [("fly", {"r": {"a": {"b": {"c": "}{"}}}})]),
-        ('{"name": "search", "parameters": {"query": "a"}', [("search", {"query": "a"})]),
-        ("{'name': 'search'}", []),
+        (
+            "{'name': 'search', 'parameters': {'query': 'a', 'limit': None,},}",
+            [("search", {"query": "a", "limit": None})],
+        ),
+        (f"[{SEARCH}, {SEARCH}]", [("search", {"query": "a"})] * 2),
+        ("{'name': 'search'}", [("search", {})]),
+        ('{"name": "search", "parameters": {"query": "a"}', [("search", None)]),
+        ('{name: "search", parameters: {query: "a"}}', [("search", None)]),
+        ("{'name': 'fly', 'parameters': oops}", [("fly", None)]),
+        ('{"type": "function", "function": {"name": "search", "parameters": {}}}', [("search", None)]),
+        (f'{SEARCH}\n"}}}}', [("search", None)]),
         ('{"name": "Bob", "age": 3}', []),
-        ('The answer is {"name": "search", "parameters": {}}', []),
+        ('The answer is {"name": "search", "parameters": {}}', [("search", None)]),
+        ('The answer is {"name": "Bob", "parameters": {}}', []),
         ('{"name": "Bob" is my answer', []),
         ('{"name": "search", "query": "a"}', [("search", None)]),
         (f"{SEARCH} and then", [("search", None)]),
@@ -193,7 +205,12 @@ def test_llama_s_turn_holds_its_call_apart_only_if_it_is_the_one_and_all() -> No
         ("<|tool_call_start|>[search(query='a')]<|tool_call_end|>Looking.", [("search", {"query": "a"})]),
         ("see [1](link) and [search](x)", []),
         ("[look(around)] is what I would do", []),
+        ('[search(query="a"\n"b")]', [("search", None)]),
         ("[search(query=a)]", [("search", None)]),
+        ("search(query='a')", [("search", None)]),
+        ("I call [search(query='a')].", [("search", None)]),
+        ("[search(query='a')]\nb')]", [("search", None)]),
+        ("I search (query) first.\nsearch(query) is what I call", []),
         ("[search(query=f'a')]", [("search", None)]),
         ("[search(query=open('x').read())]", [("search", None)]),
         ("[search(query='a', query='b')]", [("search", None)]),
@@ -243,6 +260,8 @@ def test_what_is_no_python_call_is_not_written(arguments: dict[str, Any]) -> Non
         ("[TOOL_CALLS]search[ARGS]", [("", None)]),
         ('[TOOL_CALLS][{"name": "search", "arguments": {"query": "a', [("search", None)]),
         ('[TOOL_CALLS]search[ARGS]{"a": 1}{"b": 2}', [("search", None)]),
+        ('[TOOL_CALLS]search[ARGS]{"query": ""}[TOOL_CALLS]"}', [("search", None)]),
+        ('search[ARGS]{"query": "a"}', [("", None)]),
     ],
 )
 def test_the_calls_of_mistral_are_read(text: str, calls: Calls) -> None:
@@ -271,6 +290,8 @@ BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool
         (f'{BEGIN}search{SEP}{{"query": "a', [("", None)]),
         (f"{BEGIN}search{END}", [("", None)]),
         (f"{BEGIN}search{SEP}[1]{END}", [("", None)]),
+        (f'{BEGIN}search{SEP}{{"query": ""}}{END}"}}{END}', [("search", None)]),
+        (f'search{SEP}{{"query": "a"}}', [("", None)]),
     ],
 )
 def test_the_calls_of_deepseek_are_read(text: str, calls: Calls) -> None:

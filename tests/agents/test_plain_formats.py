@@ -83,6 +83,21 @@ def read(one: ToolCallFormat, text: str, tools: list[Tool] = TOOLS) -> Calls:
         ("Action: search\nAction Input: one\ntwo", [("search", None)]),
         ("Action: search\nAction Input: one\nAction Input: two", [("search", None)]),
         ("Action: look\nAction Input: around", [("look", None)]),
+        (
+            "**Action:** search\n**Action Input**: eggs\n**Observation:** none\nAction: look",
+            [("search", {"query": "eggs"})],
+        ),
+        (
+            "Action 1: search\nAction Input 1: eggs\nObservation 1: none\nAction 2: look",
+            [("search", {"query": "eggs"})],
+        ),
+        ("Action: search\nAction Input: {'query': 'eggs',}", [("search", {"query": "eggs"})]),
+        ("Action: search\nAction Input: {'query': 'it's'}", [("search", None)]),
+        ('Action: search\nAction Input: {"query": ""}\n"}', [("search", None)]),
+        ("Action: search\nAction Input: eggs <think>or tea", [("search", None)]),
+        ("**Action: search**\n**Action Input: eggs**", [("search", None)]),
+        ("Action: look\n**Action Input: around**", [("look", None)]),
+        ("Action Input: eggs", [("", None)]),
     ],
 )
 def test_thought_action_and_input_are_read(text: str, calls: Calls) -> None:
@@ -137,6 +152,9 @@ def test_the_instructions_of_react_are_few_words() -> None:
         ('<add>{"a": 1</add>', [("add", None)]),
         ('<add a="1">2 3</add><add>{"a": 1, "b": 2} so</add>', [("add", {"a": "1", "b": "2 3"}), ("add", None)]),
         ("<look>around</look>", [("look", None)]),
+        ("<add>{'a': 1, 'b': 2}</add>", [("add", {"a": 1, "b": 2})]),
+        ('<search>{"query": ""}</search>"}</search>', [("search", None)]),
+        ("eggs</search>", [("search", None)]),
     ],
 )
 def test_a_tag_of_a_tool_is_read(text: str, calls: Calls) -> None:
@@ -200,6 +218,7 @@ def test_other_blocks_are_text(text: str) -> None:
         ("```bash\ncat <<EOF\n```python\nx\n```\nEOF\n```", "another fence begins inside"),
         ("```bash\ncat <<EOF\n```\nx\n```\nEOF\n```", "several blocks"),
         ("```bash\nls\n```\n```bash\ncd\n```", "several blocks"),
+        ("```bash\ncat <<EOF\n```\n```]\n```", "several blocks"),
     ],
 )
 def test_a_block_whose_end_is_unclear_or_that_is_not_alone_is_one_error(text: str, reason: str) -> None:

@@ -22,6 +22,7 @@ from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
 from agentfly.agents.toolcalls.react import ReActFormat
 from agentfly.agents.toolcalls.tags import TagsFormat
 from agentfly.errors import UsageError
+from tests.support.scale import scaled
 
 
 @tool
@@ -95,6 +96,17 @@ MARKERS = [
     '\n{"name": "say", "parameters": {"text": "x"}}',
     '\n[say(text="x")]',
     "say[x]",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|python_end|>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
+    '"}}\n',
+    "}\n",
+    "]\n",
+    "\n**Observation:** x",
+    "{'name': 'say', 'arguments': {'text': 'x'}}",
 ]
 
 
@@ -115,6 +127,11 @@ def read(one: ToolCallFormat, text: str) -> list[tuple[str, dict[str, Any] | Non
         (call.name, known[call.name].schema.validate(call.arguments) if call.arguments is not None else None)
         for call in calls
     ]
+
+
+def as_decoded(data: bytes) -> str:
+    """Text as tokenizers decode it from bytes."""
+    return data.decode(errors="replace")
 
 
 pieces = st.sampled_from(MARKERS) | st.sampled_from(
@@ -142,16 +159,16 @@ uses = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("one", ESCAPING, ids=identity)
-@settings(max_examples=60)
-@given(text=texts, arguments=uses)
+@settings(max_examples=scaled(60, 3_000))
+@given(text=texts | st.text(), arguments=uses)
 def test_what_is_written_is_read_back_exactly(one: ToolCallFormat, text: str, arguments: dict[str, Any]) -> None:
     for name, given_arguments in (("say", {"text": text}), ("use", arguments), ("look", {})):
         assert read(one, one.write(name, given_arguments)) == [(name, given_arguments)]
 
 
 @pytest.mark.parametrize("one", [Qwen3CoderFormat(), CODE], ids=identity)
-@settings(max_examples=100)
-@given(text=texts)
+@settings(max_examples=scaled(100, 3_000))
+@given(text=texts | st.text())
 def test_a_format_without_escapes_reads_back_exactly_or_refuses_to_write(one: ToolCallFormat, text: str) -> None:
     try:
         written = one.write("say", {"text": text})
@@ -190,9 +207,8 @@ def test_parallel_calls_keep_their_order_and_have_ids_of_their_own(one: ToolCall
 
 
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
-@settings(max_examples=100)
-@given(text=st.lists(pieces | st.text(max_size=4), max_size=12).map("".join))
-@pytest.mark.slow
+@settings(max_examples=scaled(20, 2_000))
+@given(text=st.lists(pieces | st.text(max_size=4), max_size=12).map("".join) | st.binary(max_size=60).map(as_decoded))
 def test_no_text_makes_parsing_fail(one: ToolCallFormat, text: str) -> None:
     written = one.write("say", {"text": "words"})
     half = len(written) // 2
@@ -204,7 +220,7 @@ def test_no_text_makes_parsing_fail(one: ToolCallFormat, text: str) -> None:
 
 
 @pytest.mark.parametrize("one", [*NATIVE, TagsFormat(), CODE], ids=identity)
-@settings(max_examples=60)
+@settings(max_examples=scaled(60, 3_000))
 @given(text=st.text(alphabet="ab <>{}[]'\"=,\\", max_size=12), data=st.data())
 def test_a_call_that_is_cut_anywhere_is_never_read_as_another_call(
     one: ToolCallFormat, text: str, data: st.DataObject
@@ -215,7 +231,7 @@ def test_a_call_that_is_cut_anywhere_is_never_read_as_another_call(
 
 
 @pytest.mark.parametrize("one", [*NATIVE, TagsFormat(), CODE], ids=identity)
-@settings(max_examples=100)
+@settings(max_examples=scaled(100, 3_000))
 @given(text=st.text(alphabet="ab c", min_size=1, max_size=12), marker=st.sampled_from(MARKERS), data=st.data())
 def test_a_stray_marker_never_shortens_an_argument_unnoticed(
     one: ToolCallFormat, text: str, marker: str, data: st.DataObject
@@ -253,8 +269,20 @@ def test_garbage_takes_linear_time(one: ToolCallFormat) -> None:
         written[1:] * 1_000,
         written[: len(written) // 2] * 1_000,
         written[len(written) // 2 :] * 1_000,
-        *(marker * (50_000 // len(marker)) for marker in MARKERS),
-        *(opening * (500_000 // len(opening)) for opening in ('{"name":', '\n{"name":', "\n[", "\n[say(", '\n{"a":[')),
+        *(marker * (50_000 // len(marker)) for marker in (*MARKERS, "\n{'name':'x\\'")),
+        *(
+            opening * (500_000 // len(opening))
+            for opening in (
+                '{"name":',
+                '\n{"name":',
+                "\n[",
+                "\n[say(",
+                '\n{"a":[',
+                '{"name": "say" ',
+                "\n]",
+                '"}}\n',
+            )
+        ),
     ]
     for text in endless:
         one.parse(text, tools_of(one))

@@ -6,6 +6,7 @@ import base64
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from agentfly.errors import ChatFormatError, ConfigError, PrerequisiteError
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chat.agent_format import chat_format_of
-from agentfly.rollouts.chat.renderers_format import RenderersFormat
+from agentfly.rollouts.chat.renderers_format import RenderersFormat, _call
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 pytest.importorskip("renderers", reason="pip install 'agentfly-rl[renderers]'")
@@ -264,3 +265,12 @@ def test_whatever_happens_between_calls_can_be_written_as_a_whole(family):
     ):
         text = tokenizer_of(family).decode(chat.prompt([user("q"), *talk, *talk], tools).ids)
         assert [text.count(one["content"]) for one in talk[1:]] == [2] * (len(talk) - 1)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', {"a": float("inf")}, {"a": "\ud800"}, '{"a": 1', "[1]", None])
+def test_a_call_that_no_record_could_hold_is_an_error(arguments: object) -> None:
+    parsed = SimpleNamespace(status="ok", name="run", arguments=arguments, raw="as it was written")
+    call = _call(3, parsed)
+    assert (call.id, call.name, call.arguments) == ("call_3", "run", None)
+    assert "as it was written" in (call.error or "")
+    assert _call(3, SimpleNamespace(status="ok", name="run", arguments='{"a": 1}', raw="")).arguments == {"a": 1}

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.toolcalls.block import misplaced
+from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_value, dump
+from agentfly.agents.toolcalls.label import label
 from agentfly.agents.toolcalls.text_arguments import Unreadable, argument_lines
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
 from agentfly.messages import Message, ToolCall
@@ -17,14 +21,17 @@ from agentfly.messages import Message, ToolCall
 if TYPE_CHECKING:
     from agentfly.agents.tool import Tool
 
-_PREFIX = re.compile(r"\s*action\s*:\s*", re.IGNORECASE)
-_OBSERVATION = re.compile(r"\s*observation\s*:", re.IGNORECASE)
+_PREFIX = re.compile(rf"\s*{label('action')}\s*", re.IGNORECASE)
+_OBSERVATION = re.compile(rf"\s*{label('observation')}", re.IGNORECASE)
 _CALL = re.compile(r"([A-Za-z_][\w-]*)\s*\[(.*)\]\s*(?:\.\s*)?")
 _OPENED = re.compile(r"([A-Za-z_][\w-]*)\s*\[")
 _WORD = re.compile(r"[A-Za-z_][\w-]*")
 _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
 _NEXT_ARGUMENT = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")
 _END_OF_VALUE = re.compile(r"\s*(,|$)")
+_ONE_LINE = (
+    "it is unclear where it ends, because a line behind it ends with ']'; a text of several lines must be a JSON string"
+)
 _BARE = re.compile(r'[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
 
 
@@ -37,8 +44,8 @@ class ActionFormat:
     * With several, each is ``name=value``, and ends at the comma before the next name.
     * A value in double quotes is a JSON string, for line breaks and the like; a list or an object is written as JSON.
       Other values are texts that the tool's types read: ``5`` as a number where a number is wanted.
-    * ``Action:`` may be left out before a tool that the agent has. Several such lines are parallel calls. Lines after
-      one that begins with ``Observation:`` are not read: the model makes them up.
+    * ``Action:`` may be numbered (``Action 1:``), in bold, or left out before a tool that the agent has. Several such
+      lines are parallel calls. Lines after one that begins with ``Observation:`` are not read: the model makes them up.
 
     What is recognisably a call but cannot be read is an error that the model is told, never half a call. Observations
     go back as a user message that begins with ``Observation:``.
@@ -72,12 +79,20 @@ class ActionFormat:
         """The calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
         calls: list[ToolCall] = []
+        heard: list[str] = []
         for line in self._spoken_lines(text):
             if _OBSERVATION.match(line):
                 break
+            heard.append(line)
             call = _read_line(line, known, call_id(first_call + len(calls)))
             if call is not None:
                 calls.append(call)
+            elif calls and line.rstrip().endswith("]") and any(one.arguments is not None for one in calls):
+                return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(heard)),)
+        said = "\n".join(heard)
+        if not calls and (name := attempted_tool(said, known)) is not None:
+            missed = misplaced(said, self, name, known)
+            calls.append(ToolCall(call_id(first_call), missed.name, None, missed.error))
         return tuple(calls)
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:

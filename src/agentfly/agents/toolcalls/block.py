@@ -6,19 +6,34 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.tool import Tool
+from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id, message_with_calls, tool_message
-from agentfly.agents.toolcalls.thinking import MARKER, is_inside, thinking_spans
+from agentfly.agents.toolcalls.thinking import MARKER, Span, is_inside, thinking_spans
+from agentfly.errors import UsageError
 from agentfly.messages import Message, ToolCall
 
 Known = Mapping[str, Tool]
 """The agent's tools by name."""
 
+_UNCLEAR = (
+    "it is unclear where it ends, because the end of a call stands once more behind it. A quote inside a text must be "
+    'escaped, for instance as \\". Nothing of your turn was executed'
+)
+
 LINE_START = r"(?:^|(?<=</think>)|(?<=\[/THINK\]))[ \t]*"
 """Where a line begins, or what is said after thinking. For patterns with `re.MULTILINE`."""
+
+
+class Writer(Protocol):
+    """What writes calls: a tool-call format."""
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a call."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,16 +53,48 @@ class Block:
     stop: int
     calls: tuple[WrittenCall, ...]
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether it has a call that can be executed."""
+        return any(call.arguments is not None for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is said in a turn: its text up to what the model made up, the blocks in it, and where it is thinking."""
+
+    text: str
+    blocks: Sequence[Block]
+    thought: Sequence[Span]
+
+    @property
+    def heard(self) -> str:
+        """The text without thinking."""
+        kept, position = [], 0
+        for start, stop in self.thought:
+            kept.append(self.text[position:start])
+            position = stop
+        return "".join([*kept, self.text[position:]])
+
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
     """A format whose calls stand in blocks that are read from their beginning on.
 
     Markers of thinking inside a block belong to the call, and calls inside thinking are left out unless
-    ``calls_in_thinking`` says otherwise. A format says where its blocks are (`_blocks`), and the rest follows.
+    ``calls_in_thinking`` says otherwise. A format says where its blocks are (`_blocks`), and the rest follows:
+
+    * A turn that has no block, but plainly means to call a tool (`_attempted`), is one malformed call. Taken as the
+      answer it would end the rollout by a slip that the model was never told of.
+    * A turn in which the end of a call stands once more behind its calls (`_ends_clearly`) is one malformed call too:
+      an argument that was not escaped has ended one of them too soon.
     """
 
     calls_in_thinking: bool = False
+
+    @abstractmethod
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of a call."""
 
     @abstractmethod
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
@@ -55,8 +102,15 @@ class BlockFormat(ABC):
 
     def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The calls in a turn's text."""
-        blocks = self._spoken(text, {tool.name: tool for tool in tools})
-        calls = [call for block in blocks for call in block.calls]
+        known = {tool.name: tool for tool in tools}
+        turn = self._turn(text, known)
+        calls = [call for block in turn.blocks for call in block.calls]
+        if not calls:
+            name = self._attempted(turn.heard, known)
+            calls = [] if name is None else [misplaced(turn.heard, self, name, known)]
+        elif (first := next((block for block in turn.blocks if block.is_readable), None)) and not self._is_clear(turn):
+            name = first.calls[0].name
+            calls = [unreadable(turn.text[first.start :], _UNCLEAR, example(self, name, known), name)]
         return tuple(
             ToolCall(self._id(first_call + number), call.name, call.arguments, call.error)
             for number, call in enumerate(calls)
@@ -73,8 +127,43 @@ class BlockFormat(ABC):
         """What a result begins with, if there is such a thing. Nothing behind it is read: the model made it up."""
         return None
 
-    def _spoken(self, text: str, known: Known) -> list[Block]:
-        """The blocks whose calls are to be executed."""
+    def _remains(self) -> re.Pattern[str] | None:
+        """Markers of the format that stand inside or at the end of a call, so that without a call one was meant."""
+        return None
+
+    def _attempted(self, heard: str, known: Known) -> str | None:
+        """The tool that a turn without calls plainly means to call; empty if it does not say which.
+
+        Args:
+            heard: what was said, without thinking.
+            known: the agent's tools.
+        """
+        name, remains = attempted_tool(heard, known), self._remains()
+        return "" if name is None and remains and remains.search(heard) else name
+
+    def _ends_clearly(self, behind: str) -> bool:
+        """Whether the text between two calls, or behind the last, is certainly not the rest of an argument."""
+        remains = self._remains()
+        if remains is None:
+            return True
+        again = re.match(rf"(?:\s*(?:{remains.pattern}))*", behind, remains.flags)  # nothing is lost between the two
+        return not remains.search(behind, again.end() if again else 0)
+
+    def _is_clear(self, turn: Turn) -> bool:
+        """Whether it is certain where each of the calls ends that can be read."""
+        position = None
+        for block in turn.blocks:
+            if position is None and not block.is_readable:
+                continue
+            if position is not None and not self._ends_clearly(turn.text[position : block.start]):
+                return False
+            if not block.is_readable and "}" in turn.text[block.start : block.stop].partition("{")[0]:
+                return False
+            position = block.stop
+        return position is None or self._ends_clearly(turn.text[position:])
+
+    def _turn(self, text: str, known: Known) -> Turn:
+        """What is said in a turn, with the blocks whose calls are to be executed."""
         blocks = list(self._blocks(text, known))
         spans = [(block.start, block.stop) for block in blocks]
         thought = [] if self.calls_in_thinking else thinking_spans(text, spans)
@@ -84,7 +173,8 @@ class BlockFormat(ABC):
             if not (is_inside(found.start(), thought) or is_inside(found.start(), spans)):
                 end = found.start()
                 break
-        return [block for block in blocks if block.start < end and not is_inside(block.start, thought)]
+        spoken = [block for block in blocks if block.start < end and not is_inside(block.start, thought)]
+        return Turn(text[:end], spoken, thought)
 
 
 @dataclass(frozen=True)
@@ -101,10 +191,14 @@ class NativeFormat(BlockFormat):
         """The turn without its calls, which stand in ``tool_calls``; all of it as text where a call is malformed."""
         if not self.in_template or not calls or any(call.arguments is None for call in calls):
             return {"role": "assistant", "content": text}
-        blocks = self._spoken(text, {})
+        blocks = self._turn(text, {}).blocks
         if sum(len(block.calls) for block in blocks) != len(calls):
             return {"role": "assistant", "content": text}
-        return message_with_calls(_without(text, blocks), calls)
+        kept, position = [], 0
+        for block in blocks:
+            kept.append(text[position : block.start])
+            position = block.stop
+        return message_with_calls("".join([*kept, text[position:]]).strip(), calls)
 
     def result(self, call: ToolCall, observation: str) -> Message:
         """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
@@ -137,9 +231,16 @@ def unreadable(written: str, reason: str, example: str, name: str = "") -> Writt
     return WrittenCall(name, None, message)
 
 
-def _without(text: str, blocks: Sequence[Block]) -> str:
-    kept, position = [], 0
-    for block in blocks:
-        kept.append(text[position : block.start])
-        position = block.stop
-    return "".join([*kept, text[position:]]).strip()
+def misplaced(heard: str, written_by: Writer, name: str, known: Known) -> WrittenCall:
+    """The malformed call of a turn that means to call the tool ``name``, but not as the format wants it."""
+    return unreadable(heard, "it is not written as a call must be here", example(written_by, name, known), name)
+
+
+def example(written_by: Writer, name: str, known: Known) -> str:
+    """How a tool is called in a format, with places for what it needs."""
+    wanted = known[name].schema.arguments if name in known else ()
+    needed = [argument.name for argument in wanted if argument.required] or [one.name for one in wanted[:1]]
+    try:
+        return written_by.write(name or "name_of_the_tool", dict.fromkeys(needed, "…"))
+    except UsageError:
+        return "as you were told at the beginning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from agentfly.agents.toolcalls.block import (
     Block,
     BlockFormat,
     Known,
+    Turn,
     WrittenCall,
     blocks_at,
     rest_of,
@@ -24,6 +26,7 @@ from agentfly.messages import Message, ToolCall
 
 _OPENING = re.compile(rf"{LINE_START}(`{{3,}})[ \t]*([^\s`]*)[^\n`]*(?:\n|\Z)", re.MULTILINE)
 _FENCE = re.compile(r"^[ \t]*(`{3,})([^\n]*)$", re.MULTILINE)
+_LANGUAGE = re.compile(r"[A-Za-z][\w.+#-]*")
 _ONE = "write one block a turn, and mark every other block of your answer with its language"
 
 
@@ -97,14 +100,19 @@ class CodeBlockFormat(BlockFormat):
         tool = known.get(name)
         return tool if tool is not None and bare_argument(tool) else None
 
-    def _spoken(self, text: str, known: Known) -> list[Block]:
+    def _turn(self, text: str, known: Known) -> Turn:
+        turn = super()._turn(text, known)
+        return dataclasses.replace(turn, blocks=self._one(text, turn.blocks))
+
+    def _one(self, text: str, blocks: Sequence[Block]) -> Sequence[Block]:
         """The one block, or one error for all."""
-        blocks = super()._spoken(text, known)
         acting = [block for block in blocks if block.calls]
         if not acting:
             return []
         first, last = acting[0], blocks[-1]
-        unclear = any(block.start > first.start and not _language_of(text, block) for block in blocks)
+        unclear = any(
+            block.start > first.start and not _LANGUAGE.fullmatch(_language_of(text, block)) for block in blocks
+        )
         if len(acting) == 1 and not unclear:
             return acting
         reason = f"there are several blocks in your turn; {_ONE}"

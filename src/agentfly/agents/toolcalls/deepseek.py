@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
-from agentfly.agents.toolcalls.json_call import arguments_in_text
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.json_call import unreadable_arguments
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_value
 from agentfly.errors import UsageError
 
 CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -21,6 +22,7 @@ _OPENING = re.compile(rf"(?:{CALLS}\s*)?{CALL}")
 _TYPED = re.compile(rf"\s*\w*\s*{SEPARATOR}\s*([^\s<>{{}}]+)[ \t]*\n\s*```(?:json)?\s*")
 _PLAIN = re.compile(rf"\s*([^\s<>{{}}]+)\s*{SEPARATOR}\s*(?=\{{)")
 _END = re.compile(rf"\s*(?:```\s*)?(?:{END_OF_CALL}(?:\s*{END_OF_CALLS})?|(?={CALL}|{END_OF_CALLS})|\Z)")
+_INSIDE = re.compile("|".join((CALLS, END_OF_CALLS, SEPARATOR, END_OF_CALL)))
 _WORD = re.compile(r"[^\s<>{}]+")
 _EXAMPLES = {
     "v3": f"{CALLS}{CALL}function{SEPARATOR}name of the tool\n```json\n{{…}}\n```{END_OF_CALL}{END_OF_CALLS}",
@@ -34,10 +36,9 @@ class DeepSeekFormat(NativeFormat):
 
     Between the two stand the name and, behind ``<｜tool▁sep｜>``, the arguments as a JSON object (V3.1); or a type, and
     behind the separator the name and the arguments in a fenced block (V3 and R1). Both are read, whatever ``style``
-    says. JSON is decoded from its first character to its last, so a tag inside an argument is an argument.
-
-    Small slips are repaired as in `HermesFormat`, if the call is closed by its tag once. Everything else is an error
-    that the model is told; what follows a call that is neither readable nor closed is not executed.
+    says. JSON is decoded from its first character to its last, as in `HermesFormat`, so a tag inside an argument is an
+    argument. What cannot be read is an error that the model is told; what follows a call that is neither readable nor
+    closed is not executed.
 
     Args:
         calls_in_thinking: whether calls inside thinking are executed.
@@ -74,6 +75,9 @@ class DeepSeekFormat(NativeFormat):
             call = f"{CALL}{name}{SEPARATOR}{written}{END_OF_CALL}"
         return CALLS + call + END_OF_CALLS
 
+    def _remains(self) -> re.Pattern[str]:
+        return _INSIDE
+
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: self._block(text, found))
 
@@ -95,8 +99,8 @@ class DeepSeekFormat(NativeFormat):
         example = _EXAMPLES[self.style]
         following = text.find(CALL, body)
         limit = rest_of(text, body, following if following >= 0 else None)
-        first, last = text.find(END_OF_CALL, body, limit), text.rfind(END_OF_CALL, body, limit)
-        if first < 0:
+        last = text.rfind(END_OF_CALL, body, limit)
+        if last < 0:
             limit = rest_of(text, body)
             return Block(start, limit, (unreadable(text[start:limit], f"it is not closed by {END_OF_CALL}", example),))
         stop = last + len(END_OF_CALL)
@@ -104,4 +108,4 @@ class DeepSeekFormat(NativeFormat):
             reason = f"the name of the tool and {SEPARATOR} must stand before its arguments"
             return Block(start, stop, (unreadable(text[start:stop], reason, example),))
         written = text[body:last].rstrip().removesuffix("```")
-        return Block(start, stop, (arguments_in_text(name, written, example, may_repair=first == last),))
+        return Block(start, stop, (unreadable_arguments(name, written, example),))

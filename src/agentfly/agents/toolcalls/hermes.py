@@ -10,13 +10,14 @@ from typing import Any
 
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, blocks_at, rest_of, unreadable
-from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_objects
+from agentfly.agents.toolcalls.json_call import call_of, name_in, unreadable_call
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_objects
 from agentfly.agents.toolcalls.thinking import MARKER
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-_OPEN = re.compile(re.escape(OPEN))
+_OPEN, _CLOSE = re.compile(re.escape(OPEN)), re.compile(re.escape(CLOSE))
 _SHAPE = f'{OPEN}\n{{"name": …, "arguments": {{…}}}}\n{CLOSE}'
 
 
@@ -26,13 +27,12 @@ class HermesFormat(NativeFormat):
 
     The object is decoded from its first character to its last, so a marker inside an argument is an argument. Several
     tags in a turn, and several objects in a tag, are parallel calls. ``parameters`` is read as ``arguments``, and
-    arguments written as a JSON text are decoded. Line breaks inside strings are read as they stand.
+    arguments written as a JSON text are decoded.
 
-    Small slips are repaired if the tag is closed, nothing but white space follows it before the next call or the end,
-    and no letter or digit of what was written is lost: Python's literals and quotes, a comma or closing bracket too
-    many, a closing bracket missing at the end, words without quotes. Everything else is an error that the model is
-    told; text that was cut off is never repaired. What follows a call that is neither readable nor closed is not
-    executed, since it may have been meant as part of it.
+    Read besides is what has one meaning: texts in single quotes, Python's ``True``, ``False`` and ``None``, a comma
+    behind the last member, and line breaks inside texts. Nothing is repaired: everything else is an error that the
+    model is told, with its position. What follows a call that is neither readable nor closed is not executed, since it
+    may have been meant as part of it.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
@@ -62,13 +62,16 @@ class HermesFormat(NativeFormat):
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"{OPEN}\n{call}\n{CLOSE}"
 
+    def _remains(self) -> re.Pattern[str]:
+        return _CLOSE
+
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(
-            _OPEN, text, lambda found: _well_formed(text, found.start()) or _malformed(text, found.start())
+            _OPEN, text, lambda found: _well_formed(text, found.start(), known) or _malformed(text, found.start())
         )
 
 
-def _well_formed(text: str, start: int) -> Block | None:
+def _well_formed(text: str, start: int, known: Known) -> Block | None:
     """The block at ``start`` if its objects can be decoded as they stand and its tag is closed, or the turn ends."""
     try:
         objects, end = decode_objects(text, start + len(OPEN))
@@ -78,19 +81,17 @@ def _well_formed(text: str, start: int) -> Block | None:
         end += len(CLOSE)
     elif not (end == len(text) or text.startswith(OPEN, end) or MARKER.match(text, end)):
         return None
-    return Block(start, end, tuple(call_of(value, _SHAPE) for value in objects))
+    return Block(start, end, tuple(call_of(value, _SHAPE, known) for value in objects))
 
 
 def _malformed(text: str, start: int) -> Block:
-    """The block at ``start``, which is not well formed: repaired, or one call with an error."""
+    """The block at ``start``, which is not well formed, as one call with an error."""
     body = start + len(OPEN)
     following = text.find(OPEN, body)
     limit = rest_of(text, body, following if following >= 0 else None)
-    first, last = text.find(CLOSE, body, limit), text.rfind(CLOSE, body, limit)
-    if first < 0:
+    last = text.rfind(CLOSE, body, limit)
+    if last < 0:
         limit = rest_of(text, body)
         written = text[body:limit]
         return Block(start, limit, (unreadable(written, f"it is not closed by {CLOSE}", _SHAPE, name_in(written)),))
-    stop = last + len(CLOSE)
-    clear_end = first == last and not text[stop:limit].strip()
-    return Block(start, stop, calls_in_text(text[body:last], _SHAPE, may_repair=clear_end))
+    return Block(start, last + len(CLOSE), (unreadable_call(text[body:last], _SHAPE),))

@@ -6,56 +6,44 @@ import json
 import re
 from typing import Any
 
-from agentfly.agents.toolcalls.block import WrittenCall, unreadable
-from agentfly.agents.toolcalls.json_text import BadSyntax, NotJSON, decode_objects, repair
+from agentfly.agents.toolcalls.block import Known, WrittenCall, unreadable
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_objects, decode_value, skip_space
 
-_NAME = re.compile(r'"name"\s*:\s*"([^"\n]{1,64})"')
-_MEMBERS = frozenset({"name", "arguments", "parameters", "id", "type"})
+_NAME = re.compile(r"""["']?\bname\b["']?\s*:\s*["']([^"'\n]{1,64})["']""")
+_BESIDE = ("id", "type")  # of a call, not of its arguments
 
 
-def calls_in_text(written: str, example: str, *, may_repair: bool) -> tuple[WrittenCall, ...]:
-    """The calls of text that should be nothing but JSON objects and is not well formed: repaired, or one error.
+def call_of(value: Any, example: str, known: Known) -> WrittenCall:
+    """A call with ``name`` and ``arguments`` (or ``parameters``), which may be a JSON text of an object.
 
-    Args:
-        written: the text.
-        example: how it should be written, for the model.
-        may_repair: whether it is certain that the call ends where ``written`` does.
+    An ``id`` and a ``type`` beside them are of the call, and are left out. Where the tool has an argument of that name
+    they may be misplaced, so the call is an error; so is one with anything else beside them.
     """
-    try:
-        objects = _objects(written, may_repair=may_repair)
-    except NotJSON as error:
-        return (unreadable(written, str(error), example, name_in(written)),)
-    return tuple(call_of(value, example) for value in objects)
-
-
-def arguments_in_text(name: str, written: str, example: str, *, may_repair: bool) -> WrittenCall:
-    """The call whose arguments should be the one JSON object of ``written``; see `calls_in_text`."""
-    try:
-        objects = _objects(written, may_repair=may_repair)
-    except NotJSON as error:
-        return unreadable(written, str(error), example, name)
-    if len(objects) != 1 or not isinstance(objects[0], dict):
-        return unreadable(written, "its arguments must be one JSON object", example, name)
-    return WrittenCall(name, objects[0])
-
-
-def call_of(value: Any, example: str) -> WrittenCall:
-    """A call with ``name`` and ``arguments`` (or ``parameters``), which may be a JSON text of an object."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return _wrong(value, "", 'it must be a JSON object with the text "name"', example)
-    if not _MEMBERS.issuperset(value) or ("arguments" in value and "parameters" in value):
+    tool = known.get(name)
+    taken = {argument.name for argument in tool.schema.arguments} if tool else set()
+    allowed = {"name", "arguments", "parameters", *(beside for beside in _BESIDE if beside not in taken)}
+    if not allowed.issuperset(value) or ("arguments" in value and "parameters" in value):
         return _wrong(value, name, 'everything that the tool takes must stand inside "arguments"', example)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
-            decoded, end = decode_objects(arguments, 0)
-            arguments = decoded[0] if len(decoded) == 1 and end == len(arguments) else arguments
-        except NotJSON:
-            pass  # it stays a text, and is refused as one
+        arguments = _object_in(arguments)
     if not isinstance(arguments, dict):
         return _wrong(value, name, '"arguments" must be a JSON object', example)
     return WrittenCall(name, arguments)
+
+
+def unreadable_call(written: str, example: str) -> WrittenCall:
+    """The one error of text that should be nothing but the JSON objects of calls, and is not."""
+    return unreadable(written, _fault(written), example, name_in(written))
+
+
+def unreadable_arguments(name: str, written: str, example: str) -> WrittenCall:
+    """The error of a call of a tool whose arguments should be the one JSON object of ``written``, and are not."""
+    return unreadable(written, _fault(written, "its arguments must be one JSON object"), example, name)
 
 
 def name_in(written: str) -> str:
@@ -64,20 +52,23 @@ def name_in(written: str) -> str:
     return named.group(1) if named else ""
 
 
-def _objects(written: str, *, may_repair: bool) -> list[Any]:
+def _fault(written: str, otherwise: str = "it must be a JSON object") -> str:
     try:
         objects, end = decode_objects(written, 0)
-        if end == len(written):
-            return objects
-        wrong: NotJSON = BadSyntax(f"there is more text after the object, at character {end}")
-    except BadSyntax as error:
-        wrong = error
-    if may_repair:
-        try:
-            return repair(written)
-        except NotJSON:
-            pass  # what is wrong with the text as it stands says more
-    raise wrong
+    except NotJSON as error:
+        return str(error)
+    if end < len(written):
+        return f"there is more text behind the JSON object, at character {end}"
+    return otherwise if len(objects) == 1 else "it must be one JSON object"
+
+
+def _object_in(written: str) -> Any:
+    """The object of which ``written`` is the JSON text; any other text as it is, to be refused as one."""
+    try:
+        value, end = decode_value(written, skip_space(written, 0))
+    except NotJSON:
+        return written
+    return value if skip_space(written, end) == len(written) else written
 
 
 def _wrong(value: Any, name: str, reason: str, example: str) -> WrittenCall:

@@ -10,18 +10,20 @@ from typing import Any
 
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import LINE_START, Block, Known, NativeFormat, blocks_at, rest_of
-from agentfly.agents.toolcalls.json_call import call_of, calls_in_text, name_in
-from agentfly.agents.toolcalls.json_text import NotJSON, TooDeep, decode_value
+from agentfly.agents.toolcalls.json_call import call_of, name_in, unreadable_call
+from agentfly.agents.toolcalls.json_reader import NotJSON, TooDeep
+from agentfly.agents.toolcalls.json_text import decode_value
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.messages import Message, ToolCall
 
+_MEMBER = r"[\"']?(?:name|type|id|parameters|arguments)[\"']?\s*:"
 _OPENING = re.compile(
-    rf"<\|python_(?:tag|start)\|>\s*(?:<\|python_end\|>\s*)?|{LINE_START}(?=\{{\s*\"(?:name|type|id|parameters|arguments)\"\s*:)",
-    re.MULTILINE,
+    rf"<\|python_(?:tag|start)\|>\s*(?:<\|python_end\|>\s*)?|{LINE_START}(?=(?:\[\s*)?\{{\s*{_MEMBER})", re.MULTILINE
 )
 _BETWEEN = re.compile(r"\s*[;,]?\s*(?:<\|python_(?:tag|start)\|>\s*)?(?=\{)")
 _END = re.compile(rf"\s*(?:<\|(?:python_end|eom_id|eom)\|>|\Z|(?={MARKER.pattern}))|[ \t]*;?[ \t]*\n")
-_ARGUMENTS = re.compile(r'"(?:parameters|arguments)"\s*:')
+_ARGUMENTS = re.compile(r"[\"']?\b(?:parameters|arguments)[\"']?\s*:")
+_LAST_LINE = re.compile(r"\}[ \t]*$", re.MULTILINE)
 _NEAR = 1000  # characters in which a malformed object must show that it is a call
 _EXAMPLE = '{"name": …, "parameters": {…}}'
 
@@ -30,13 +32,13 @@ _EXAMPLE = '{"name": …, "parameters": {…}}'
 class LlamaJsonFormat(NativeFormat):
     """Calls as JSON objects with ``name`` and ``parameters`` (or ``arguments``), with or without ``<|python_tag|>``.
 
-    An object is decoded from its first character to its last. It counts as a call where it stands behind the tag, or
-    begins a line and has both members; or begins a line and names one of the tools. Other objects are answers.
-    Several, one after another or separated by ``;``, are parallel calls. Line breaks inside texts are read as they
-    stand. Behind an object nothing else may stand on its line.
+    An object is decoded from its first character to its last, as in `HermesFormat`. It counts as a call where it stands
+    behind the tag, or begins a line and has both members; or begins a line and names one of the tools. Other objects
+    are answers. Several, one after another, separated by ``;`` or in a list, are parallel calls. Behind an object
+    nothing else may stand on its line.
 
-    Small slips are repaired as in `HermesFormat`, if the object is the last that the turn says. Everything else is an
-    error that the model is told, and nothing behind it is executed.
+    What is recognisably a call but cannot be read is an error that the model is told, and nothing behind it is
+    executed.
 
     A turn goes into the conversation with ``tool_calls`` if it is one call and nothing else, since the templates of
     these models write no more than that; otherwise as the text that it is, which these templates keep.
@@ -71,6 +73,9 @@ class LlamaJsonFormat(NativeFormat):
         message = super().said(text, calls)
         return message if len(calls) == 1 and not message["content"] else {"role": "assistant", "content": text}
 
+    def _ends_clearly(self, behind: str) -> bool:
+        return not _LAST_LINE.search(behind)
+
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: _block(text, found, known))
 
@@ -85,20 +90,22 @@ def _block(text: str, opening: re.Match[str], known: Known) -> Block | None:
         return _malformed(text, start, position, known, marked=marked) or Block(start, rest_of(text, position), ())
     except NotJSON:
         return _malformed(text, start, position, known, marked=marked)
-    if not (marked or _is_call(objects[0], known)):
+    if not (marked or (objects and _is_call(objects[0], known))):
         return Block(start, end, ())  # an answer in JSON
-    if stop := _END.match(text, end):
-        return Block(start, stop.end(), tuple(call_of(value, _EXAMPLE) for value in objects))
+    if objects and (stop := _END.match(text, end)):
+        return Block(start, stop.end(), tuple(call_of(value, _EXAMPLE, known) for value in objects))
     return _malformed(text, start, position, known, marked=True)
 
 
 def _objects(text: str, position: int) -> tuple[list[Any], int]:
-    """The objects that stand one after another from ``position`` on, up to one that is none of a call."""
+    """The objects that stand one after another from ``position`` on, or in a list, up to one that is none of a call."""
     value, end = decode_value(text, position)
+    if isinstance(value, list):
+        return value, end
     objects = [value]
     while following := _BETWEEN.match(text, end):
         try:
-            value, after = decode_value(text, following.end())
+            value, after = decode_value(text, following.end(), origin=position)
         except NotJSON:
             if "\n" in following.group():
                 break  # on a line of its own it is a call of its own
@@ -115,7 +122,7 @@ def _malformed(text: str, start: int, position: int, known: Known, *, marked: bo
     if not (marked or _ARGUMENTS.search(near) or name_in(near) in known):
         return None
     limit = rest_of(text, position)
-    return Block(start, limit, calls_in_text(text[position:limit], _EXAMPLE, may_repair=True))
+    return Block(start, limit, (unreadable_call(text[position:limit], _EXAMPLE),))
 
 
 def _is_call(value: Any, known: Known) -> bool:

@@ -28,8 +28,13 @@ _OPENING = re.compile(
     rf"<\|(?:python_tag|python_start|tool_call_start)\|>\s*|{LINE_START}(?=\[\s*([^\W\d][\w.-]*)\s*\()", re.MULTILINE
 )
 _CLOSING = re.compile(r"\s*<\|(?:python_end|tool_call_end|eom_id)\|>")
+_LAST_LINE = re.compile(r"\][ \t]*$", re.MULTILINE)
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
 _END_OF_TURN = re.compile(rf"\s*(?:\Z|{MARKER.pattern})")
+_BARE_CALL = re.compile(  # without brackets, or with brackets that do not begin a line
+    rf"(?:{LINE_START}|\[[ \t]*)([^\W\d][\w.-]*)[ \t]*\((?=\s*(?:[^\W\d]\w*\s*=(?!=)|[\"'\[{{\d]|\)\s*(?:\]|$)))",
+    re.MULTILINE,
+)
 _EXAMPLE = '[name_of_tool(first=1, second="text")]'
 
 
@@ -94,6 +99,16 @@ class LlamaPythonicFormat(NativeFormat):
     def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
         """The calls as ``tool_calls`` where tags mark them, otherwise the turn's text as it stands."""
         return super().said(text, calls) if self.opening else {"role": "assistant", "content": text}
+
+    def _remains(self) -> re.Pattern[str]:
+        return _CLOSING
+
+    def _attempted(self, heard: str, known: Known) -> str | None:
+        calls = (call.group(1) for call in _BARE_CALL.finditer(heard) if call.group(1) in known)
+        return next(calls, None) or super()._attempted(heard, known)
+
+    def _ends_clearly(self, behind: str) -> bool:
+        return not _LAST_LINE.search(behind) and super()._ends_clearly(behind)
 
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: _block(text, found, known))

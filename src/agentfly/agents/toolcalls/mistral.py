@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
-from agentfly.agents.toolcalls.json_call import arguments_in_text, call_of, calls_in_text
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_objects
+from agentfly.agents.toolcalls.json_call import call_of, unreadable_arguments, unreadable_call
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_objects
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.errors import UsageError
 
@@ -20,6 +21,7 @@ OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _OPEN = re.compile(re.escape(OPEN))
 _HEAD = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]{}]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _END = re.compile(rf"\s*(?:\Z|</s>|(?={re.escape(OPEN)}|{MARKER.pattern}))")
+_INSIDE = re.compile(r"\[(?:ARGS|CALL_ID)\]")
 _WORD = re.compile(r"[^\s\[\]{}]+")
 _EXAMPLES = {
     "list": '[TOOL_CALLS][{"name": …, "arguments": {…}}]',
@@ -32,11 +34,11 @@ class MistralFormat(NativeFormat):
     """Calls behind ``[TOOL_CALLS]``: a JSON list of them, or each as ``[TOOL_CALLS]name[ARGS]{…}``.
 
     Both are read, whatever ``style`` says; ``[CALL_ID]…`` and the ``id`` of an object are skipped. JSON is decoded from
-    its first character to its last, so a marker inside an argument is an argument. Nothing may stand behind the calls.
+    its first character to its last, as in `HermesFormat`, so a marker inside an argument is an argument. Nothing may
+    stand behind the calls.
 
-    Small slips are repaired as in `HermesFormat`, if the call is the last that the turn says. Everything else is an
-    error that the model is told, and nothing behind it is executed. Ids of calls have nine letters and digits, as the
-    templates of these models want.
+    What cannot be read is an error that the model is told, and nothing behind it is executed. Ids of calls have nine
+    letters and digits, as the templates of these models want.
 
     Args:
         calls_in_thinking: whether calls inside thinking are executed.
@@ -74,10 +76,14 @@ class MistralFormat(NativeFormat):
     def _id(self, number: int) -> str:
         return f"call{number:05d}"
 
-    def _blocks(self, text: str, known: Known) -> Iterable[Block]:
-        return blocks_at(_OPEN, text, lambda found: self._block(text, found.start(), found.end()))
+    def _remains(self) -> re.Pattern[str]:
+        return _INSIDE
 
-    def _block(self, text: str, start: int, position: int) -> Block:
+    def _blocks(self, text: str, known: Known) -> Iterable[Block]:
+        return blocks_at(_OPEN, text, lambda found: self._block(text, found, known))
+
+    def _block(self, text: str, opening: re.Match[str], known: Known) -> Block:
+        start, position = opening.span()
         head = _HEAD.match(text, position)
         body = head.end() if head else position
         try:
@@ -87,9 +93,9 @@ class MistralFormat(NativeFormat):
             stop = None
         if stop is None:
             limit = rest_of(text, body)
-            return Block(start, limit, self._malformed(head.group(1) if head else None, text[body:limit]))
+            return Block(start, limit, (self._malformed(head.group(1) if head else None, text[body:limit]),))
         if head is None:
-            calls = tuple(call_of(value, _EXAMPLES["list"]) for value in objects)
+            calls = tuple(call_of(value, _EXAMPLES["list"], known) for value in objects)
         elif len(objects) == 1:
             calls = (WrittenCall(head.group(1), objects[0]),)
         else:
@@ -97,7 +103,7 @@ class MistralFormat(NativeFormat):
             calls = (unreadable(text[body : stop.end()], reason, _EXAMPLES["separate"], head.group(1)),)
         return Block(start, stop.end(), calls)
 
-    def _malformed(self, name: str | None, written: str) -> tuple[WrittenCall, ...]:
+    def _malformed(self, name: str | None, written: str) -> WrittenCall:
         if name is not None:
-            return (arguments_in_text(name, written, _EXAMPLES["separate"], may_repair=True),)
-        return calls_in_text(written, _EXAMPLES[self.style], may_repair=True)
+            return unreadable_arguments(name, written, _EXAMPLES["separate"])
+        return unreadable_call(written, _EXAMPLES[self.style])

@@ -48,7 +48,8 @@ def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
     """The calls of the list that begins at ``start``, and the position after its closing bracket.
 
     Values are texts in Python's quotes, numbers, ``True``, ``False``, ``None`` (and JSON's names of them), lists
-    and dictionaries with texts as keys. A line break inside any quotes is taken as it stands.
+    and dictionaries with texts as keys. A line break inside any quotes is taken as it stands. Texts side by side are an
+    error, as are names, operators and whatever else would have to be run.
 
     Raises:
         NotPython: there is no such list, or it holds anything else.
@@ -59,19 +60,6 @@ def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
     if not calls:
         raise NotPython("there is no call in the list")
     return calls, reader.position
-
-
-def read_value(text: str) -> Any:
-    """The one value that ``text`` holds, of those that stand in calls.
-
-    Raises:
-        NotPython: it holds anything else.
-    """
-    reader = _Reader(text, 0)
-    value = reader.value()
-    if text[reader.position :].strip():
-        raise NotPython("there is more text behind the value")
-    return value
 
 
 def write_value(value: Any) -> str:
@@ -89,6 +77,7 @@ class _Reader:
     def __init__(self, text: str, position: int) -> None:
         self.text = text
         self.position = position
+        self._start = position
         self._depth = 0
 
     def expect(self, character: str) -> None:
@@ -132,8 +121,8 @@ class _Reader:
             return self.items("]", self.value)
         if self._skip("{"):
             return _unique(self.items("}", self._pair))
-        if self._match(_QUOTES, ahead=True):
-            return self._texts()
+        if quotes := self._match(_QUOTES):
+            return self._only_text(quotes.group())
         if number := self._match(_NUMBER):
             return _number(number.group())
         name = self._match(_NAME)
@@ -153,12 +142,13 @@ class _Reader:
         self.expect(":")
         return key, self.value()
 
-    def _texts(self) -> str:
-        """A text in quotes, or several that stand side by side."""
-        texts = []
-        while quotes := self._match(_QUOTES):
-            texts.append(self._text(quotes.group()))
-        return "".join(texts)
+    def _only_text(self, quotes: str) -> str:
+        """A text beside which no other stands: Python would join the two, which loses quotes that were not escaped."""
+        text = self._text(quotes)
+        self._match(_SPACE)
+        if _QUOTES.match(self.text, self.position):
+            raise self._wrong('a text stands directly behind another; a quote inside a text is written as \\"')
+        return text
 
     def _text(self, quotes: str) -> str:
         whole = _UP_TO[quotes].match(self.text, self.position)
@@ -174,16 +164,18 @@ class _Reader:
         self.position += len(character)
         return True
 
-    def _match(self, pattern: re.Pattern[str], *, ahead: bool = False) -> re.Match[str] | None:
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         space = _SPACE.match(self.text, self.position)
         found = pattern.match(self.text, space.end() if space else self.position)
-        if found and not ahead:
+        if found:
             self.position = found.end()
         return found
 
     def _wrong(self, reason: str) -> NotPython:
         near = self.text[self.position : self.position + 30]
-        return NotPython(f"{reason}, at {near!r}" if near.strip() else f"{reason} at its end")
+        if not near.strip():
+            return NotPython(f"{reason} at its end")
+        return NotPython(f"{reason}, at character {self.position - self._start}, where {near!r} stands")
 
 
 def _unescaped(text: str) -> str:

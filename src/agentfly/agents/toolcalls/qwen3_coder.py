@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
+from agentfly.agents.toolcalls.block import (
+    Block,
+    Known,
+    NativeFormat,
+    Turn,
+    WrittenCall,
+    blocks_at,
+    rest_of,
+    unreadable,
+)
 from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.text_arguments import Unreadable
 from agentfly.agents.toolcalls.thinking import MARKER
@@ -20,6 +29,7 @@ _NEXT_CALL = re.compile(f"{_OPENING.pattern}|{MARKER.pattern}")
 _FUNCTION = re.compile(r"([^<>\n]*)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?")
 _TAG = re.compile(r"</?tool_call>|<function=|<parameter=[^<>\n]*>|</function>|</parameter>")
+_INSIDE = re.compile(r"</tool_call>|</function>|<parameter=|</parameter>")
 _END_OF_VALUE = re.compile(
     r"</parameter>\s*(?=<parameter=|</function>\s*(?:</tool_call>|<tool_call>|<function=|</?think>|\Z))"
 )
@@ -89,6 +99,12 @@ class Qwen3CoderFormat(NativeFormat):
                 "of this format, which it cannot escape. Use a format that can, for instance 'hermes'."
             )
         return written
+
+    def _remains(self) -> re.Pattern[str]:
+        return _INSIDE
+
+    def _is_clear(self, turn: Turn) -> bool:
+        return all(block.is_readable for block in turn.blocks)  # a value may hold what looks like a call
 
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: _block(text, found))

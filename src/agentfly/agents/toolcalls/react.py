@@ -19,7 +19,9 @@ from agentfly.agents.toolcalls.block import (
     rest_of,
     unreadable,
 )
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value, dump
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_value, dump
+from agentfly.agents.toolcalls.label import label
 from agentfly.agents.toolcalls.text_arguments import (
     Unreadable,
     argument_lines,
@@ -28,17 +30,23 @@ from agentfly.agents.toolcalls.text_arguments import (
     object_example,
     plain_arguments,
 )
-from agentfly.agents.toolcalls.thinking import MARKER
+from agentfly.agents.toolcalls.thinking import MARKER, THINKING
 from agentfly.messages import Message, ToolCall
 
 _FLAGS = re.IGNORECASE | re.MULTILINE
+_INPUT_WORDS = r"Action[ \t]+Input"
 _LINE = rf"((?:(?!{MARKER.pattern})[^\n])*)"
-_ACTION = re.compile(rf"{LINE_START}Action[ \t]*:{_LINE}", _FLAGS)
-_INPUT = re.compile(r"\s*\n[ \t]*Action[ \t]+Input[ \t]*:[ \t]*(?:\s*(?=\{))?", _FLAGS)
+_ACTION = re.compile(rf"{LINE_START}{label('Action')}{_LINE}", _FLAGS)
+_INPUT = re.compile(rf"\s*\n[ \t]*{label(_INPUT_WORDS)}[ \t]*(?:\s*(?=\{{))?", _FLAGS)
+_LIKE_INPUT = re.compile(rf"\s*[^\w\n]*{_INPUT_WORDS}\b", _FLAGS)
 _REST_OF_LINE = re.compile(_LINE)
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
-_LABEL = re.compile(rf"{LINE_START}(?:Thought|Action|Action[ \t]+(Input)|Observation|Final Answer)[ \t]*:", _FLAGS)
-_RESULT = re.compile(rf"{LINE_START}(?:Observation|Final Answer)[ \t]*:", _FLAGS)
+_LABEL = re.compile(
+    rf"{LINE_START}(?:{label('Thought|Action|Observation|Final Answer')}|({label(_INPUT_WORDS)}))", _FLAGS
+)
+_GIVEN_INPUT = re.compile(rf"{LINE_START}{label(_INPUT_WORDS)}", _FLAGS)
+_LAST_LINE = re.compile(r"\}[ \t]*$", re.MULTILINE)
+_RESULT = re.compile(rf"{LINE_START}{label('Observation|Final Answer')}", _FLAGS)
 _EXAMPLE = "Action: name of the tool\nAction Input: {}"
 
 
@@ -50,6 +58,7 @@ class ReActFormat(BlockFormat):
     * For a tool with one argument, or with only one that must be given, it may be that argument as it stands, on one
       line; one in double quotes is a JSON string. A text of several lines must be written as JSON.
     * Such a text is read by the type of the tool's argument: ``5`` as a number where a number is wanted.
+    * Labels may be numbered (``Action 1:``) or in bold (``**Action:**``).
     * A tool without arguments needs no input. Several actions are parallel calls. Lines after one that begins with
       ``Observation:`` or ``Final Answer:`` are not read.
 
@@ -96,8 +105,14 @@ class ReActFormat(BlockFormat):
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
+    def _remains(self) -> re.Pattern[str]:
+        return _GIVEN_INPUT
+
     def _invented(self) -> re.Pattern[str]:
         return _RESULT
+
+    def _ends_clearly(self, behind: str) -> bool:
+        return not _LAST_LINE.search(behind) and super()._ends_clearly(behind)
 
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_ACTION, text, lambda found: _block(text, found, known))
@@ -112,7 +127,8 @@ def _block(text: str, action: re.Match[str], known: Known) -> Block:
     given = _INPUT.match(text, action.end())
     try:
         if given is None:
-            return Block(start, action.end(), (WrittenCall(name, _nothing(tool)),))
+            arguments = _nothing(tool, misspelt=bool(_LIKE_INPUT.match(text, action.end())))
+            return Block(start, action.end(), (WrittenCall(name, arguments),))
         arguments, stop = _arguments(text, given.end(), tool)
     except Unreadable as error:
         limit = rest_of(text, start) if given else action.end()
@@ -123,8 +139,8 @@ def _block(text: str, action: re.Match[str], known: Known) -> Block:
     return Block(start, stop, (WrittenCall(name, arguments),))
 
 
-def _nothing(tool: Tool | None) -> dict[str, Any]:
-    if tool is not None and any(argument.required for argument in tool.schema.arguments):
+def _nothing(tool: Tool | None, *, misspelt: bool) -> dict[str, Any]:
+    if misspelt or (tool is not None and any(argument.required for argument in tool.schema.arguments)):
         raise Unreadable("'Action Input:' must stand on the next line")
     return {}
 
@@ -138,6 +154,8 @@ def _arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any]
         return arguments, end
     line = _REST_OF_LINE.match(text, start)
     assert line is not None
+    if THINKING.match(text, line.end()):
+        raise Unreadable("an input in which thinking begins must be written as a JSON object")
     label = _LABEL.search(text, line.end())
     if label and label.group(1):
         raise Unreadable("'Action Input:' is given twice")

@@ -23,6 +23,7 @@ from agentfly.errors import ConfigError
 from agentfly.messages import Message, ToolCall
 
 _OPENING = re.compile(r"<([A-Za-z_][\w-]*)(?=[\s/>])")
+_CLOSING = re.compile(r"</([A-Za-z_][\w-]*)\s*>")
 _ATTRIBUTE = r"\s+[^\W\d][\w.-]*\s*=\s*(?:\"[^\"]*\"|'[^']*')"
 _REST_OF_TAG = re.compile(rf"((?:{_ATTRIBUTE})*+)\s*(/?)>")
 _NAMED = re.compile(r"([^\W\d][\w.-]*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
@@ -93,6 +94,10 @@ class TagsFormat(BlockFormat):
     def _invented(self) -> re.Pattern[str]:
         return re.compile(rf"<{self.result_tag}>")
 
+    def _attempted(self, heard: str, known: Known) -> str | None:
+        closed = (closing.group(1) for closing in _CLOSING.finditer(heard) if closing.group(1) in known)
+        return next(closed, None) or super()._attempted(heard, known)
+
     def _blocks(self, text: str, known: Known) -> Iterable[Block]:
         return blocks_at(_OPENING, text, lambda found: _block(text, found, known))
 
@@ -149,6 +154,7 @@ def _object(text: str, position: int, tool: Tool) -> tuple[dict[str, Any], int] 
     closing = re.compile(rf"\s*</{tool.name}>").match(text, end)
     if closing is None:
         raise Unreadable(f"the JSON object must be followed by </{tool.name}>")
+    _require_clear_end(text, closing.end(), tool)
     return arguments, closing.end()
 
 
@@ -158,13 +164,21 @@ def _body(text: str, start: int, tool: Tool) -> tuple[str, int]:
     end = text.find(closing, start)
     if end < 0:
         raise Unreadable(f"it is not closed by {closing}")
-    opening = re.compile(rf"<{tool.name}(?=[\s/>])").search(text, start)
-    stop = end + len(closing)
-    if (opening and opening.start() < end) or text.find(closing, stop, opening.start() if opening else len(text)) >= 0:
-        raise Unreadable(
-            f"it holds a tag of {tool.name!r} itself, so its end cannot be told; write it as a JSON object"
-        )
-    return _trimmed(text[start:end]), stop
+    if re.compile(rf"<{tool.name}(?=[\s/>])").search(text, start, end):
+        raise _unclear(tool)
+    _require_clear_end(text, end + len(closing), tool)
+    return _trimmed(text[start:end]), end + len(closing)
+
+
+def _require_clear_end(text: str, stop: int, tool: Tool) -> None:
+    """That the call which ends at ``stop`` is not closed once more before the next call of the tool."""
+    opening = re.compile(rf"<{tool.name}(?=[\s/>])").search(text, stop)
+    if text.find(f"</{tool.name}>", stop, opening.start() if opening else len(text)) >= 0:
+        raise _unclear(tool)
+
+
+def _unclear(tool: Tool) -> Unreadable:
+    return Unreadable(f"it holds a tag of {tool.name!r} itself, so its end cannot be told; write it as a JSON object")
 
 
 def _trimmed(body: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.json_text import NotJSON, decode_value
+from agentfly.agents.toolcalls.json_reader import NotJSON
+from agentfly.agents.toolcalls.json_text import decode_value
+
+_MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
 
 
 class Unreadable(ValueError):
@@ -35,13 +39,14 @@ def object_arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str
     if not text.startswith("{", start):
         return None
     bare = bare_argument(tool) if tool else None
+    names = {argument.name for argument in tool.schema.arguments} if tool else set()
     try:
         value, end = decode_value(text, start)
     except NotJSON as error:
-        if bare is None or text[start + 1 :].lstrip()[:1] in ('"', "}"):
+        member = _MEMBER.match(text, start)
+        if bare is None or (member and (member.group(1) or member.group(2) in names)):
             raise Unreadable(str(error)) from None
         return None
-    names = {argument.name for argument in tool.schema.arguments} if tool else set()
     return (value, end) if bare is None or names.issuperset(value) else None
 
 

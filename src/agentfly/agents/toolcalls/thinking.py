@@ -9,7 +9,8 @@ from collections.abc import Sequence
 MARKER = re.compile(r"</?think>|\[/?THINK\]")
 """What begins and ends thinking: ``<think>`` of most models, ``[THINK]`` of Mistral's."""
 
-_OPENING = ("<think>", "[THINK]")
+THINKING = re.compile(r"<think>|\[THINK\]")
+"""What begins it."""
 
 Span = tuple[int, int]
 
@@ -29,7 +30,7 @@ def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
     for marker in MARKER.finditer(text):
         if is_inside(marker.start(), skip):
             continue
-        if marker.group() in _OPENING:
+        if THINKING.match(marker.group()):
             opened = marker.start() if opened is None else opened
         elif opened is not None or not spans:
             spans.append((opened or 0, marker.end()))

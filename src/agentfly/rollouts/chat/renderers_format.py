@@ -300,11 +300,11 @@ def _listed(tools: Definitions) -> list[Mapping[str, Any]] | None:
 def _call(number: int, parsed: Any) -> ToolCall:
     """A call as the package has read it; one that is not whole carries an error and is never executed."""
     status, arguments, name = str(parsed.status), parsed.arguments, parsed.name or ""
-    if status == "ok" and isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            status = "invalid_json"
+    try:
+        arguments = json.loads(arguments) if status == "ok" and isinstance(arguments, str) else arguments
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # no JSON, not finite, or half of a surrogate pair
+        status = "invalid_json"
     if status in ("ok", "unknown_tool") and name and isinstance(arguments, dict):
         return ToolCall(call_id(number), name, arguments)
     reason = status.replace("_", " ") if status != "ok" else "its arguments are no JSON object"

@@ -160,6 +160,27 @@ async def test_an_image_s_own_fstab_and_links_reach_nothing_of_the_host(start: S
     assert _entries(victim) == []
 
 
+@pytest.mark.parametrize("kind", ["a directory", "a squashfs file", "a name"])
+@pytest.mark.parametrize(
+    ("limit", "setting"), [({"max_image_files": 10}, "max_image_files"), ({"max_image_size": "1MiB"}, "max_image_size")]
+)
+async def test_an_image_of_more_than_may_be_is_refused_before_it_is_unpacked(
+    start: Start, root: Path, stand_in: Path, place: Path, kind: str, limit: dict[str, Any], setting: str
+) -> None:
+    image = str(root)
+    if kind != "a directory":
+        registry = stand_in.with_name("registry")
+        registry.mkdir()
+        words = ["mksquashfs", root, registry / "large", "-all-root", "-quiet", "-no-progress"]
+        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True)
+        image = "large" if kind == "a name" else str(registry / "large")
+    with pytest.raises(ResourceStartError, match=rf"ContainerSpec\({setting}=…\) allows more"):
+        await start(image=image, **limit)
+    assert _calls(stand_in)[-1]["words"][0] != "create"
+    assert _entries(place / "store" / "data") == []
+    await start(image=image)
+
+
 async def test_mounts_are_views_that_cannot_be_written(start: Start, place: Path) -> None:
     shared = place / "a b$c"
     shared.mkdir(mode=0o777)

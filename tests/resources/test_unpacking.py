@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.resources.containers.archive_bytes import ArchiveError
+from agentfly.resources.containers.confined_directory import ConfinedDirectory
 from agentfly.resources.containers.unpacking import TooLarge, Unpacker, UnpackLimits
 from agentfly.threads.cancel_token import Cancelled, CancelToken, on_cancellable_thread
 from tests.support.archives import (
@@ -155,6 +156,25 @@ def test_permissions_are_kept_but_for_those_that_make_a_program_somebody_else(tm
     unpack(tar([("d", (DIRECTORY, "")), ("d/f", b"")], mode=0o7555), tmp_path)
     assert (tmp_path / "d").stat().st_mode & 0o7777 == 0o1755  # its owner can always remove it
     assert (tmp_path / "d" / "f").stat().st_mode & 0o7777 == 0o555
+
+
+def test_files_are_read_as_seen_from_inside(tmp_path: Path) -> None:
+    root, host = tmp_path / "root", tmp_path / "host"
+    (root / "real").mkdir(parents=True)
+    host.mkdir()
+    (host / "file").write_text("of the host")
+    (root / "real" / "file").write_text("inside")
+    (root / "etc").symlink_to("/real")
+    (root / "away").symlink_to(host)
+    (root / "up").symlink_to("../../../real/file")
+    (root / "circle").symlink_to("circle")
+    os.mkfifo(root / "real" / "pipe")
+    with ConfinedDirectory(root) as inside:
+        assert inside.read_file("etc/file", 100) == b"inside"
+        assert inside.read_file("/up", 3) == b"ins"
+        for name in ("away/file", "circle", "circle/x", "real", "real/pipe", "none", "", "n" * 300, "real/file/x"):
+            assert inside.read_file(name, 100) is None
+            assert not inside.is_file(name)
 
 
 # --- how much ---------------------------------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ class ConfinedDirectory:
         """A descriptor of a directory, good until the next call; None if there is none."""
         try:
             return self._descriptor(place, make=False)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+                raise
             return None
 
     def make(self, place: str) -> int:
@@ -241,7 +243,11 @@ class ConfinedDirectory:
             if directory is None or not last:
                 return None
             mode = os.stat(last, dir_fd=directory, follow_symlinks=False).st_mode
-        except (TooManyLinks, FileNotFoundError):
+        except TooManyLinks:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                raise
             return None
         return (directory, last) if stat.S_ISREG(mode) else None
 

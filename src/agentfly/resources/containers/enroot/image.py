@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
+from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.cleanup_record import CleanupRecord
 from agentfly.resources.containers import images
 from agentfly.resources.containers.archive_bytes import PIECE, FileBytes
@@ -27,6 +29,8 @@ from agentfly.threads.pool import on_thread
 _MAGIC = b"hsqs"
 _WAIT_S = 0.05
 _LONGEST_ENVIRONMENT = 2**16  # bytes
+_LONGEST_LINE = 2**14
+_FILE = re.compile(rb"-\S{9}\s+\d+/\d+\s+(\d{1,19}) ")
 _QUICKLY = ("-noI", "-noD", "-noF", "-noX")  # what is packed to be unpacked at once is not compressed
 
 
@@ -86,6 +90,7 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
                 if source == packed:
                     await on_thread(packed.chmod, 0o644)
                 given = environment(place, data)
+                await _check_size(spec, source)
                 await run([program, "create", "--name", draft.name, str(source)], given)
                 if not images.has_shell(draft):
                     raise ResourceStartError(
@@ -131,6 +136,44 @@ async def _pack(program: str, spec: ContainerSpec, packed: Path) -> Path:
     ]
     await run(words, fetching_environment(), as_user=False)
     return packed
+
+
+async def _check_size(spec: ContainerSpec, packed: Path) -> None:
+    """See that an image holds no more than its spec says, before it is unpacked.
+
+    Raises:
+        ResourceStartError: it does.
+    """
+    listing = _Listing(spec)
+    # the user of sandboxes may not read it where it is, and what is listed is not unpacked
+    await run(["unsquashfs", "-lln", "-no-progress", str(packed)], fetching_environment(), take=listing.take)
+
+
+class _Listing:
+    """Adds up what unsquashfs lists, a line for each entry: what it is, whose, its size, and more."""
+
+    def __init__(self, spec: ContainerSpec) -> None:
+        self._spec = spec
+        self._rest = b""
+        self._entries = self._bytes = 0
+
+    def take(self, printed: bytes) -> None:
+        *lines, self._rest = (self._rest + printed).split(b"\n")
+        self._rest = self._rest[-_LONGEST_LINE:]
+        for line in lines:
+            self._entries += 1
+            if (entry := _FILE.match(line)) is not None:
+                self._bytes += int(entry[1])
+        if self._entries > self._spec.max_image_files:
+            raise self._refusal(f"{self._spec.max_image_files} files and directories", "max_image_files")
+        if self._bytes > (most := parse_bytes(self._spec.max_image_size)):
+            raise self._refusal(f"{most} bytes", "max_image_size")
+
+    def _refusal(self, what: str, setting: str) -> ResourceStartError:
+        return ResourceStartError(
+            f"ContainerSpec(image={self._spec.image!r}) was not unpacked: it holds more than {what}. "
+            f"ContainerSpec({setting}=…) allows more."
+        )
 
 
 def _address(name: str) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from agentfly.errors import ResourceStartError
@@ -64,13 +64,20 @@ def fetching_environment() -> dict[str, str]:
     return {**_programs(), **{name: os.environ[name] for name in names if name in os.environ}}
 
 
-async def run(words: list[str], given: Mapping[str, str], *, as_user: bool = True) -> str:
+async def run(
+    words: list[str],
+    given: Mapping[str, str],
+    *,
+    as_user: bool = True,
+    take: Callable[[bytes], None] = lambda printed: None,
+) -> str:
     """Run a program to its end; what it printed at last.
 
     Args:
         words: its command line.
         given: its environment.
         as_user: whether as the user of sandboxes, where this is root.
+        take: called with all that it prints. If it raises, the program is killed.
 
     Raises:
         ResourceStartError: it failed; the message has its words.
@@ -91,6 +98,7 @@ async def run(words: list[str], given: Mapping[str, str], *, as_user: bool = Tru
         assert process.stdout is not None
         output = b""
         while piece := await process.stdout.read(2**16):
+            take(piece)
             output = (output + piece)[-_LONGEST_OUTPUT:]
         await process.wait()
     except BaseException:

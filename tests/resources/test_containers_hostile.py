@@ -22,6 +22,7 @@ from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.unpacking import Unpacker
 from tests.support.archives import DIRECTORY, SYMLINK, What, all_of, header, sparse_map, tar
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -154,6 +155,43 @@ async def test_a_forged_archive_cannot_have_anything_of_the_host_removed(box: Co
     await forge_tar(box, tar(entries))
     assert await box.download("d", tmp_path / "copy") == ["x"]
     assert all_of(host) == before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), TimeoutError("it took longer")])
+async def test_a_host_that_is_full_or_slow_is_no_matter_for_the_model(
+    box: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Unpacker, "finish", fail)
+    await box.run("mkdir d; touch d/f")
+    with pytest.raises(ResourceError, match=r"could not be copied to .* on this host") as failed:
+        await box.download("d", tmp_path / "copy")
+    assert not failed.value.by_policy
+    assert not (tmp_path / "copy").exists()
+
+
+async def test_a_download_that_is_cancelled_stops_and_leaves_nothing(
+    box: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def for_ever(unpacker: Unpacker) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        while True:
+            unpacker._token.check()
+
+    monkeypatch.setattr(Unpacker, "finish", for_ever)
+    await box.run("mkdir d; touch d/f")
+    download = asyncio.create_task(box.download("d", tmp_path / "copy"))
+    await begun.wait()
+    assert (tmp_path / "copy" / "f").exists()
+    download.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await download
+    assert not (tmp_path / "copy").exists()
 
 
 async def forge_tar(box: Container, archive: bytes) -> None:

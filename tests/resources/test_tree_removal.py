@@ -64,8 +64,9 @@ def as_ordinary_user(place: Path, source: str) -> None:
 
 def test_links_are_removed_and_never_followed(place: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    victim.mkdir(mode=0o500)
+    victim.mkdir()
     (victim / "file").write_text("untouched")
+    victim.chmod(0o500)
     (place / "to directory").symlink_to(victim)
     (place / "d").mkdir()
     (place / "d" / "to file").symlink_to(victim / "file")
@@ -74,6 +75,7 @@ def test_links_are_removed_and_never_followed(place: Path, tmp_path: Path) -> No
     assert not place.exists()
     assert (victim / "file").read_text() == "untouched"
     assert victim.stat().st_mode & 0o777 == 0o500
+    victim.chmod(0o700)
 
 
 def test_what_is_a_link_itself_is_removed_as_such(place: Path, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from agentfly.errors import AgentFlyError as AgentFlyError
     from agentfly.errors import ToolError as ToolError
     from agentfly.gateway.gateway import Gateway as Gateway
+    from agentfly.gateway.limits import GatewayLimits as GatewayLimits
+    from agentfly.gateway.sampling import RolloutSampling as RolloutSampling
     from agentfly.images import Image as Image
     from agentfly.policies.openai import OpenAIPolicy as OpenAIPolicy
     from agentfly.policies.scripted import ScriptedPolicy as ScriptedPolicy
@@ -59,6 +61,7 @@ _HOMES = {
     "FromTask": "agentfly.agents.tool",
     "FullHistory": "agentfly.agents.memory.memory",
     "Gateway": "agentfly.gateway.gateway",
+    "GatewayLimits": "agentfly.gateway.limits",
     "Image": "agentfly.images",
     "MCPServerSpec": "agentfly.resources.mcp.spec",
     "ModelAPISpec": "agentfly.resources.apis.spec",
@@ -67,6 +70,7 @@ _HOMES = {
     "Past": "agentfly.agents.memory.memory",
     "ResourceEngine": "agentfly.resources.engine",
     "RewardResult": "agentfly.agents.reward_result",
+    "RolloutSampling": "agentfly.gateway.sampling",
     "RunResult": "agentfly.rollouts.run",
     "Runner": "agentfly.rollouts.runner",
     "ScriptedPolicy": "agentfly.policies.scripted",

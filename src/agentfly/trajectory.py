@@ -193,6 +193,9 @@ class Trajectory:
         seconds: wall time of the rollout, by what it was spent on: ``total``, ``generation``, ``tools``, ``waiting``
             (for resources, inside tools or rewards), ``reward``. What subagents do counts as their own generation and
             tools, and adds up where they work at the same time.
+        untrainable: why the trajectory must stay out of training although it is sound; empty where it may be trained
+            on. It counts as any other in evaluations.
+        notes: what else whoever reads the record should know.
     """
 
     rollout_id: str
@@ -209,6 +212,8 @@ class Trajectory:
     reward_failure: Failure | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    untrainable: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def response(self) -> str:
@@ -238,6 +243,7 @@ class Trajectory:
         return (
             self.reward is not None
             and not self.infrastructure_failed
+            and not self.untrainable
             and self.has_tokens
             and any(sequence.sampled_count for sequence in self.own_sequences)
         )
@@ -261,6 +267,8 @@ class Trajectory:
             "reward_failure": asdict(self.reward_failure) if self.reward_failure else None,
             "metrics": self.metrics,
             "seconds": self.seconds,
+            "untrainable": self.untrainable,
+            "notes": self.notes,
         }
 
     @classmethod
@@ -297,6 +305,8 @@ class Trajectory:
             reward_failure=_failure_from_json(value["reward_failure"]),
             metrics=value["metrics"],
             seconds=value["seconds"],
+            untrainable=value["untrainable"],
+            notes=value["notes"],
         )
         for turn in trajectory.turns:
             place = (turn.sequence, turn.start, turn.stop)
@@ -308,7 +318,8 @@ class Trajectory:
 
 
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("rollout_id", "group_id"), str),
+    **dict.fromkeys(("rollout_id", "group_id", "untrainable"), str),
+    "notes": list,
     "attempt": int,
     "reward": float | int | None,
     **dict.fromkeys(("metrics", "seconds"), dict),

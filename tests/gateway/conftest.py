@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from agentfly.gateway.endpoint import RolloutEndpoint
 from agentfly.gateway.gateway import Gateway
 from agentfly.policies.scripted import ScriptedPolicy
 
@@ -31,12 +32,16 @@ TOOLS: Any = [
 
 @asynccontextmanager
 async def serving_policy(policy: Any, **settings: Any) -> AsyncIterator[tuple[Gateway, Callable[[str], AsyncOpenAI]]]:
-    """A gateway in front of a policy, and what gives a client for a rollout."""
+    """A gateway in front of a policy, and what gives a client for a rollout, which it opens."""
     clients: list[AsyncOpenAI] = []
+    endpoints: dict[str, RolloutEndpoint] = {}
     async with Gateway(policy, **settings) as gateway:
 
         def client(rollout_id: str = "r.0") -> AsyncOpenAI:
-            clients.append(AsyncOpenAI(base_url=gateway.url(rollout_id), api_key="any", max_retries=0, timeout=20))
+            if rollout_id not in endpoints:
+                endpoints[rollout_id] = gateway.open(rollout_id)
+            end = endpoints[rollout_id]
+            clients.append(AsyncOpenAI(base_url=end.base_url, api_key=end.api_key, max_retries=0, timeout=20))
             return clients[-1]
 
         try:

@@ -18,7 +18,11 @@ from agentfly.training.rows import untrainable_cause
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 ANSWER = "It is 3."
-PNG = af.Image(b"picture", "image/png").url
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+NO_PNG = af.Image(b"picture", "image/png").url
 
 
 async def say(client: Any, messages: list[Any], **more: Any) -> Any:
@@ -31,12 +35,13 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
     ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"temperature": -1}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "tools"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"seed": 2**70}, "seed"),
 ]
 
 
@@ -60,6 +65,11 @@ async def test_what_cannot_be_done_is_refused_clearly(serving: Any, parameters: 
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
         ([{"role": "user", "content": 3}], "int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}], "sees no images"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG[:-20]}}]}],
+            "cannot be read as a picture",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": NO_PNG}}]}], "holds no picture"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}], "'f'"),
     ],
 )
@@ -118,65 +128,66 @@ async def test_a_stream_that_fails_late_says_so_in_the_stream(serving: Any) -> N
         assert gateway.finish("r.0").infrastructure_failed
 
 
-async def test_requests_have_bounds_and_errors_have_openais_shape(serving: Any) -> None:
-    async with serving([ANSWER], max_body_bytes=1000, max_rollouts=2) as (gateway, client), httpx.AsyncClient() as http:
-        url = f"{gateway.url('r.0')}/chat/completions"
-        for body, status in ((b"x" * 2000, 413), (b"junk", 400), (b"[]", 400), (b"", 400), (b"[" * 900, 400)):
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_errors_have_openais_shape(serving: Any) -> None:
+    async with serving([ANSWER]) as (gateway, _), httpx.AsyncClient() as http:
+        end = gateway.open("r.0")
+        http.headers.update(bearer(end.api_key))
+        url = f"{end.base_url}/chat/completions"
+        for body, status in ((b"junk", 400), (b"[]", 400), (b"", 400), (b"[" * 900, 400)):
             answer = await http.post(url, content=body)
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         for wrong, status in (("/embeddings", 404), ("/models?x=%00", 200), ("/../../../nothing", 404)):
-            assert (await http.get(gateway.url("r.0") + wrong)).status_code == status
+            assert (await http.get(end.base_url + wrong)).status_code == status
         assert (await http.get(url)).status_code == 405
-        assert (await http.post(url.replace("r.0", "a%20b"), json={"messages": ASK})).status_code == 400
-        for rollout_id in ("r.0", "r.1"):
-            await say(client(rollout_id), ASK)
-        with pytest.raises(APIStatusError, match="max_rollouts") as caught:
-            await say(client("r.2"), ASK)
-        assert caught.value.status_code == 429
+        assert (await http.post(url.replace("r.0", "a%20b"), json={"messages": ASK})).status_code == 401
+        assert (await http.post(url, content=b"{}", headers={"Content-Encoding": "gzip"})).status_code == 415
 
 
 async def test_a_program_that_is_given_the_gateways_root_is_told_the_right_address(serving: Any) -> None:
     async with serving([ANSWER]) as (gateway, _), httpx.AsyncClient() as http:
-        root = gateway.url("r.0").partition("/rollouts")[0]
+        root = gateway.url
         for answer in (
             await http.post(f"{root}/v1/chat/completions", json={"messages": ASK}),
             await http.post(f"{root}/chat/completions", json={"messages": ASK}),
             await http.get(f"{root}/v1/models"),
         ):
             assert answer.status_code == 404
-            assert gateway.url("ID") in answer.json()["error"]["message"]
+            assert f"{gateway.url}/rollouts/ID/v1" in answer.json()["error"]["message"]
 
 
 async def test_what_users_do_wrong_is_told(serving: Any) -> None:
     with pytest.raises(ConfigError, match="token ids"):
         af.Gateway(OpenAIPolicy("http://localhost:1/v1", "m"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="visible ASCII"):
+        af.Gateway(ScriptedPolicy([]), key="two words")
+    with pytest.raises(ConfigError, match="max_messages"):
+        af.GatewayLimits(max_messages=0)
+    with pytest.raises(ConfigError, match="top_p"):
+        af.RolloutSampling(top_p=0)
     with pytest.raises(UsageError, match="not open"):
-        af.Gateway(ScriptedPolicy([])).url("r")
-    async with serving([ANSWER]) as (gateway, _):
+        af.Gateway(ScriptedPolicy([])).open("r")
+    async with serving([ANSWER], limits=af.GatewayLimits(max_open_rollouts=1)) as (gateway, _):
         with pytest.raises(UsageError, match="no id of a rollout"):
-            gateway.url("a/b")
+            gateway.open("a/b")
+        gateway.open("r")
+        with pytest.raises(UsageError, match="open already"):
+            gateway.open("r")
+        with pytest.raises(UsageError, match="max_open_rollouts"):
+            gateway.open("another")
         with pytest.raises(UsageError, match="finite"):
             gateway.finish("r", reward=float("nan"))
         gateway.finish("r", reward=0)
         with pytest.raises(UsageError, match="finished already"):
             gateway.finish("r")
-        with pytest.raises(UsageError, match="No rollout"):
-            gateway.trajectory("r")
-
-
-async def test_the_token_is_asked_for_by_all_but_the_health(serving: Any) -> None:
-    async with serving([ANSWER], token="sesame") as (gateway, client):
-        with pytest.raises(APIStatusError) as caught:
-            await say(client(), ASK)
-        assert (caught.value.status_code, caught.value.code) == (401, "invalid_api_key")
-        talk = client().with_options(api_key="sesame")
-        assert (await say(talk, ASK)).message.content == ANSWER
-        assert [model.id async for model in talk.models.list()] == ["agentfly"]
-        base = gateway.url("r.0").partition("/rollouts")[0]
-        async with httpx.AsyncClient() as http:
-            assert (await http.get(f"{base}/health")).json()["status"] == "ok"
-            assert (await http.get(f"{base}/rollouts/r.0")).status_code == 401
+        with pytest.raises(UsageError, match="over already"):
+            gateway.open("r")
+        with pytest.raises(UsageError, match="not open"):
+            gateway.trajectory("q")
 
 
 async def test_a_trajectory_is_returned_though_whoever_was_to_be_told_of_it_fails(
@@ -191,22 +202,32 @@ async def test_a_trajectory_is_returned_though_whoever_was_to_be_told_of_it_fail
     assert "no space left" in caplog.text
 
 
-async def test_programs_in_other_languages_finish_by_http(serving: Any) -> None:
+async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any) -> None:
     told: list[af.Trajectory] = []
-    async with serving([ANSWER], on_finish=told.append) as (gateway, client), httpx.AsyncClient() as http:
-        rollout = gateway.url("r.3").removesuffix("/v1")
-        assert (await http.get(rollout)).status_code == 404
-        await say(client("r.3"), ASK)
-        begun = (await http.get(rollout)).json()
-        assert [turn["text"] for turn in begun["turns"]] == [ANSWER]
+    async with serving([ANSWER], on_finish=told.append, key="sesame") as (gateway, _), httpx.AsyncClient() as http:
+        http.headers.update(bearer("sesame"))
+
+        async def begun(rollout_id: str, **more: Any) -> tuple[str, dict[str, Any]]:
+            answer = await http.post(f"{gateway.url}/rollouts", json={"rollout_id": rollout_id, **more})
+            assert answer.status_code == 201, answer.text
+            return f"{gateway.url}/rollouts/{rollout_id}", answer.json()
+
+        assert (await http.get(f"{gateway.url}/rollouts/r.3")).status_code == 404
+        rollout, end = await begun("r.3")
+        call = {"json": {"messages": ASK}, "headers": bearer(end["api_key"])}
+        assert (await http.post(f"{end['base_url']}/chat/completions", **call)).status_code == 200
+        assert [turn["text"] for turn in (await http.get(rollout)).json()["turns"]] == [ANSWER]
         for wrong in ({"reward": "much"}, {"rewards": 1}, {"task": {"no": "prompt"}}):
             assert (await http.post(f"{rollout}/finish", json=wrong)).status_code == 400
         body = {"reward": 0.5, "task": {"prompt": "1+2?", "answer": 3}, "metrics": {"steps": 2}}
         finished = af.Trajectory.from_json((await http.post(f"{rollout}/finish", json=body)).json())
         assert (await http.post(f"{rollout}/finish", json=body)).status_code == 400
-        await say(client("r.4"), ASK)
-        assert (await http.delete(gateway.url("r.4").removesuffix("/v1"))).status_code == 204
-        broken = (await http.post(gateway.url("r.5").replace("/v1", "/finish"), json={"error": "no such file"})).json()
+        discarded, _ = await begun("r.4")
+        assert (await http.delete(discarded)).status_code == 204
+        failed, _ = await begun("r.5", sampling={"temperature": 0.5})
+        broken = (await http.post(f"{failed}/finish", json={"error": "no such file"})).json()
+        for body in ({"rollout_id": "r.5"}, {"rollout_id": "a b"}, {}, {"rollout_id": "x", "sampling": {"top_p": 7}}):
+            assert (await http.post(f"{gateway.url}/rollouts", json=body)).status_code == 400
     assert (finished.reward, finished.group_id, finished.attempt) == (0.5, "r", 3)
     assert (finished.task["answer"], finished.metrics) == (3, {"steps": 2.0})
     assert [one.rollout_id for one in told] == ["r.3", "r.5"]
@@ -228,5 +249,7 @@ async def test_messages_of_the_wrong_shape_are_refused_and_never_called_a_fault_
     serving: Any, message: Any
 ) -> None:
     async with serving([ANSWER]) as (gateway, _), httpx.AsyncClient() as http:
-        answer = await http.post(gateway.url("r.0") + "/chat/completions", json={"messages": [message, *ASK]})
+        end = gateway.open("r.0")
+        url, headers = f"{end.base_url}/chat/completions", bearer(end.api_key)
+        answer = await http.post(url, json={"messages": [message, *ASK]}, headers=headers)
     assert answer.status_code == 400, "clients send again what is answered with a 500"

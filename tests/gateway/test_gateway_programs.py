@@ -32,8 +32,16 @@ for turn in 1 2 3; do
     esac
     messages="$messages, {\"role\": \"user\", \"content\": \"$result\"}"
 done
-curl -sSf "${OPENAI_BASE_URL%/v1}/finish" -H "Authorization: Bearer $OPENAI_API_KEY" -d '{"reward": 1}' > /dev/null
 echo "$said"
+"""
+
+HARNESS = r"""
+set -euo pipefail
+post() { curl -sSf "$GATEWAY/$1" -H "Authorization: Bearer $GATEWAY_KEY" -d "$2"; }
+told() { sed -E "s/.*\"$1\": \"([^\"]*)\".*/\1/" <<< "$end"; }
+end=$(post rollouts "{\"rollout_id\": \"$ROLLOUT\"}")
+OPENAI_BASE_URL=$(told base_url) OPENAI_API_KEY=$(told api_key) GATEWAY_KEY='' bash -c "$AGENT"
+post "rollouts/$ROLLOUT/finish" '{"reward": 1}' > /dev/null
 """
 
 
@@ -42,9 +50,9 @@ echo "$said"
 def test_a_loop_of_bash_and_curl_is_trainable_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "answers.py").write_text("ANSWERS = ['run: expr 40 + 2', 'run: echo tea', '42 and tea']\n")
     command = [sys.executable, "-m", "agentfly", "gateway", "--script", "answers.py:ANSWERS", "--port", "0"]
-    environment = {**os.environ, "OPENAI_API_KEY": "sesame"}
+    environment = {**os.environ, "GATEWAY_KEY": "sesame"}
     with subprocess.Popen(
-        ["env", "--default-signal=INT", *command, "--token-env", "OPENAI_API_KEY", "-o", "out.jsonl"],
+        ["env", "--default-signal=INT", *command, "--key-env", "GATEWAY_KEY", "-o", "out.jsonl"],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -56,8 +64,8 @@ def test_a_loop_of_bash_and_curl_is_trainable_as_it_stands(tmp_path: Path) -> No
             url = gateway.stdout.readline().split()[-1]
             for attempt in range(2):
                 said = subprocess.run(
-                    ["bash", "-c", AGENT],
-                    env={**environment, "OPENAI_BASE_URL": url.replace("ID", f"stock.{attempt}")},
+                    ["bash", "-c", HARNESS],
+                    env={**environment, "GATEWAY": url, "ROLLOUT": f"stock.{attempt}", "AGENT": AGENT},
                     capture_output=True,
                     text=True,
                     timeout=60,

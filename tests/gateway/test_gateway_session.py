@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 import agentfly as af
-from agentfly.gateway.dialect import Dialect, Wanted
+from agentfly.errors import PolicyError
+from agentfly.gateway.heavy_work import HeavyWork
+from agentfly.gateway.limits import GatewayLimits
+from agentfly.gateway.model_codec import ModelCodec
+from agentfly.gateway.model_request import ModelRequest
+from agentfly.gateway.sampling import RolloutSampling
 from agentfly.gateway.session import Session
-from agentfly.policies.policy import Generation, SamplingParams
-from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.policies.policy import Generation
+from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
 from agentfly.training.advantages import ALGORITHMS, Evidence
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import rows_from_trajectories
+from agentfly.trajectory import Failure, FinishReason, trajectory_line
 
 
 def session_of(policy: ScriptedPolicy) -> Session:
-    return Session("r", policy, Dialect.of(policy.tokenizer, None, history="keep"))
+    codec = ModelCodec.of(policy.tokenizer, None, history="keep")
+    return Session(
+        "r", policy, codec, sampling=RolloutSampling(), limits=GatewayLimits(max_calls=5_000), heavy=HeavyWork()
+    )
 
 
-def wanted(*words: str) -> Wanted:
+def wanted(*words: str) -> ModelRequest:
     roles = ("user", "assistant")
-    conversation: list[Any] = [{"role": roles[n % 2], "content": text} for n, text in enumerate(words)]
-    return Wanted(conversation, [], SamplingParams(max_tokens=100, stop_ids=(257,)))
+    return ModelRequest([{"role": roles[n % 2], "content": text} for n, text in enumerate(words)], max_tokens=100)
 
 
 def finished(session: Session) -> af.Trajectory:
@@ -39,7 +50,7 @@ def numbered() -> ScriptedPolicy:
 async def test_an_answer_that_did_not_arrive_is_given_to_whoever_asks_the_same_again() -> None:
     session = session_of(numbered())
     lost = await session.answer(wanted("q"))
-    session.undelivered(lost, b"the request")
+    session.undelivered(lost, b"the request", seen_in_part=False)
     assert session.kept(b"another request") is None
     again = session.kept(b"the request")
     assert again is lost
@@ -54,7 +65,7 @@ async def test_an_answer_that_did_not_arrive_is_given_to_whoever_asks_the_same_a
 async def test_an_answer_that_nobody_got_is_not_recorded() -> None:
     session = session_of(numbered())
     session.delivered(await session.answer(wanted("q")))
-    session.undelivered(await session.answer(wanted("q", "said 0", "more")), b"the request")
+    session.undelivered(await session.answer(wanted("q", "said 0", "more")), b"the request", seen_in_part=False)
     session.delivered(await session.answer(wanted("q", "said 0", "more")))
     trajectory = finished(session)
     assert [turn.text for turn in trajectory.turns] == ["said 0", "said 2"]
@@ -63,7 +74,7 @@ async def test_an_answer_that_nobody_got_is_not_recorded() -> None:
 
 async def test_a_program_that_goes_on_from_an_answer_has_got_it() -> None:
     session = session_of(numbered())
-    session.undelivered(await session.answer(wanted("q")), b"the request")
+    session.undelivered(await session.answer(wanted("q")), b"the request", seen_in_part=False)
     session.delivered(await session.answer(wanted("q", "said 0", "more")))
     trajectory = finished(session)
     assert [turn.text for turn in trajectory.turns] == ["said 0", "said 1"]
@@ -146,3 +157,128 @@ async def test_branches_of_a_program_each_earn_the_whole_reward() -> None:
     found = ALGORITHMS["gae"].estimate(Evidence(rows, values=values), AdvantageConfig(gae_lambda=0.95))
     assert found.returns is not None
     assert [returns[-1] for returns in found.returns] == [1.0] * 3
+
+
+async def test_a_conversation_of_any_length_is_recorded() -> None:
+    session, words = session_of(ScriptedPolicy(lambda prompt, turn: "hi", context_length=10**6)), ["q"]
+    for _ in range(300):
+        session.delivered(await session.answer(wanted(*words)))
+        words += ["hi", "on"]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)  # so that a depth of calls that grows with it is found out
+    try:
+        trajectory = finished(session)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert (len(trajectory.turns), len(trajectory.messages), len(trajectory.sequences)) == (300, 600, 1)
+
+
+async def test_an_answer_that_was_seen_in_part_is_recorded_unless_it_is_asked_for_again() -> None:
+    session = session_of(numbered())
+    for name in (b"first", b"second"):
+        session.undelivered(await session.answer(wanted(name.decode())), name, seen_in_part=True)
+    session.undelivered(await session.answer(wanted("never seen")), b"third", seen_in_part=False)
+    again = session.kept(b"second")
+    assert again is not None
+    session.delivered(again)
+    assert [turn.text for turn in finished(session).turns] == ["said 1", "said 0"]
+
+
+async def test_an_answer_whose_past_the_template_rewrites_follows_the_same_turn() -> None:
+    """Under ``rewrite`` it begins a sequence, and it is a continuation all the same."""
+
+    class Forgetful(ByteTokenizer):
+        def render(self, messages: Any, **more: Any) -> str:
+            old = [{**one, "content": "(old)"} if one["role"] == "user" else one for one in messages[:-1]]
+            return super().render([*old, messages[-1]], **more)
+
+    policy = ScriptedPolicy(["one", "two"])
+    policy.tokenizer = Forgetful()
+    codec = ModelCodec.of(policy.tokenizer, None, history="rewrite")
+    session = Session("r", policy, codec, sampling=RolloutSampling(), limits=GatewayLimits(), heavy=HeavyWork())
+    session.delivered(await session.answer(wanted("q")))
+    session.delivered(await session.answer(wanted("q", "one", "more")))
+    trajectory = finished(session)
+    assert [turn.sequence for turn in trajectory.turns] == [0, 1]
+    assert [turn.follows for turn in trajectory.turns] == [(), (0,)]
+
+
+async def test_calls_with_arguments_that_json_cannot_hold_stay_in_the_text(tools: Any) -> None:
+    deep = "[" * 100 + "]" * 100
+    for arguments in ('{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', f'{{"a": {deep}}}'):
+        text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        session = session_of(ScriptedPolicy([text]))
+        exchange = await session.answer(ModelRequest([{"role": "user", "content": "q"}], tools, max_tokens=500))
+        assert (exchange.calls, exchange.message["content"]) == ((), text)
+        session.delivered(exchange)
+        trajectory_line(finished(session))
+
+
+@pytest.mark.parametrize("failure", [None, Failure.of(PolicyError("the GPU fell off"))])
+async def test_a_rollout_that_the_policy_did_not_spoil_or_had_no_part_in_has_no_reward(failure: Failure | None) -> None:
+    session = session_of(numbered())
+    if failure is not None:
+        session.delivered(await session.answer(wanted("q")))
+    trajectory = session.finish(task=None, reward=1.0, group_id="g", attempt=0, metrics={}, failure=failure)
+    assert (trajectory.finish, trajectory.reward) == (FinishReason.FAILED, None)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind == ("NoModelCalls" if failure is None else "PolicyError")
+    assert trajectory.notes == ["The reward 1 does not count, because the policy is not to blame for the failure."]
+
+
+async def test_a_rollout_whose_last_call_nobody_waited_for_did_not_end_with_an_answer() -> None:
+    go = asyncio.Event()
+
+    async def script(prompt: str, turn: int) -> str:
+        if "wait" in prompt:
+            await go.wait()
+        return "said"
+
+    for gives_up in (True, False):
+        session = session_of(ScriptedPolicy(script))
+        session.delivered(await session.answer(wanted("q")))
+        waiting = asyncio.create_task(session.answer(wanted("q", "said", "wait")))
+        await asyncio.sleep(0)
+        if gives_up:
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        trajectory = finished(session)
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert (trajectory.finish, trajectory.reward) == (FinishReason.WALL_TIME, 1.0)
+
+
+async def test_a_call_that_lost_a_race_with_another_one_does_not_count_as_given_up() -> None:
+    go = asyncio.Event()
+
+    async def script(prompt: str, turn: int) -> str:
+        if "slow" in prompt:
+            await go.wait()
+        return "said"
+
+    session = session_of(ScriptedPolicy(script))
+    slow = asyncio.create_task(session.answer(wanted("slow")))
+    await asyncio.sleep(0)
+    session.delivered(await session.answer(wanted("quick")))
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    assert finished(session).finish == FinishReason.ANSWERED
+
+
+async def test_what_libraries_change_in_numbers_and_beside_calls_is_the_same_conversation(
+    tools: Any, call: str
+) -> None:
+    floats = call.replace('"a": 1', '"a": 1.0')
+    session = session_of(ScriptedPolicy([f"first {floats}", f"second {floats}", "end"]))
+    asked: list[Any] = [{"role": "user", "content": "q"}]
+
+    def shown(text: str) -> list[Any]:
+        function = {"name": "add", "arguments": {"b": 2, "a": 1}}
+        made = [{"id": "x", "type": "function", "function": function}]
+        answer = {"role": "assistant", "content": text, "tool_calls": made}
+        return [*asked, answer, {"role": "tool", "tool_call_id": "x", "content": "3"}]
+
+    for _ in range(2):
+        session.delivered(await session.answer(ModelRequest(asked, tools, max_tokens=500)))
+    session.delivered(await session.answer(ModelRequest(shown("first"), tools, max_tokens=500)))
+    assert finished(session).turns[2].follows == (0,), "the calls are equal, and what was said beside them tells which"

@@ -125,6 +125,7 @@ def full() -> Trajectory:
     return Trajectory(
         "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},
         FinishReason.FAILED, failure, 0.5, failure, {"success": 1.0}, {"total": 1.5},
+        "greedy", ["the program asked for more"],
     )  # fmt: skip
 
 

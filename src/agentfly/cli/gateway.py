@@ -34,21 +34,36 @@ def gateway(
     ] = Path("trajectories.jsonl"),
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8100,
-    token_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Holds the API key that programs must send.")
+    public_host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="The host in the URLs of programs, if they reach it by another than --host."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="A further name by which requests may call the gateway; may be repeated."),
+    ] = None,
+    key_env: Annotated[
+        str | None,
+        typer.Option(metavar="VARIABLE", help="Holds the harness's key. Without it one is made, and told."),
     ] = None,
     tool_call_format: Annotated[
         str | None, typer.Option(metavar="NAME", help="How the model writes tool calls; its own way if not given.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Replaces the temperature that programs ask for.")
-    ] = None,
+        float, typer.Option(min=0.0, help="Samples at it, whatever temperature a program asks for.")
+    ] = 1.0,
+    follow_program: Annotated[
+        bool,
+        typer.Option("--follow-program", help="Sample as programs ask. What comes of it is kept out of training."),
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
+    max_calls: Annotated[int, typer.Option(min=1, help="The most calls of a rollout that are answered.")] = 1_000,
 ) -> None:
     """Serve a model to agent programs of any kind, and record the tokens of their rollouts.
 
-    The base URL of a program is http://HOST:PORT/rollouts/ID/v1, with an ID of its own for every rollout.
-    A rollout ends with POST http://HOST:PORT/rollouts/ID/finish and {"reward": 1.0}.
+    A rollout begins with POST http://HOST:PORT/rollouts and {"rollout_id": "ID"}, which answers with the base URL and
+    the key for its program, and ends with POST http://HOST:PORT/rollouts/ID/finish and {"reward": 1.0}. Both need the
+    harness's key: Authorization: Bearer KEY.
     """
     if (model is None) == (script is None):
         raise ConfigError("Name a model, or answers by --script: one of the two.")
@@ -58,27 +73,36 @@ def gateway(
     settings = {
         "host": host,
         "port": port,
-        "token": _token(token_env),
+        "public_host": public_host,
+        "allowed_hosts": allowed_host or [],
+        "key": _key(key_env),
         "model": model or "script",
         "tool_call_format": tool_call_format,
-        "temperature": temperature,
         "max_tokens": max_tokens,
     }
-    interruption.run(_served(policy, output, settings))
+    sampling = {"temperature": temperature, "follow_program": follow_program}
+    interruption.run(_served(policy, output, settings, sampling, max_calls))
 
 
-async def _served(policy: Policy, output: Path, settings: dict[str, Any]) -> None:
+async def _served(
+    policy: Policy, output: Path, settings: dict[str, Any], sampling: dict[str, Any], max_calls: int
+) -> None:
     from agentfly.gateway.gateway import Gateway
+    from agentfly.gateway.limits import GatewayLimits
+    from agentfly.gateway.sampling import RolloutSampling
     from agentfly.trajectory import Trajectory, save_trajectories
 
     def keep(trajectory: Trajectory) -> None:
         save_trajectories([trajectory], output, append=True)
 
-    async with policy, Gateway(policy, on_finish=keep, **settings) as gateway:
-        typer.echo(f"serving {settings['model']} at {gateway.url('ID')}")
+    more: dict[str, Any] = {"sampling": RolloutSampling(**sampling), "limits": GatewayLimits(max_calls=max_calls)}
+    async with policy, Gateway(policy, on_finish=keep, **settings, **more) as gateway:
+        typer.echo(f"serving {settings['model']} at {gateway.url}")
+        if settings["key"] is None:
+            typer.echo(f"the harness's key, until this ends: {gateway.key}", err=True)
         typer.echo(f"finished trajectories: {output}", err=True)
-        if settings["token"] is None and settings["host"] not in ("127.0.0.1", "localhost", "::1"):
-            typer.echo("whoever reaches this machine may use it: ask for a key by --token-env", err=True)
+        if settings["host"] not in ("127.0.0.1", "localhost", "::1"):
+            typer.echo("this is plain HTTP, and machines in between can read the keys", err=True)
         with tuned_gc():
             await asyncio.Event().wait()
 
@@ -100,10 +124,10 @@ def _scripted(reference: str) -> Policy:
     return ScriptedPolicy(load_reference(reference, base=Path.cwd(), field="--script"))
 
 
-def _token(variable: str | None) -> str | None:
+def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    token = os.environ.get(variable)
-    if not token:
-        raise ConfigError(f"--token-env {variable}: the environment has no such variable, or it is empty.")
-    return token
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"--key-env {variable}: the environment has no such variable, or it is empty.")
+    return key

@@ -1,13 +1,12 @@
-"""Gateway: an OpenAI-compatible endpoint in front of a policy, which records the tokens of every rollout."""
+"""Gateway: the chat APIs that programs speak, in front of a policy, with the tokens of every rollout recorded."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,12 +14,17 @@ from agentfly.agents.agent import History
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format as named_format
 from agentfly.errors import ConfigError, PrerequisiteError, UsageError
-from agentfly.gateway.conversation import read_conversation
-from agentfly.gateway.dialect import Dialect, Wanted
+from agentfly.gateway.access import host_name, is_key, new_key
+from agentfly.gateway.chat_completions.api import ChatCompletions
+from agentfly.gateway.endpoint import RolloutEndpoint
+from agentfly.gateway.heavy_work import HeavyWork
+from agentfly.gateway.limits import GatewayLimits
+from agentfly.gateway.model_codec import ModelCodec
+from agentfly.gateway.program_api import ProgramAPI
+from agentfly.gateway.sampling import RolloutSampling
 from agentfly.gateway.session import Session
-from agentfly.gateway.wire import ChatRequest, Refusal
 from agentfly.installation import install_command
-from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.policies.policy import Policy
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Failure, Trajectory
 
@@ -31,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~@:-]{0,199}")
 _ATTEMPT = re.compile(r"(.+)\.(\d{1,9})")
-_REMEMBERED = 100_000  # ids of finished rollouts
+_REMEMBERED = 100_000  # rollouts that are over
 
 
 class Gateway:
@@ -40,29 +44,38 @@ class Gateway:
     ::
 
         async with Gateway(policy) as gateway:
-            url = gateway.url("task-7.0")  # the program's base URL; the rollout is in it
-            …  # have the program do its work
+            endpoint = gateway.open("task-7.0")  # the program's base URL, and a key for this rollout alone
+            …  # have the program do its work, with `endpoint.environment`
             trajectory = gateway.finish("task-7.0", task=task, reward=1.0)
 
-    A rollout begins with its first call. Calls may run at a time, also within a rollout. See
-    `agentfly.gateway.session.Session` for how they become token sequences.
+    Calls may run at a time, also within a rollout. See `agentfly.gateway.session.Session` for how they become token
+    sequences. A program can make calls of the model in its own rollout, and nothing else: see
+    `agentfly.gateway.access`.
 
     Args:
         policy: samples; it belongs to the caller, who enters and leaves it.
-        host: the address to listen at. The default is this machine alone; others see it at ``0.0.0.0``.
+        host: the address to listen at. The default is this machine alone; others see it at ``0.0.0.0``. The gateway
+            speaks plain HTTP, so whatever reads the network in between reads the keys.
         port: the port; 0 for any that is free.
-        token: what programs must send as their API key; None for anything.
+        key: what a harness that is no part of this process must send, to open, read and finish rollouts. By default
+            one that nobody can guess; it is `key` then.
         model: the name under which the model is listed. Programs may ask for any.
         tool_call_format: how the model writes tool calls; None for its own way, as far as its chat template speaks of
             one, and otherwise JSON in tags.
         history: ``"keep"`` what was sampled as it is, or begin a new sequence (``"rewrite"``) wherever the model's chat
             template would write the past differently, such as without its thoughts.
-        temperature: replaces the temperature that programs ask for. Programs often ask for 0, and learning needs 1.
+        sampling: how the model samples in rollouts that say nothing else. By default it is at temperature 1, and
+            programs have no say in it.
         max_tokens: the most tokens of an answer, also where a program asks for more; None for what the context holds.
-        max_body_bytes: requests longer than this are refused.
-        max_rollouts: rollouts that may be open at a time.
+        limits: what programs may take; see `agentfly.gateway.limits.GatewayLimits`.
+        public_host: the host in the URLs that programs are given, if they reach the gateway by another than ``host``.
+        allowed_hosts: further names of hosts by which requests may call the gateway. Addresses and ``localhost`` are
+            always allowed.
         on_finish: is told every trajectory when its rollout is finished. If it raises, that is logged, and the
-            trajectory is returned all the same.
+            trajectory is returned all the same. What is finished over HTTP is told on a thread, one at a time.
+
+    Attributes:
+        key: the harness's key.
 
     Raises:
         ConfigError: a setting cannot be.
@@ -74,14 +87,15 @@ class Gateway:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str | None = None,
+        key: str | None = None,
         model: str = "agentfly",
         tool_call_format: str | ToolCallFormat | None = None,
         history: History = "keep",
-        temperature: float | None = None,
+        sampling: RolloutSampling | None = None,
         max_tokens: int | None = None,
-        max_body_bytes: int = 32 * 2**20,
-        max_rollouts: int = 10_000,
+        limits: GatewayLimits | None = None,
+        public_host: str | None = None,
+        allowed_hosts: Collection[str] = (),
         on_finish: Callable[[Trajectory], None] | None = None,
     ) -> None:
         if not isinstance(policy, Policy):
@@ -89,47 +103,84 @@ class Gateway:
                 f"Gateway(policy={policy!r}): what a gateway records are token ids, so it needs a policy that takes "
                 "and returns them: an embedded one, vLLM or a scripted one."
             )
-        if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
-            raise ConfigError(f"Gateway(temperature={temperature!r}): it must be a finite number of at least 0.")
-        for name, value in (("max_tokens", max_tokens), ("max_rollouts", max_rollouts)):
-            if value is not None and value < 1:
-                raise ConfigError(f"Gateway({name}={value!r}): it must be at least 1.")
+        if max_tokens is not None and max_tokens < 1:
+            raise ConfigError(f"Gateway(max_tokens={max_tokens!r}): it must be at least 1.")
+        if key is not None and not is_key(key):
+            raise ConfigError(
+                "Gateway(key=…): a key is sent in a header, so it must be visible ASCII characters without blanks."
+            )
+        if isinstance(allowed_hosts, str):
+            raise ConfigError(f"Gateway(allowed_hosts={allowed_hosts!r}): give a list of names.")
         self.policy = policy
         self.host, self.port = host, port
-        self.token = token
+        self.key = key if key is not None else new_key()
         self.model = model
-        self.max_body_bytes = max_body_bytes
+        self.limits = limits or GatewayLimits()
+        self.allowed_hosts = {host_name(name) for name in (host, public_host, *allowed_hosts) if name}
+        self.on_finish = on_finish
+        self._public_host = public_host
         self._calls = None if tool_call_format is None else named_format(tool_call_format)
         self._history: History = history
-        self._temperature = temperature
+        self._sampling = sampling or RolloutSampling()
         self._max_tokens = max_tokens
-        self._max_rollouts = max_rollouts
-        self._on_finish = on_finish
         self._sessions: dict[str, Session] = {}
-        self._finished: OrderedDict[str, None] = OrderedDict()
-        self._dialect: Dialect | None = None
+        self._keys: dict[str, str] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()  # the ids of rollouts that are over, with their keys
+        self._codec: ModelCodec | None = None
+        self._heavy = HeavyWork()
         self._server: Server | None = None
 
-    def url(self, rollout_id: str) -> str:
-        """The base URL that a program is to use as OpenAI's, for this rollout.
+    @property
+    def url(self) -> str:
+        """Where the gateway is reached.
 
         Raises:
-            UsageError: the gateway is not open, or the id cannot stand in a URL.
+            UsageError: it is not open.
         """
         if self._server is None:
-            raise UsageError("The gateway is not open. Use it as `async with Gateway(policy) as gateway: …`.")
+            raise UsageError(_NOT_OPEN)
+        host = self._public_host or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def open(self, rollout_id: str, *, sampling: RolloutSampling | None = None) -> RolloutEndpoint:
+        """Begin a rollout, and say what its program is to be told.
+
+        Args:
+            rollout_id: a name of your choice that no other rollout has. One that ends with ``.`` and a number names an
+                attempt: what stands before it is the group.
+            sampling: how the model samples in it; as the gateway says if not given.
+
+        Raises:
+            UsageError: the gateway is not open, there is or was such a rollout, the name cannot stand in a URL, or too
+                many are open.
+        """
+        url = self.url
         if not _ROLLOUT.fullmatch(rollout_id):
             raise UsageError(_NO_ID.format(rollout_id))
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}/rollouts/{rollout_id}/v1"
+        if rollout_id in self._sessions or rollout_id in self._over:
+            state = "open" if rollout_id in self._sessions else "over"
+            raise UsageError(f"The rollout {rollout_id!r} is {state} already. Choose another name.")
+        if len(self._sessions) >= self.limits.max_open_rollouts:
+            raise UsageError(f"{len(self._sessions)} rollouts are open (max_open_rollouts). Finish some.")
+        assert self._codec is not None
+        self._sessions[rollout_id] = Session(
+            rollout_id,
+            self.policy,
+            self._codec,
+            sampling=sampling or self._sampling,
+            limits=self.limits,
+            heavy=self._heavy,
+        )
+        self._keys[rollout_id] = new_key()
+        return RolloutEndpoint(rollout_id, f"{url}/rollouts/{rollout_id}/v1", self._keys[rollout_id])
 
     def trajectory(self, rollout_id: str) -> Trajectory:
         """What is on the record of a rollout that is not finished yet.
 
         Raises:
-            UsageError: no call of such a rollout has come.
+            UsageError: no such rollout is open.
         """
-        return self.open_session(rollout_id).trajectory
+        return self.session(rollout_id).trajectory
 
     def finish(
         self,
@@ -141,32 +192,33 @@ class Gateway:
         attempt: int | None = None,
         metrics: Mapping[str, float] | None = None,
         error: BaseException | Failure | None = None,
+        tell: bool = True,
     ) -> Trajectory:
         """End a rollout, and take its record. What still runs in it is aborted; later calls of it are refused.
 
         Args:
             rollout_id: the rollout.
             task: what the program was to do; its first words to the model if not given.
-            reward: the score; None leaves the trajectory unscored, so that it is in no loss and no baseline.
+            reward: the score; None leaves the trajectory unscored, so that it is in no loss and no baseline. It does
+                not count where the rollout has failed for a reason that the policy is not to blame for, nor where no
+                call of the program was answered: then the model had no part in it.
             group_id: shared by all attempts at one task, whose rewards make the baseline. Not given, it is what stands
                 before the ``.`` and a number at the end of the id, which is the attempt, or else the id.
             attempt: number of the attempt in its group.
             metrics: further numbers.
             error: why the rollout failed, where the policy is not to blame: the program could not run, say. A failed
                 generation that no other call came after counts as such by itself.
+            tell: whether ``on_finish`` is told of it now; otherwise `tell` is for the caller to call.
 
         Raises:
-            UsageError: the rollout is finished already, or the reward is no finite number.
-            TokenInvariantError: the record is not what it should be.
+            UsageError: no such rollout is open, or the reward is no finite number.
         """
         if reward is not None and not math.isfinite(reward):
             raise UsageError(f"finish(reward={reward!r}): it must be a finite number, or None for no score.")
-        if rollout_id in self._finished:
-            raise UsageError(f"The rollout {rollout_id!r} is finished already.")
         parts = _ATTEMPT.fullmatch(rollout_id)
-        session = self.session(rollout_id)
-        trajectory = session.finish(
-            task=None if task is None else as_tasks([task])[0],
+        described = None if task is None else as_tasks([task])[0]
+        trajectory = self.session(rollout_id).finish(
+            task=described,
             reward=None if reward is None else float(reward),
             group_id=group_id or (parts[1] if parts else rollout_id),
             attempt=attempt if attempt is not None else int(parts[2]) if parts else 0,
@@ -174,75 +226,46 @@ class Gateway:
             failure=error if isinstance(error, Failure | None) else Failure.of(error),
         )
         self._forget(rollout_id)
-        if self._on_finish is not None:
-            try:
-                self._on_finish(trajectory)
-            except Exception:
-                logger.exception("What was to be told of the end of rollout %s failed.", rollout_id)
+        if tell:
+            self.tell(trajectory)
         return trajectory
+
+    def tell(self, trajectory: Trajectory) -> None:
+        """Tell ``on_finish`` of a finished trajectory. What it raises is logged."""
+        if self.on_finish is None:
+            return
+        try:
+            self.on_finish(trajectory)
+        except Exception:
+            logger.exception("What was to be told of the end of rollout %s failed.", trajectory.rollout_id)
 
     def discard(self, rollout_id: str) -> None:
         """End a rollout of which nothing is wanted.
 
         Raises:
-            UsageError: no call of such a rollout has come.
+            UsageError: no such rollout is open.
         """
-        self.open_session(rollout_id).close()
+        self.session(rollout_id).close()
         self._forget(rollout_id)
 
     def session(self, rollout_id: str) -> Session:
-        """The calls of a rollout, which begins now if it has not begun yet.
+        """The calls of a rollout that is open.
 
         Raises:
-            Refusal: the rollout is finished, or too many are open.
-            UsageError: the gateway is not open, or the id cannot stand in a URL.
-        """
-        if self._dialect is None:
-            raise UsageError("The gateway is not open. Use it as `async with Gateway(policy) as gateway: …`.")
-        if not _ROLLOUT.fullmatch(rollout_id):
-            raise UsageError(_NO_ID.format(rollout_id))
-        if rollout_id in self._finished:
-            raise Refusal(f"The rollout {rollout_id!r} is finished.", status=409, code="finished")
-        if rollout_id not in self._sessions:
-            if len(self._sessions) >= self._max_rollouts:
-                raise Refusal(f"{self._max_rollouts} rollouts are open (max_rollouts); finish some.", status=429)
-            self._sessions[rollout_id] = Session(rollout_id, self.policy, self._dialect)
-        return self._sessions[rollout_id]
-
-    def open_session(self, rollout_id: str) -> Session:
-        """The calls of a rollout that has begun and is not finished.
-
-        Raises:
-            UsageError: there is no such rollout.
+            UsageError: there is no such rollout, or it is over.
         """
         if rollout_id not in self._sessions:
-            raise UsageError(f"No rollout {rollout_id!r} is open.")
+            told = "is finished already" if rollout_id in self._over else "is not open"
+            raise UsageError(f"The rollout {rollout_id!r} {told}.")
         return self._sessions[rollout_id]
 
-    def wanted(self, asked: ChatRequest) -> Wanted:
-        """What a request asks for, as far as it is up to the program.
+    def key_of(self, rollout_id: str) -> str | None:
+        """The key of a rollout's program, also where the rollout is over; None where there is no such rollout."""
+        return self._keys.get(rollout_id) or self._over.get(rollout_id)
 
-        Raises:
-            Refusal: its messages or tools cannot be read.
-        """
-        assert self._dialect is not None
-        limits = [limit for limit in (asked.limit, self._max_tokens) if limit is not None]
-        temperature = self._temperature if self._temperature is not None else asked.temperature
-        return Wanted(
-            conversation=read_conversation(asked.messages),
-            tools=_definitions(asked.tools or ()),
-            sampling=SamplingParams(
-                temperature=1.0 if temperature is None else temperature,
-                top_p=asked.top_p or 1.0,
-                top_k=max(0, asked.top_k or 0),
-                max_tokens=min(limits, default=sys.maxsize),
-                stop_ids=self._dialect.chat.stop_ids,
-                seed=asked.seed,
-            ),
-            stops=asked.stops,
-            may_call=asked.may_call,
-            most_calls=1 if asked.parallel_tool_calls is False else None,
-        )
+    def is_over(self, rollout_id: str) -> bool:
+        """Whether a rollout is over."""
+        return rollout_id in self._over
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -257,8 +280,17 @@ class Gateway:
             raise PrerequisiteError(
                 f"The gateway needs {error.name}, which is not installed: {install_command('gateway')}"
             ) from error
-        self._dialect = Dialect.of(self.policy.tokenizer, self._calls, history=self._history)
-        server = Server(self)
+        self._codec = ModelCodec.of(self.policy.tokenizer, self._calls, history=self._history)
+        self._heavy = HeavyWork()
+        apis: list[ProgramAPI] = [
+            ChatCompletions(
+                self.policy.tokenizer,
+                context_length=self.policy.context_length,
+                limits=self.limits,
+                max_tokens=self._max_tokens,
+            )
+        ]
+        server = Server(self, apis)
         try:
             self.port = await server.start()
         except OSError as error:
@@ -276,34 +308,21 @@ class Gateway:
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
+        self._keys.clear()
         if server is not None:
             await server.stop()
-        self._dialect = None
+        self._codec = None
 
     def _forget(self, rollout_id: str) -> None:
         del self._sessions[rollout_id]
-        self._finished[rollout_id] = None
-        if len(self._finished) > _REMEMBERED:
-            self._finished.popitem(last=False)
+        self._over[rollout_id] = self._keys.pop(rollout_id)
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
 
 
-def _definitions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Tools without what says nothing, so that they are the same however a library writes them."""
-    definitions: list[Mapping[str, Any]] = []
-    for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-            raise Refusal(
-                f"tools[{index}] is no function. Give {{'type': 'function', 'function': {{…}}}}.", param="tools"
-            )
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), Mapping | None):
-            raise Refusal(f"tools[{index}] needs a name, and parameters that are a JSON schema.", param="tools")
-        told = {name: value for name, value in function.items() if value is not None and name != "strict"}
-        definitions.append({"type": "function", "function": {"description": "", **told}})
-    return definitions
-
+_NOT_OPEN = "The gateway is not open. Use it as `async with Gateway(policy) as gateway: …`."
 
 _NO_ID = (
-    "{0!r} is no id of a rollout: it stands in a URL, so write letters, digits and any of . _ ~ @ : - (200 characters "
-    "at most, the first of them a letter or a digit)."
+    "{0!r:.300} is no id of a rollout: it stands in a URL, so write letters, digits and any of . _ ~ @ : - (200 "
+    "characters at most, the first of them a letter or a digit)."
 )

@@ -1,23 +1,34 @@
-"""The gateway's HTTP: routes, who may use them, and errors in OpenAI's shape. On aiohttp, of the extra ``gateway``."""
+"""The gateway's HTTP: routes, who may use them, and how answers are sent. On aiohttp, of the extra ``gateway``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
-import hmac
+import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
-from agentfly.errors import Boundary, UsageError
-from agentfly.gateway.completion import Completion, event
+from agentfly.errors import Boundary, UsageError, say
+from agentfly.gateway.access import (
+    HARNESS_ONLY,
+    matches,
+    new_key,
+    presented_key,
+    require_known_host,
+    require_no_foreign_origin,
+)
+from agentfly.gateway.control import FinishRequest, OpenRequest
 from agentfly.gateway.exchange import Exchange
+from agentfly.gateway.program_api import ProgramAPI, ProgramCall, Reply
+from agentfly.gateway.refusal import Refusal
 from agentfly.gateway.session import Session
-from agentfly.gateway.wire import ChatRequest, FinishRequest, Refusal
-from agentfly.trajectory import Failure
+from agentfly.threads.pool import on_thread, on_thread_to_its_end
+from agentfly.trajectory import Failure, Trajectory
 
 if TYPE_CHECKING:
     from agentfly.gateway.gateway import Gateway
@@ -35,6 +46,12 @@ PING_S = 10.0
 STOP_S = 5.0
 """Seconds that connections get to close when the gateway does."""
 
+REPLACED_HEADER = "AgentFly-Replaced-Parameters"
+"""The header of an answer that names the parameters of sampling which the program asked for and did not get."""
+
+
+Answered = tuple[Exchange, Reply, Mapping[str, str]]
+
 
 class Server:
     """Serves a gateway's routes.
@@ -42,22 +59,30 @@ class Server:
     A program that hangs up cancels what answers it, and so the generation.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, apis: Sequence[ProgramAPI]) -> None:
         self._gateway = gateway
-        app = web.Application(client_max_size=gateway.max_body_bytes, middlewares=[self._guarded])
+        self._telling = asyncio.Lock()
+        self._tellings: set[asyncio.Future[None]] = set()
+        self._nobodys_key = new_key()
+        app = web.Application(client_max_size=gateway.limits.max_body_bytes, middlewares=[self._guarded])
         rollout = "/rollouts/{rollout}"
+        calls = ["/models", *(api.path for api in apis)]
         app.add_routes(
             [
                 web.get("/health", self._health),
-                *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in _AT_ROOT),
+                *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in calls),
                 web.get(f"{rollout}/v1/models", self._models),
-                web.post(f"{rollout}/v1/chat/completions", self._chat),
+                *(web.post(f"{rollout}/v1{api.path}", functools.partial(self._answer, api)) for api in apis),
+                web.post("/rollouts", self._open),
                 web.get(rollout, self._trajectory),
                 web.delete(rollout, self._discard),
                 web.post(f"{rollout}/finish", self._finish),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
+        # A compressed body could become any number of bytes.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S, auto_decompress=False
+        )
 
     async def start(self) -> int:
         """Listen, and give the port."""
@@ -70,40 +95,35 @@ class Server:
     async def stop(self) -> None:
         """Close all connections."""
         await self._runner.cleanup()
+        if self._tellings:
+            await asyncio.wait(self._tellings)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and tell what went wrong as OpenAI does."""
         try:
-            self._authorize(request)
+            hosts = request.headers.getall(hdrs.HOST, [])
+            require_known_host(hosts, self._gateway.allowed_hosts)
+            require_no_foreign_origin(request.headers.getall(hdrs.ORIGIN, []), hosts)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            refusal = Refusal(f"The body is longer than {self._gateway.max_body_bytes} bytes.", status=413)
+            limit = self._gateway.limits.max_body_bytes
+            refusal = Refusal(f"The body is longer than {limit} bytes (max_body_bytes).", status=413)
         except web.HTTPException as error:
             refusal = Refusal(f"{request.method} {request.path}: {error.reason}. {_CALLS}", status=error.status)
         except ConnectionError:
-            raise  # the program is gone
+            return web.Response(status=499)  # to nobody: the program has hung up
         except Exception as error:
             refusal = Refusal.of(error)
             if refusal.status >= 500:
                 logger.warning("A call of %s failed: %s", request.path, error, exc_info=error)
         return web.json_response(refusal.to_json(), status=refusal.status)
 
-    def _authorize(self, request: web.Request) -> None:
-        token = self._gateway.token
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if (
-            token is None
-            or request.path == "/health"
-            or hmac.compare_digest(given.encode(errors="replace"), token.encode())
-        ):
-            return
-        raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
-
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "policy_version": self._gateway.policy.version})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._program(request)
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "agentfly"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -111,20 +131,30 @@ class Server:
         """Tell a program that was given the gateway's root in place of a rollout's address."""
         raise Refusal(
             f"{request.method} {request.path}: no rollout is named, and the gateway records each call with its "
-            f"rollout. Give the program a base URL with an id of your choice: {self._gateway.url('ID')}",
+            f"rollout. Give the program the base URL and the key of one: {self._gateway.url}/rollouts/ID/v1",
             status=404,
         )
 
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        self._require_harness(request)
+        asked = OpenRequest.read(await self._body(request))
+        endpoint = self._gateway.open(asked.rollout_id, sampling=asked.rollout_sampling())
+        return web.json_response(endpoint.to_json(), status=201)
+
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._found(request).trajectory.to_json())
+        self._require_harness(request)
+        value = self._found(request).trajectory.to_json()
+        return web.json_response(text=await on_thread(lambda: json.dumps(value)))
 
     async def _discard(self, request: web.Request) -> web.StreamResponse:
+        self._require_harness(request)
         self._found(request)
         self._gateway.discard(request.match_info["rollout"])
         return web.Response(status=204)
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        said = FinishRequest.read(await request.read())
+        self._require_harness(request)
+        said = FinishRequest.read(await self._body(request))
         failure = None
         if said.error is not None:
             failure = Failure(Boundary.USAGE, "ProgramFailed", said.error, by_policy=False)
@@ -136,74 +166,150 @@ class Server:
             attempt=said.attempt,
             metrics=said.metrics,
             error=failure,
+            tell=False,
         )
-        return web.json_response(trajectory.to_json())
+        telling = asyncio.ensure_future(self._tell(trajectory))
+        self._tellings.add(telling)
+        telling.add_done_callback(self._tellings.discard)
+        await asyncio.shield(telling)  # it is told also where the harness hangs up
+        return web.json_response(text=await on_thread(lambda: json.dumps(trajectory.to_json())))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        asked = ChatRequest.read(body)
-        wanted = self._gateway.wanted(asked)
-        session = self._gateway.session(request.match_info["rollout"])
-        name = hashlib.sha256(body).digest()
-        kept = session.kept(name)
-        response: web.StreamResponse
-        answering = asyncio.ensure_future(_given(kept) if kept is not None else session.answer(wanted))
-        try:
-            if asked.stream:
-                response = await self._streamed(request, asked, answering)
-            else:
-                completion = Completion(await answering, asked, self._gateway.policy.tokenizer)
-                response = web.json_response(completion.whole())
-                await response.prepare(request)
-            await response.write_eof()
-        except (ConnectionError, asyncio.CancelledError):
-            await _abandoned(answering, session, name)
-            raise
-        if answering.exception() is None:
-            session.delivered(answering.result())
-        return response
+    async def _tell(self, trajectory: Trajectory) -> None:
+        async with self._telling:
+            await on_thread_to_its_end(lambda: self._gateway.tell(trajectory))
+
+    async def _answer(self, api: ProgramAPI, request: web.Request) -> web.StreamResponse:
+        """Answer a call of a program."""
+        session = self._program(request)
+        length = request.content_length
+        size = self._gateway.limits.max_body_bytes if length is None else length
+        with session.call(min(size, self._gateway.limits.max_body_bytes)):
+            body = await self._body(request)
+            call, name = await session.decoded(functools.partial(_read, api, body), size=len(body))
+            del body  # it may be long, and the answer may take long
+            answering = asyncio.ensure_future(_answered(session, call, name))
+            seen: list[bool] = []
+            try:
+                if call.streams:
+                    response = await self._streamed(request, call, answering, seen)
+                else:
+                    _, reply, headers = await answering
+                    response = web.json_response(reply.whole(), headers=headers)
+                    await response.prepare(request)
+                await response.write_eof()
+            except (ConnectionError, asyncio.CancelledError):
+                await _abandoned(answering, session, name, seen_in_part=bool(seen))
+                raise
+            if answering.exception() is None:
+                session.delivered(answering.result()[0])
+            return response
 
     async def _streamed(
-        self, request: web.Request, asked: ChatRequest, answering: asyncio.Future[Exchange]
+        self, request: web.Request, call: ProgramCall, answering: asyncio.Future[Answered], seen: list[bool]
     ) -> web.StreamResponse:
-        """Send the answer, or why there is none, as a stream, all but its end."""
+        """Send the answer, or why there is none, as a stream, all but its end. ``seen`` is filled once some is sent."""
         await asyncio.wait({answering}, timeout=EARLY_S)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if answering.done():
-            answering.result()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            headers |= answering.result()[2]
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         while not answering.done():
             await response.write(b": the model is at work\n\n")
             await asyncio.wait({answering}, timeout=PING_S)
         try:
-            events = Completion(answering.result(), asked, self._gateway.policy.tokenizer).events()
+            reply = answering.result()[1]
         except Exception as error:
-            await response.write(event(Refusal.of(error).to_json()))
-        else:
-            for one in events:
-                await response.write(one)
+            await response.write(call.failed(Refusal.of(error)))
+            return response
+        for event in reply.events():
+            await response.write(event)
+            seen.append(True)
         return response
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The body of a request.
+
+        Raises:
+            Refusal: it is compressed, or does not arrive in time.
+        """
+        if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in ("", "identity"):
+            raise Refusal("The body is compressed. Send it as it is.", status=415)
+        seconds = self._gateway.limits.max_body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await request.read()
+        except TimeoutError:
+            told = f"The body has not arrived within {seconds:g} seconds (max_body_seconds)."
+            raise Refusal(told, status=408) from None
+
+    def _require_harness(self, request: web.Request) -> None:
+        """Let in the harness alone.
+
+        Raises:
+            Refusal: it is not the harness.
+        """
+        key = presented_key(request.headers.getall(hdrs.AUTHORIZATION, []))
+        if matches(key, self._gateway.key):
+            return
+        its_own = self._gateway.key_of(request.match_info.get("rollout", "")) or self._nobodys_key
+        if matches(key, its_own):
+            told = f"This key is good for calls of the model in its rollout alone. {HARNESS_ONLY}"
+            raise Refusal(told, status=403, code="harness_only")
+        raise Refusal(f"The key is missing or wrong. {HARNESS_ONLY}", status=401, code="invalid_api_key")
+
+    def _program(self, request: web.Request) -> Session:
+        """The rollout whose program a request comes from.
+
+        Raises:
+            Refusal: the key is not that of the rollout, or this is over.
+        """
+        rollout_id = request.match_info["rollout"]
+        key = presented_key(request.headers.getall(hdrs.AUTHORIZATION, []))
+        if not matches(key, self._gateway.key_of(rollout_id) or self._nobodys_key):
+            raise Refusal(
+                "The API key is missing, or is not that of this rollout. Whoever opens the rollout is told it.",
+                status=401,
+                code="invalid_api_key",
+            )
+        if self._gateway.is_over(rollout_id):
+            raise Refusal(f"The rollout {rollout_id!r} is finished.", status=409, code="finished")
+        return self._gateway.session(rollout_id)
 
     def _found(self, request: web.Request) -> Session:
         try:
-            return self._gateway.open_session(request.match_info["rollout"])
+            return self._gateway.session(request.match_info["rollout"])
         except UsageError as error:
             raise Refusal(str(error), status=404) from None
 
 
-async def _given(exchange: Exchange) -> Exchange:
-    return exchange
+async def _answered(session: Session, call: ProgramCall, name: bytes) -> Answered:
+    """The answer to a call, as it was at the moment when it was there, with the headers that go with it."""
+    try:
+        exchange = session.kept(name) or await session.answer(call.request)
+    except ConnectionError as error:  # of the policy, and not of the program's connection
+        raise Refusal(say(error), status=500) from error
+    assert exchange.pending is not None
+    replaced = exchange.pending.sampling.replaced
+    headers = {REPLACED_HEADER: ", ".join(sorted(replaced))} if replaced else {}
+    return exchange, call.reply(exchange.pending), headers
 
 
-async def _abandoned(answering: asyncio.Future[Exchange], session: Session, name: bytes) -> None:
+def _read(api: ProgramAPI, body: bytes) -> tuple[ProgramCall, bytes]:
+    """A request and a name for it, with all that takes long done."""
+    call = api.read(body)
+    _ = call.request.hashes, call.request.size
+    return call, hashlib.sha256(body).digest()
+
+
+async def _abandoned(answering: asyncio.Future[Answered], session: Session, name: bytes, *, seen_in_part: bool) -> None:
     """The program is gone: abort what is sampled for it, and keep what was."""
     answering.cancel()
     with contextlib.suppress(Exception, asyncio.CancelledError):
-        session.undelivered(await answering, name)
+        session.undelivered((await answering)[0], name, seen_in_part=seen_in_part)
 
 
-_AT_ROOT = ("/models", "/chat/completions")
 _CALLS = (
-    "The calls are POST /rollouts/ID/v1/chat/completions, POST /rollouts/ID/finish, GET /rollouts/ID and "
-    "GET /rollouts/ID/v1/models."
+    "The calls are POST /rollouts/ID/v1/chat/completions, POST /rollouts, POST /rollouts/ID/finish, GET /rollouts/ID "
+    "and GET /rollouts/ID/v1/models."
 )

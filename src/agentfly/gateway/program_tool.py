@@ -25,16 +25,22 @@ class ProgramSchema:
     @property
     def arguments(self) -> tuple[ProgramArgument, ...]:
         """The arguments, in order."""
-        required = self.json_schema.get("required") or ()
-        properties = self.json_schema.get("properties") or {}
+        required = self.json_schema.get("required")
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
         return tuple(
-            ProgramArgument(name, name in required, str(about.get("description") or ""))
-            for name, about in properties.items()
+            ProgramArgument(name, name in needed, str(self._about(name).get("description") or ""))
+            for name in self.json_schema.get("properties") or {}
         )
 
     def type_of(self, name: str) -> str:
         """The type of an argument, in a word."""
-        return str(self.json_schema.get("properties", {}).get(name, {}).get("type", "any"))
+        kind = self._about(name).get("type", "any")
+        return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
+
+    def _about(self, name: str) -> Mapping[str, Any]:
+        """The schema of an argument. One of ``true`` takes any value."""
+        about = (self.json_schema.get("properties") or {}).get(name)
+        return about if isinstance(about, Mapping) else {}
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from agentfly.errors import PromptTooLong, TokenInvariantError
-from agentfly.gateway.dialect import Dialect, Wanted
-from agentfly.gateway.exchange import Exchange, Line, Question, continued_by, same_question
-from agentfly.gateway.wire import Refusal
+from agentfly.gateway.allowance import Allowance
+from agentfly.gateway.call_log import CallLog
+from agentfly.gateway.exchange import Branch, Exchange, Pending, Question
+from agentfly.gateway.exchange_tree import ExchangeTree
+from agentfly.gateway.heavy_work import HeavyWork
+from agentfly.gateway.limits import GatewayLimits
+from agentfly.gateway.model_codec import ModelAnswer, ModelCodec
+from agentfly.gateway.model_request import ModelRequest, extended, size_of
+from agentfly.gateway.refusal import Refusal
+from agentfly.gateway.sampling import ReplacedParameters, RolloutSampling
 from agentfly.messages import Message, text_of
-from agentfly.policies.policy import Generation, Policy
+from agentfly.policies.policy import Generation, Policy, SamplingParams
 from agentfly.policies.vision import barred_ids
-from agentfly.rollouts.chat.chat_format import Definitions
+from agentfly.rollouts.chat.chat_format import Rendered
 from agentfly.rollouts.tape import Place, Tape
 from agentfly.task import Task
 from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+
+T = TypeVar("T")
+
+_BYTES_A_TOKEN = 40
+"""What a token takes on the record: its id, where it came from, two log-probs and the version, with room to grow."""
 
 
 class Session:
@@ -33,42 +47,86 @@ class Session:
     Args:
         rollout_id: the rollout's name.
         policy: samples.
-        dialect: shows conversations to the model, and reads its answers.
+        codec: shows conversations to the model, and reads its answers.
+        sampling: how the model samples.
+        limits: what the program may take.
+        heavy: does what takes long.
     """
 
-    def __init__(self, rollout_id: str, policy: Policy, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        rollout_id: str,
+        policy: Policy,
+        codec: ModelCodec,
+        *,
+        sampling: RolloutSampling,
+        limits: GatewayLimits,
+        heavy: HeavyWork,
+    ) -> None:
+        self.trajectory = Trajectory(rollout_id, rollout_id, Task(prompt=""))
         self._policy = policy
-        self._dialect = dialect
-        self._roots: list[Exchange] = []
-        self._lines: list[Line] = []
+        self._codec = codec
+        self._sampling = sampling
+        self._heavy = heavy
+        self._preparing = asyncio.Lock()  # one request at a time is heavy work, so that rollouts take turns
+        self._tree = ExchangeTree()
+        self._branches: list[Branch] = []
+        self._named = 0
         self._undelivered: dict[bytes, Exchange] = {}
+        self._seen_in_part: dict[bytes, Exchange] = {}
         self._running: set[asyncio.Future[Generation]] = set()
-        self._latest: Exchange | None = None
         self._ends: dict[int, None] = {}  # the turns on record that no other follows
-        self._failure: Failure | None = None  # of the last call, if it failed
+        self._latest: Exchange | None = None
+        self._allowance = Allowance(limits)
+        self._log = CallLog()
+        self._replaced = ReplacedParameters()
         self._spoiled: Failure | None = None
         self._started = time.perf_counter()
         self._closed = False
-        self.trajectory = Trajectory(rollout_id, rollout_id, Task(prompt=""))
 
-    async def answer(self, wanted: Wanted) -> Exchange:
+    @contextmanager
+    def call(self, size: int) -> Iterator[None]:
+        """A call of the program is answered within. Its request has ``size`` bytes.
+
+        Raises:
+            Refusal: the rollout is over, or answers as many calls as it may.
+        """
+        self._require_open()
+        with self._allowance.call(size):
+            try:
+                yield
+            except Exception as error:
+                self._log.refusal = str(error)
+                raise
+
+    async def decoded(self, decode: Callable[[], T], *, size: int) -> T:
+        """What a request of the program says."""
+        async with self._preparing:
+            return await self._heavy.do(decode, size=size)
+
+    async def answer(self, request: ModelRequest) -> Exchange:
         """Have the model answer a request. Cancelling it aborts the generation, and leaves nothing on the record.
 
         Raises:
-            Refusal: the rollout is over, also if it was finished meanwhile.
+            Refusal: the rollout is over, also if it was finished meanwhile, or its record is full.
             PromptTooLong: the conversation leaves no room for an answer.
             ChatFormatError: the model's chat template refuses the conversation.
             AgentFlyError: the policy failed. Unless a later call goes well, the rollout counts as spoiled by it.
         """
         self._require_open()
-        question = self._question(wanted)
-        started = time.perf_counter()
-        generation = await self._sampled(question, wanted)
+        self._allowance.require_room()
+        with self._log.call():
+            async with self._preparing:
+                question = await self._question(request)
+            started = time.perf_counter()
+            generation = await self._sampled(question)
         self._require_open()
-        self._failure = None
-        said = self._dialect.read(generation, wanted, first_call=question.calls)
-        exchange = Exchange(question, said, time.perf_counter() - started)
-        (self._roots if exchange.parent is None else exchange.parent.children).append(exchange)
+        self._log.answered()
+        answer = self._codec.read(generation, request, first_call=question.calls)
+        exchange = _exchange(question, answer, time.perf_counter() - started)
+        self._tree.add(exchange)
+        self._allowance.answered += 1
+        self._allowance.record_bytes += size_of([*exchange.new, exchange.message]) + _waiting_bytes(exchange.pending)
         return exchange
 
     def delivered(self, exchange: Exchange) -> None:
@@ -77,14 +135,22 @@ class Session:
             with contextlib.suppress(TokenInvariantError):  # which spoils the rollout, and it is too late to say so
                 self.record(exchange)
 
-    def undelivered(self, exchange: Exchange, request: bytes) -> None:
-        """An answer could not be sent: it is kept for the program to ask the same again."""
+    def undelivered(self, exchange: Exchange, request: bytes, *, seen_in_part: bool) -> None:
+        """An answer did not arrive as a whole: it is kept for the program to ask the same again.
+
+        If the program has seen a part of it, it may have acted on that. So where it does not ask again, the answer is
+        on the record all the same.
+        """
         if exchange.place is None:
             self._undelivered[request] = exchange
+            if seen_in_part:
+                self._seen_in_part[request] = exchange
 
     def kept(self, request: bytes) -> Exchange | None:
         """The answer to the same request that the program did not get, if there is one."""
-        return self._undelivered.pop(request, None)
+        self._seen_in_part.pop(request, None)
+        exchange = self._undelivered.pop(request, None)
+        return exchange if exchange is not None and exchange.pending is not None else None
 
     def record(self, exchange: Exchange) -> None:
         """Put an exchange on the record, unless it is there.
@@ -92,38 +158,41 @@ class Session:
         Raises:
             TokenInvariantError: its tokens are not what they should be. The rollout is spoiled.
         """
-        if exchange.place is not None:
+        pending = exchange.pending
+        if pending is None:
             return
         try:
-            place = self._taped(exchange)
+            place = self._taped(exchange, pending)
         except TokenInvariantError as error:
             self._spoiled = Failure.of(error)
             raise
-        question, said = exchange.question, exchange.said
-        exchange.place, exchange.turn = place, len(self.trajectory.turns)
+        exchange.place, exchange.turn, exchange.pending = place, len(self.trajectory.turns), None
         self._latest = exchange
-        reasoning, content = said.message.get("reasoning_content"), text_of(said.message["content"])
+        self._replaced.add(pending.sampling)
+        self.trajectory.untrainable = self.trajectory.untrainable or pending.sampling.untrainable
+        answer = pending.answer
+        reasoning, content = answer.message.get("reasoning_content"), text_of(answer.message["content"])
         self.trajectory.turns.append(
             Turn(
                 index=exchange.turn,
                 sequence=place.sequence,
                 start=place.start,
                 stop=place.stop,
-                text=said.text,
-                stopped=said.generation.finish == "stop",
-                generation_seconds=exchange.seconds,
+                text=answer.text,
+                stopped=answer.generation.finish == "stop",
+                generation_seconds=pending.seconds,
                 reasoning=reasoning,
-                content=None if content == said.text else content,
-                follows=question.follows,
-                prompt_tokens=len(question.prompt.ids),
+                content=None if content == answer.text else content,
+                follows=exchange.follows,
+                prompt_tokens=len(pending.prompt.ids),
                 sampled_tokens=place.stop - place.start,
             )
         )
-        for before in question.follows:
+        for before in exchange.follows:
             self._ends.pop(before, None)
         self._ends[exchange.turn] = None
-        if question.parent is not None:
-            self._record_results(question.parent, question.new)
+        if exchange.parent is not None:
+            self._record_results(exchange.parent, exchange.new)
 
     def finish(
         self,
@@ -137,23 +206,30 @@ class Session:
     ) -> Trajectory:
         """End the rollout, with what runs in it, and close the record.
 
-        Raises:
-            TokenInvariantError: the record is not what it should be.
+        The reward does not count where something else than the policy has spoiled the rollout, nor where the program
+        has had no answer of the model at all.
         """
+        given_up = self._log.given_up
+        for exchange in self._seen_in_part.values():
+            self.delivered(exchange)
         self.close()
-        for line in self._lines:
-            line.tape.finish()
+        try:
+            for branch in self._branches:
+                branch.tape.finish()
+        except TokenInvariantError as error:
+            self._spoiled = Failure.of(error)
         trajectory, latest = self.trajectory, self._latest
         trajectory.messages = latest.conversation if latest is not None else []
         trajectory.task = task or Task(prompt=_first_words(trajectory.messages))
         trajectory.group_id, trajectory.attempt = group_id, attempt
-        trajectory.reward, trajectory.metrics = reward, dict(metrics)
-        trajectory.failure = self._spoiled or failure or self._failure
-        trajectory.finish = FinishReason.ANSWERED
-        if trajectory.failure is not None:
-            trajectory.finish = FinishReason.FAILED
-        elif trajectory.turns and not trajectory.turns[-1].stopped:
-            trajectory.finish = FinishReason.LENGTH
+        trajectory.metrics = dict(metrics)
+        trajectory.failure = self._spoiled or failure or self._log.failure
+        if trajectory.failure is None and not trajectory.turns:
+            trajectory.failure = self._log.without_answer()
+        spoiled = trajectory.infrastructure_failed  # and nothing that it earned counts
+        trajectory.reward = None if spoiled else reward
+        trajectory.finish = self._finish_reason(given_up)
+        trajectory.notes = self._notes(reward if spoiled else None)
         generation = sum(turn.generation_seconds for turn in trajectory.turns)
         trajectory.seconds = {"total": time.perf_counter() - self._started, "generation": generation}
         return trajectory
@@ -161,117 +237,165 @@ class Session:
     def close(self) -> None:
         """End what runs in the rollout, and answer no more."""
         self._closed = True
+        self._undelivered.clear()
         for running in self._running:
             running.cancel()
-        for line in self._lines:
-            self._policy.forget(line.name)
+        for branch in self._branches:
+            self._policy.forget(branch.name)
 
-    def _question(self, wanted: Wanted) -> Question:
+    async def _question(self, request: ModelRequest) -> Question:
         """Find out what a request continues, and render it."""
-        conversation, tools = wanted.conversation, wanted.tools
-        parent, known = continued_by(self._roots, conversation, tools)
-        prompt = None
+        sampling = self._sampling.of(request.sampling)
+        parent = self._tree.continued_by(request)
+        before = None
         if parent is not None:
             self.record(parent)  # whoever goes on from an answer has got it
-        follows = self._led_to(parent, conversation, tools)
-        if parent is not None:
             before = parent.tokens(self.trajectory.sequences)
-            prompt = self._dialect.continuation(conversation[known:], before, conversation, tools)
-        if prompt is None:
-            parent, known = None, 0
-            prompt = self._dialect.prompt(conversation, tools)
+            assert parent.turn is not None
+            follows: tuple[int, ...] = (parent.turn,)
+        else:
+            # A new conversation comes after all that was answered before it, such as one with the past summed up.
+            same = self._tree.same_beginning(request)
+            follows = same.follows if same is not None else tuple(self._ends)
+        known = parent.length if parent is not None else 0
+        prompt = await self._heavy.do(lambda: self._rendered(request, known, before), size=request.size)
+        self._require_open()
         limit = self._policy.context_length
         if len(prompt.ids) >= limit:
             raise PromptTooLong(
                 f"The conversation takes {len(prompt.ids)} tokens, and the model's context length is {limit}. "
                 "Shorten it."
             )
-        calls = sum(len(message.get("tool_calls") or ()) for message in conversation)
-        return Question(parent, conversation[known:], tools, prompt, self._line_after(parent), calls, follows)
+        calls = sum(len(message.get("tool_calls") or ()) for message in request.conversation)
+        return Question(request, parent, known, prompt, sampling, self._branch_after(parent), calls, follows)
 
-    def _led_to(self, parent: Exchange | None, conversation: Sequence[Message], tools: Definitions) -> tuple[int, ...]:
-        """The turns that led to a request.
+    def _rendered(self, request: ModelRequest, known: int, before: Rendered | None) -> Rendered:
+        """A request as ids, those of the exchange that it continues first, unless the chat format rewrites them."""
+        conversation, tools = request.conversation, request.tools
+        prompt = None
+        if before is not None:
+            prompt = self._codec.continuation(conversation[known:], before, conversation, tools)
+        if prompt is None:
+            prompt = self._codec.prompt(conversation, tools)
+        return Rendered(array("i", prompt.ids), prompt.images)
 
-        That is the answer it goes on from. A new conversation comes after all that was answered before it, as what is
-        asked of another agent, or with the past summed up. One that was begun before begins again where it began.
-        """
-        if parent is not None:
-            assert parent.turn is not None
-            return (parent.turn,)
-        for root in self._roots:
-            if same_question(root.question, conversation, tools):
-                return root.question.follows
-        return tuple(self._ends)
-
-    async def _sampled(self, question: Question, wanted: Wanted) -> Generation:
-        prompt, line = question.prompt, question.line
-        room = self._policy.context_length - len(prompt.ids)
-        barred = barred_ids(self._policy.tokenizer.vision)
-        sampling = replace(wanted.sampling, max_tokens=min(wanted.sampling.max_tokens, room), barred_ids=barred)
+    async def _sampled(self, question: Question) -> Generation:
+        prompt, branch, how = question.prompt, question.branch, question.sampling
+        sampling = SamplingParams(
+            temperature=how.temperature,
+            top_p=how.top_p,
+            top_k=how.top_k,
+            max_tokens=min(question.request.max_tokens, self._policy.context_length - len(prompt.ids)),
+            stop_ids=self._codec.chat.stop_ids,
+            seed=how.seed,
+            barred_ids=barred_ids(self._policy.tokenizer.vision),
+        )
         running = asyncio.ensure_future(
-            self._policy.generate(prompt.ids, sampling, rollout_id=line.name, images=prompt.images)
+            self._policy.generate(prompt.ids, sampling, rollout_id=branch.name, images=prompt.images)
         )
         self._running.add(running)
-        line.busy = True
+        branch.busy = True
         try:
             return await running
         except BaseException as error:
-            if line.tip is None:
-                self._lines.remove(line)
-                self._policy.forget(line.name)
+            if branch.tip is None:
+                self._branches.remove(branch)
+                self._policy.forget(branch.name)
             if isinstance(error, Exception):
-                self._failure = Failure.of(error)
+                self._log.failure = Failure.of(error)
             elif self._closed and not _is_cancelled():
                 self._require_open()  # it is the rollout that ended, and the program is told
             raise
         finally:
-            line.busy = False
+            branch.busy = False
             self._running.discard(running)
 
-    def _taped(self, exchange: Exchange) -> Place:
-        question = exchange.question
-        line = question.line
-        if line.tip is not None and line.tip is not question.parent:
-            line = self._new_line()  # another answer was faster
-        line.tape.follow(question.prompt)
-        line.tape.prompt()
-        place = line.tape.sampled(exchange.said.generation)
-        line.tip = exchange
+    def _taped(self, exchange: Exchange, pending: Pending) -> Place:
+        branch = exchange.branch
+        if branch.tip is not None and branch.tip is not exchange.parent:
+            branch = self._new_branch()  # another answer was faster
+        before = branch.tip.place if branch.tip is not None else None
+        branch.tape.follow(pending.prompt)
+        branch.tape.prompt()
+        place = branch.tape.sampled(pending.answer.generation)
+        known = before.stop if before is not None and before.sequence == place.sequence else 0
+        self._allowance.record_bytes += _BYTES_A_TOKEN * (place.stop - known) - _waiting_bytes(pending)
+        branch.tip, exchange.branch = exchange, branch
         return place
 
     def _record_results(self, parent: Exchange, new: Sequence[Message]) -> None:
         """Note with a turn what the program answered its calls."""
-        if parent.turn is None or self.trajectory.turns[parent.turn].results:
+        turns = self.trajectory.turns
+        if parent.turn is None or turns[parent.turn].results:
             return
         answers = {message.get("tool_call_id"): text_of(message["content"]) for message in new}
-        results = [ToolRecord(call, answers[call.id]) for call in parent.said.calls if call.id in answers]
-        self.trajectory.turns[parent.turn] = replace(self.trajectory.turns[parent.turn], results=tuple(results))
+        results = [ToolRecord(call, answers[call.id]) for call in parent.calls if call.id in answers]
+        turns[parent.turn] = replace(turns[parent.turn], results=tuple(results))
 
-    def _line_after(self, parent: Exchange | None) -> Line:
-        for line in self._lines:
-            if parent is not None and line.tip is parent and not line.busy:
-                return line
-        return self._new_line()
+    def _notes(self, dropped: float | None) -> list[str]:
+        """What the record should say besides."""
+        notes = self._replaced.told(self._sampling)
+        if dropped is not None:
+            notes.append(f"The reward {dropped:g} does not count, because the policy is not to blame for the failure.")
+        if self._allowance.exhausted:
+            notes.append(f"Further calls were refused: {self._allowance.exhausted}")
+        return notes
 
-    def _new_line(self) -> Line:
+    def _finish_reason(self, given_up: bool) -> FinishReason:
+        turns = self.trajectory.turns
+        if self.trajectory.failure is not None:
+            return FinishReason.FAILED
+        if self._allowance.exhausted:
+            return FinishReason.MAX_TURNS
+        if given_up:
+            return FinishReason.WALL_TIME  # the program, or who runs it, did not wait for an answer
+        return FinishReason.ANSWERED if turns[-1].stopped else FinishReason.LENGTH
+
+    def _branch_after(self, parent: Exchange | None) -> Branch:
+        if parent is not None and parent.branch.tip is parent and not parent.branch.busy:
+            return parent.branch
+        return self._new_branch()
+
+    def _new_branch(self) -> Branch:
         rollout_id = self.trajectory.rollout_id
-        taken = {line.name for line in self._lines}
-        names = itertools.chain([rollout_id], (f"{rollout_id}/{number}" for number in itertools.count(1)))
-        name = next(name for name in names if name not in taken)
-        stop_ids = self._dialect.chat.stop_ids
+        name = f"{rollout_id}/{self._named}" if self._named else rollout_id
+        self._named += 1
         tape = Tape(
             self.trajectory.sequences,
             max_tokens=self._policy.context_length,
-            stop_ids=stop_ids,
-            token_ids=self._policy.tokenizer.token_ids,
+            stop_ids=self._codec.chat.stop_ids,
             barred_ids=barred_ids(self._policy.tokenizer.vision),
         )
-        self._lines.append(Line(name, tape))
-        return self._lines[-1]
+        self._branches.append(Branch(name, tape))
+        return self._branches[-1]
 
     def _require_open(self) -> None:
         if self._closed:
             raise Refusal(f"The rollout {self.trajectory.rollout_id!r} is finished.", status=409, code="finished")
+
+
+def _exchange(question: Question, answer: ModelAnswer, seconds: float) -> Exchange:
+    request = question.request
+    (with_answer,) = extended(request.hashes[-1], [answer.message])
+    return Exchange(
+        parent=question.parent,
+        new=request.conversation[question.known :],
+        message=answer.message,
+        calls=answer.calls,
+        asked_hash=request.hashes[-1],
+        hash=with_answer,
+        length=len(request.conversation) + 1,
+        follows=question.follows,
+        branch=question.branch,
+        pending=Pending(question.prompt, answer, question.sampling, seconds),
+    )
+
+
+def _waiting_bytes(pending: Pending | None) -> int:
+    """What an answer takes that is not on the record yet."""
+    if pending is None:
+        return 0
+    return 4 * len(pending.prompt.ids) + _BYTES_A_TOKEN * len(pending.answer.generation.ids)
 
 
 def _is_cancelled() -> bool:

@@ -22,6 +22,9 @@ from agentfly.policies.vision import Vision
 _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
 """How vocabularies spell what no text is to hold, whether or not they call it special."""
 
+_LONG = 32_768
+"""From so many characters on encoding takes milliseconds."""
+
 
 class HFTokenizer:
     """Implements `agentfly.policies.policy.Tokenizer` over a tokenizer of the transformers library.
@@ -86,7 +89,7 @@ class HFTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
-        ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         if self._control_ids.isdisjoint(ids):
             return ids
         # A vocabulary that can spell a control token as an ordinary piece (some Unigram ones can): encode it in halves.
@@ -96,6 +99,14 @@ class HFTokenizer:
                 return self.encode_text(text[:middle]) + self.encode_text(text[middle:])
         # The tokenizer made it of other characters, by normalising them; what they said is lost rather than obeyed.
         return [token_id for token_id in ids if token_id not in self._control_ids]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int]
+        if len(text) < _LONG:
+            ids = self._text_tokenizer.encode(text, add_special_tokens=False).ids
+        else:  # a batch lets go of the interpreter's lock, so that a thread that encodes holds up no other
+            ids = self._text_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens included; invalid bytes become U+FFFD."""

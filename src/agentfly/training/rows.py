@@ -112,7 +112,8 @@ class RowBatch:
     Attributes:
         rows: the rows, those of one group side by side.
         left_out: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (nobody
-            tells the tokens of a turn), ``no_sampled_tokens``, ``no_logprobs``.
+            tells the tokens of a turn), ``untrainable`` (`Trajectory.untrainable` says why), ``no_sampled_tokens``,
+            ``no_logprobs``.
     """
 
     rows: tuple[Row, ...]
@@ -145,6 +146,8 @@ def untrainable_cause(trajectory: Trajectory) -> str | None:
         return "unscored"
     if not trajectory.has_tokens:
         return "no_tokens"
+    if trajectory.untrainable:
+        return "untrainable"
     if not trajectory.trainable:
         return "no_sampled_tokens"
     return None if all(map(_logprobs_known, trajectory.own_sequences)) else "no_logprobs"

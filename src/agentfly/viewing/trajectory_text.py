@@ -79,7 +79,8 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
         if turn.conversation != name:
             continue
         begins = before is not None and turn.sequence != before.sequence
-        _append_turn(text, turn, max_lines, indent=indent, note=f", begins sequence {turn.sequence + 1}" * begins)
+        note = f", begins sequence {turn.sequence + 1}" * begins + _goes_on_from(turns, turn, before)
+        _append_turn(text, turn, max_lines, indent=indent, note=note)
         told.add(turn.index)
         for result in turn.results:
             _append_call(text, result, indent + 2)
@@ -88,6 +89,15 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
             _append_observation(text, result, max_lines, indent + 4)
         before = turn
     return told
+
+
+def _goes_on_from(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
+    """Where a turn goes on in its conversation, if that is not from the turn shown before it: it is a branch."""
+    if before is None or not turn.follows or before.index in turn.follows:
+        return ""
+    if any(turns[number].conversation != turn.conversation for number in turn.follows):
+        return ""  # subagents that have answered it
+    return f", goes on from turn {' and '.join(str(number + 1) for number in turn.follows)}"
 
 
 def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:
@@ -138,6 +148,10 @@ def _append_end(text: Text, trajectory: Trajectory) -> None:
     text.append(f", {total:.2f} s\n" if total is not None else "\n", _QUIET)
     for name, value in trajectory.metrics.items():
         text.append(f"  {name} = {value:g}\n", _QUIET)
+    if trajectory.untrainable:
+        _append_block(text, f"not to be trained on: {trajectory.untrainable}", max_lines=8, style="yellow")
+    for note in trajectory.notes:
+        _append_block(text, note, max_lines=8, style=_QUIET)
     for what, failure in (("failed", trajectory.failure), ("not scored", trajectory.reward_failure)):
         if failure is not None:
             _append_failure(text, what, failure)

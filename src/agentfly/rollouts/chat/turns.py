@@ -26,8 +26,8 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tools: Definitions = ()  # those described last, which are mostly those of the next time
-        self._described: list[Any] = []
+        # The tools described last, which are mostly those of the next time; in one, because threads may share them.
+        self._described: tuple[Definitions, list[Any]] = ((), [])
         self.control = ControlTokens(tokenizer)
         self.shape = shape_wanted_by(tokenizer)
         self.endings = endings_of(tokenizer, self.control, self.shape)
@@ -80,9 +80,11 @@ class Turns:
         return found[0]
 
     def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
-        if tools is not self._tools:
-            self._tools, self._described = tuple(tools), self.control.disarm_values(list(tools))
-        return self._tokenizer.render(self.shape.fit(disarmed), tools=self._described, add_generation_prompt=opens)
+        known, described = self._described
+        if tools is not known:
+            described = self.control.disarm_values(list(tools))
+            self._described = (tuple(tools), described)
+        return self._tokenizer.render(self.shape.fit(disarmed), tools=described, add_generation_prompt=opens)
 
     def _inner_tokens(self) -> set[str]:
         """The control tokens that a turn may hold: those around thoughts and calls."""

@@ -1,4 +1,4 @@
-"""Dialect: how a program's conversations are shown to one model, and how what it says is read."""
+"""ModelCodec: how a program's conversations are shown to one model, and how what it says is read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.agents.toolcalls.registry import format_of_template
 from agentfly.errors import ChatFormatError
 from agentfly.gateway.hermes_for_all import HermesForAll
+from agentfly.gateway.json_values import UnfitValue, chars_in
+from agentfly.gateway.model_request import ModelRequest
 from agentfly.gateway.program_tool import ProgramTool
 from agentfly.images import PlacedImage
 from agentfly.messages import Message, Role, ToolCall, image_parts, images_of, joined, text_of
-from agentfly.policies.policy import Generation, SamplingParams, Tokenizer
+from agentfly.policies.policy import Generation, Tokenizer
 from agentfly.rollouts.chat.chat_format import ChatFormat, Definitions, Rendered
 from agentfly.rollouts.chat.proof import ANSWERED, Exchange
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelAnswer:
     """An answer of the model as the program is given it.
 
     Attributes:
@@ -40,32 +42,11 @@ class Said:
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a program asks for.
-
-    Attributes:
-        conversation: what the model is to answer.
-        tools: the tools it may call.
-        sampling: how to sample; ``max_tokens`` is the program's limit.
-        stops: texts that end the answer; what is sampled behind the first of them counts as not sampled.
-        may_call: whether calls in the answer are read as such.
-        most_calls: how many calls the program takes at a time; None for any number.
-    """
-
-    conversation: Sequence[Message]
-    tools: Definitions
-    sampling: SamplingParams
-    stops: Sequence[str] = ()
-    may_call: bool = True
-    most_calls: int | None = None
-
-
 LONGEST = 200
-"""The most turns that a program's conversation is expected to have."""
+"""The most turns that a program\'s conversation is expected to have."""
 
 
-class Dialect:
+class ModelCodec:
     """Renders conversations with tools for a model, and reads its answers.
 
     Args:
@@ -81,8 +62,8 @@ class Dialect:
         self._no_tools = no_tools
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, calls: ToolCallFormat | None, *, history: History) -> Dialect:
-        """The dialect of a model, proved for conversations with and without tools.
+    def of(cls, tokenizer: Tokenizer, calls: ToolCallFormat | None, *, history: History) -> ModelCodec:
+        """The codec of a model, proved for conversations with and without tools.
 
         Args:
             tokenizer: the model's.
@@ -142,37 +123,38 @@ class Dialect:
         moved = (PlacedImage.moved(image, len(after.ids)) for image in rest.images)
         return Rendered([*after.ids, *rest.ids], (*after.images, *moved))
 
-    def read(self, generation: Generation, wanted: Wanted, *, first_call: int) -> Said:
+    def read(self, generation: Generation, request: ModelRequest, *, first_call: int) -> ModelAnswer:
         """What a generation says.
 
-        A malformed call is left in the text, with all others of its turn: nobody must run half of what was meant.
+        A malformed call is left in the text, with all others of its turn: nobody must run half of what was meant. So is
+        one with arguments that JSON cannot hold, and that a program could not send back.
 
         Args:
             generation: what was sampled.
-            wanted: what was asked for.
+            request: what was asked for.
             first_call: number of the first call.
         """
-        generation, stopped_at = self._stopped(generation, wanted.stops)
+        generation, stopped_at = self._stopped(generation, request.stops)
         reply = self.chat.reply(generation.ids)
         text, content = reply.text, reply.content
         if stopped_at is not None:
             text, content = text.partition(stopped_at)[0], content.partition(stopped_at)[0]
         calls: tuple[ToolCall, ...] = ()
-        if wanted.may_call and generation.finish == "stop":
-            found = self._calls.parse(text, _tools(wanted.tools)) if reply.calls is None else reply.calls
-            if all(call.arguments is not None for call in found):
+        if request.may_call and generation.finish == "stop":
+            found = self._calls.parse(text, _tools(request.tools)) if reply.calls is None else reply.calls
+            if all(map(_is_sound, found)):
                 calls = found
         message: Message = {"role": "assistant", "content": content}
         if calls:
             told = content if reply.calls is not None else text_of(_apart(self._calls).said(content, calls)["content"])
             calls = tuple(
                 dataclasses.replace(call, id=call_id(number))
-                for number, call in enumerate(calls[: wanted.most_calls], first_call)
+                for number, call in enumerate(calls[: request.max_calls], first_call)
             )
             message = message_with_calls(told, calls)
         if reply.reasoning is not None:
             message["reasoning_content"] = reply.reasoning
-        return Said(message, text, calls, generation)
+        return ModelAnswer(message, text, calls, generation)
 
     def _stopped(self, generation: Generation, stops: Sequence[str]) -> tuple[Generation, str | None]:
         """The generation up to the token that completes the first of ``stops``, and which that is."""
@@ -245,6 +227,17 @@ def _apart(calls: ToolCallFormat) -> ToolCallFormat:
 def _tools(tools: Definitions) -> list[Tool]:
     """The tools as tool-call formats ask about them."""
     return cast(list[Tool], [ProgramTool.of(tool) for tool in tools])
+
+
+def _is_sound(call: ToolCall) -> bool:
+    """Whether a call was read, and can be handed to a program as JSON."""
+    if call.arguments is None:
+        return False
+    try:
+        chars_in([call.name, call.arguments])
+    except UnfitValue:
+        return False
+    return True
 
 
 def _told(conversation: list[Message], instructions: str, *, by: Role) -> list[Message]:

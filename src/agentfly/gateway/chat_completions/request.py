@@ -1,4 +1,4 @@
-"""The wire: what OpenAI's chat API says on both sides, as far as the gateway speaks it."""
+"""ChatRequest: a request for a chat completion as OpenAI's API has it, as far as the gateway speaks it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentfly.errors import AgentFlyError, PromptTooLong, UsageError, say
+from agentfly.gateway.refusal import Refusal
+from agentfly.gateway.sampling import FOLLOWED, NEUTRAL
 
+MAX_STOPS = 16
+"""How many texts may end an answer. OpenAI takes 4."""
 
-class Refusal(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: the HTTP status.
-        code: what programs tell errors apart by.
-        param: the parameter that is to blame.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-
-    @classmethod
-    def of(cls, error: Exception) -> Refusal:
-        """What a program is told of a failure. One that the machine is to blame for is a 500, which clients retry."""
-        if isinstance(error, Refusal):
-            return error
-        if isinstance(error, PromptTooLong):
-            return cls(str(error), code="context_length_exceeded", param="messages")
-        if isinstance(error, UsageError):
-            return cls(str(error))
-        if isinstance(error, UnicodeError):
-            return cls(f"The conversation holds characters that are no text: {error}.", param="messages")
-        return cls(str(error) if isinstance(error, AgentFlyError) else say(error), status=500)
-
-    def to_json(self) -> dict[str, Any]:
-        """The error as OpenAI writes one."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class ChatRequest(BaseModel):
@@ -50,7 +22,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    model: str = ""
+    model: Annotated[str, Field(max_length=1_000)] = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -59,11 +31,11 @@ class ChatRequest(BaseModel):
     stream_options: dict[str, Any] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
@@ -79,10 +51,19 @@ class ChatRequest(BaseModel):
         try:
             request = cls.model_validate_json(body or b"{}")
         except ValidationError as error:
-            raise _refusal_of(error) from None
+            raise Refusal.of_invalid(error) from None
         for param, why in request._cannot_be():
             raise Refusal(f"{param}: {why}", code="unsupported_parameter", param=param)
         return request
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The parameters of sampling that it names."""
+        named = {name: getattr(self, name) for name in FOLLOWED}
+        named |= {name: value for name, value in (self.model_extra or {}).items() if name in NEUTRAL}
+        if self.top_k == -1:
+            named["top_k"] = 0  # both take all tokens
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -115,22 +96,19 @@ class ChatRequest(BaseModel):
                 "tool_choice",
                 "the model decides which tool to call, if any: write 'auto' or 'none', or leave it out.",
             )
+        if len(self.stops) > MAX_STOPS:
+            yield "stop", f"at most {MAX_STOPS} texts may end an answer, not {len(self.stops)}."
         if self.top_logprobs:
             yield "top_logprobs", "only the log-probs of the sampled tokens are known. Leave it out."
         if (self.response_format or {}).get("type", "text") != "text":
             yield "response_format", "answers cannot be forced into a form. Ask for it in words, and check the answer."
-        for param, neutral in _NEUTRAL.items():
+        for param, neutral in _UNSUPPORTED.items():
             found = (self.model_extra or {}).get(param)
             if found is not None and found not in neutral:
-                yield param, f"{found!r} cannot be done here; leave it out."
+                yield param, f"{found!r:.100} cannot be done here; leave it out."
 
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -138,35 +116,4 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
 }
-"""Parameters that change what is sampled, and the values with which they do not."""
-
-
-class FinishRequest(BaseModel):
-    """What a program says of a rollout when it is over."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    reward: float | None = None
-    task: str | dict[str, Any] | None = None
-    group_id: str | None = None
-    attempt: Annotated[int, Field(ge=0)] | None = None
-    metrics: dict[str, float] = Field(default_factory=dict)
-    error: str | None = None
-
-    @classmethod
-    def read(cls, body: bytes) -> FinishRequest:
-        """A request from the body that was sent.
-
-        Raises:
-            Refusal: it is none.
-        """
-        try:
-            return cls.model_validate_json(body or b"{}")
-        except ValidationError as error:
-            raise _refusal_of(error) from None
-
-
-def _refusal_of(error: ValidationError) -> Refusal:
-    problem = error.errors(include_url=False)[0]
-    param = ".".join(map(str, problem["loc"])) or None
-    return Refusal(f"{param or 'The body'}: {problem['msg']}.", param=param)
+"""Parameters that change what the answer is about, and the values with which they do not."""

@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentfly.gateway.exchange import Exchange
-from agentfly.gateway.wire import ChatRequest
+from agentfly.gateway.chat_completions.events import event
+from agentfly.gateway.chat_completions.request import ChatRequest
+from agentfly.gateway.exchange import Pending
 from agentfly.messages import ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 
@@ -18,15 +19,15 @@ class Completion:
     """The answer to a request.
 
     Args:
-        exchange: the request and what was said.
+        answered: the answer, and what was sent for it.
         asked: the request as it came.
         tokenizer: tells the text of single tokens.
     """
 
-    def __init__(self, exchange: Exchange, asked: ChatRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, answered: Pending, asked: ChatRequest, tokenizer: Tokenizer) -> None:
         self._asked = asked
-        self._prompt = exchange.question.prompt.ids
-        self._said = exchange.said
+        self._prompt = answered.prompt.ids
+        self._answer = answered.answer
         self._tokenizer = tokenizer
         self._about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
@@ -35,13 +36,13 @@ class Completion:
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._reasoning is not None:
             message["reasoning_content"] = self._reasoning
-        if self._said.calls:
-            message["tool_calls"] = [_written(call) for call in self._said.calls]
+        if self._answer.calls:
+            message["tool_calls"] = [_written(call) for call in self._answer.calls]
         choice = {"index": 0, "message": message, "finish_reason": self._reason, "logprobs": self._logprobs}
         return {
             **self._about,
             "object": "chat.completion",
-            "choices": [{**choice, **self._ids("token_ids", self._said.generation.ids)}],
+            "choices": [{**choice, **self._ids("token_ids", self._answer.generation.ids)}],
             "usage": self._usage,
             **self._ids("prompt_token_ids", self._prompt),
         }
@@ -53,9 +54,9 @@ class Completion:
             yield self._chunk({"reasoning_content": self._reasoning})
         if self._content:
             yield self._chunk({"content": self._content})
-        for index, call in enumerate(self._said.calls):
+        for index, call in enumerate(self._answer.calls):
             yield self._chunk({"tool_calls": [{"index": index, **_written(call)}]})
-        told = {"logprobs": self._logprobs, **self._ids("token_ids", self._said.generation.ids)}
+        told = {"logprobs": self._logprobs, **self._ids("token_ids", self._answer.generation.ids)}
         yield self._chunk({}, finish_reason=self._reason, **told)
         if self._asked.wants_usage:
             yield event({**self._about, "object": "chat.completion.chunk", "choices": [], "usage": self._usage})
@@ -63,25 +64,25 @@ class Completion:
 
     @property
     def _content(self) -> str | None:
-        said = text_of(self._said.message["content"])
-        return said or (None if self._said.calls else "")
+        said = text_of(self._answer.message["content"])
+        return said or (None if self._answer.calls else "")
 
     @property
     def _reasoning(self) -> str | None:
-        return self._said.message.get("reasoning_content")
+        return self._answer.message.get("reasoning_content")
 
     @property
     def _reason(self) -> str:
-        return "tool_calls" if self._said.calls else self._said.generation.finish
+        return "tool_calls" if self._answer.calls else self._answer.generation.finish
 
     @property
     def _usage(self) -> dict[str, int]:
-        prompt, sampled = len(self._prompt), len(self._said.generation.ids)
+        prompt, sampled = len(self._prompt), len(self._answer.generation.ids)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     @property
     def _logprobs(self) -> dict[str, Any] | None:
-        generation = self._said.generation
+        generation = self._answer.generation
         if not self._asked.logprobs or generation.logprobs is None:
             return None
         return {"content": [self._logprob(*one) for one in zip(generation.ids, generation.logprobs, strict=True)]}
@@ -96,11 +97,6 @@ class Completion:
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, **more}
         return event({**self._about, "object": "chat.completion.chunk", "choices": [choice]})
-
-
-def event(value: Mapping[str, Any]) -> bytes:
-    """A server-sent event that holds JSON."""
-    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 def _written(call: ToolCall) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""Conversation: a program's messages in one form, whatever its client library makes of them."""
+"""A program's messages in one form, whatever its client library makes of them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly.gateway.wire import Refusal
+from agentfly.gateway.json_values import UnfitValue, parsed
+from agentfly.gateway.refusal import Refusal
 from agentfly.images import Image
-from agentfly.messages import Content, ImagePart, Message, Role, TextPart, text_of
+from agentfly.messages import Content, ImagePart, Message, Role, TextPart
 
 _ROLES: Mapping[Any, Role] = {
     "system": "system",
@@ -19,6 +18,9 @@ _ROLES: Mapping[Any, Role] = {
     "tool": "tool",
     "function": "tool",
 }
+
+IMAGE_PARTS = ("image_url", "input_image")
+"""The types of parts that hold an image."""
 
 
 def read_conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -36,32 +38,11 @@ def read_conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return read
 
 
-def same_messages(known: Sequence[Message], found: Sequence[Message]) -> bool:
-    """Whether what a program shows is what is known. Names and ids are not compared: libraries change them."""
-    return len(known) == len(found) and all(map(_same, known, found))
-
-
-def _same(known: Message, found: Message) -> bool:
-    if known["role"] != found["role"]:
-        return False
-    if known["role"] != "assistant":
-        return known["content"] == found["content"]
-    calls, shown = _calls_of(known), _calls_of(found)
-    if calls != shown:
-        return False
-    said, repeated = text_of(known["content"]).strip(), text_of(found["content"]).strip()
-    return said == repeated or bool(calls and not repeated)  # some libraries drop what was said beside a call
-
-
-def _calls_of(message: Message) -> list[tuple[Any, Any]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-
-
 def _message(message: Mapping[str, Any], where: str) -> Message:
     said = message.get("role")
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise Refusal(f"{where}: the role {said!r} is not known; write one of {', '.join(_ROLES)}.")
+        raise Refusal(f"{where}: the role {said!r:.100} is not known; write one of {', '.join(_ROLES)}.")
     read: Message = {"role": role, "content": _content(message.get("content"), where)}
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
         read["tool_call_id"] = message["tool_call_id"]
@@ -94,13 +75,15 @@ def _part(part: Any, where: str) -> TextPart | ImagePart:
         text = part.get("text", part.get("refusal"))
         if isinstance(text, str):
             return {"type": "text", "text": text}
-    if kind in ("image_url", "input_image"):
+    if kind in IMAGE_PARTS:
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
         if isinstance(url, str) and url.startswith("data:"):
-            return {"type": "image", "image": Image.from_url(url)}
+            image = Image.from_url(url)
+            image.check()
+            return {"type": "image", "image": image}
         raise Refusal(f"{where}: images are fetched from nowhere. Send them as data URLs: data:image/png;base64,…")
-    raise Refusal(f"{where}: a part of the type {kind!r} cannot be shown to the model; texts and images can.")
+    raise Refusal(f"{where}: a part of the type {kind!r:.100} cannot be shown to the model; texts and images can.")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -109,9 +92,11 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise Refusal(f"{where}: a tool call has no function with a name.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # what stays a text is refused
-            arguments = json.loads(arguments or "{}")
+        try:
+            arguments = parsed(arguments or "{}")
+        except UnfitValue as error:
+            raise Refusal(f"{where}: the text of the arguments of {function['name']!r:.100} {error}.") from None
     if not isinstance(arguments, Mapping | None):
-        raise Refusal(f"{where}: the arguments of the call of {function['name']!r} are no JSON object.")
+        raise Refusal(f"{where}: the arguments of the call of {function['name']!r:.100} are no JSON object.")
     named = {"name": function["name"], "arguments": dict(arguments or {})}
     return {"id": str(call.get("id") or ""), "type": "function", "function": named}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfly.resources.containers import unpacking
 from agentfly.resources.containers.archive_bytes import ArchiveError
 from agentfly.resources.containers.confined_directory import ConfinedDirectory
 from agentfly.resources.containers.unpacking import TooLarge, Unpacker, UnpackLimits
@@ -274,6 +275,17 @@ def test_paths_that_the_system_could_not_name_are_not_made(tmp_path: Path) -> No
     entries: list[tuple[str, What]] = [(half, (DIRECTORY, "")), ("l", (SYMLINK, half)), (f"l/{half}/f", b"")]
     with pytest.raises(ArchiveError, match="too long for the system"):
         unpack(tar(entries), tmp_path)
+
+
+def test_of_names_a_bounded_number_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacking, "_MOST_NAMES", 2)
+    entries: list[tuple[str, What]] = [(f"pipe{n}", (tarfile.FIFOTYPE, "")) for n in range(5)]
+    entries += [(f"d{n % 4}/f{n}", b"") for n in range(12)]
+    with Unpacker(tmp_path, LIMITS) as unpacker:
+        unpacker.add(reader(tar(entries)))
+        assert unpacker.left_out == ["pipe0", "pipe1"]
+        assert len(unpacker._places) <= 2
+    assert len([*tmp_path.glob("d*/f*")]) == 12
 
 
 def test_a_link_to_nothing_at_all_is_left_out(tmp_path: Path) -> None:

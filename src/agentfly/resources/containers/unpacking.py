@@ -22,6 +22,7 @@ _HIDES = ".wh."  # before the name of what a layer hides of those below it
 _HIDES_ALL = ".wh..wh..opq"
 _AUFS = ".wh..wh."  # what only that file system needs
 _LONGEST_PATH, _LONGEST_NAME = 4096, 256  # bytes, as the kernel's
+_MOST_NAMES = 10_000  # kept in memory, each of which may be long
 _STEPS = 50  # names to be looked up for each entry, on average
 _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # what a name or a link in an archive can be the cause of; the host is that of other errors
@@ -78,7 +79,7 @@ class Unpacker:
     removed. Everything belongs to the caller afterwards, without set-user-id bits; devices and pipes are left out.
 
     Attributes:
-        left_out: the names of what was not unpacked.
+        left_out: the names of what was not unpacked, the first 10,000 of them.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Unpacker:
             Cancelled: the token says so.
             TimeoutError: the token says so.
         """
-        fresh: set[str] = set()  # what this layer has, which it does not hide
+        fresh: set[int] = set()  # the hashes of the places that this layer has something at, which it does not hide
         bare: set[str] = set()  # directories of which it hides all else
         while (member := archive.next()) is not None:
             self._token.check()
@@ -137,7 +138,7 @@ class Unpacker:
                 elif name not in ("", ".", ".."):  # the directory itself, which is there
                     self._put(archive, member, place, name)
                     if layer:
-                        fresh.add(join(place, name))
+                        fresh.add(hash(join(place, name)))
             self._count()
 
     def finish(self) -> None:
@@ -148,12 +149,12 @@ class Unpacker:
             Cancelled: the token says so.
             TimeoutError: the token says so.
         """
-        for place, name in () if self._leaving_links else self._links:
+        for place, name in self._links:
             self._check_steps()
             target = self._directory.link(place, name)
             if target is not None and self._directory.leads_out(place, target):
                 self._directory.remove(place, name)
-                self.left_out.append(join(place, name))
+                self._leave_out(join(place, name))
 
     # --- members ----------------------------------------------------------------------------------------------------
 
@@ -167,10 +168,11 @@ class Unpacker:
         elif member.kind is Kind.SYMLINK and member.target:
             self._remove(place, name)
             os.symlink(member.target, name, dir_fd=self._made(place))
-            self._links.append((place, name))
             self._places.clear()
+            if not self._leaving_links:
+                self._links.append((place, name))
         else:
-            self.left_out.append(member.name)
+            self._leave_out(member.name)
 
     def _put_file(self, archive: TarReader, member: Member, place: str, name: str) -> None:
         self._bytes += member.size
@@ -219,14 +221,14 @@ class Unpacker:
         from_place = self._directory.followed(parent)
         found = self._directory.find(from_place)
         if found is None or other in ("", ".", "..") or not _is_file(found, other):
-            self.left_out.append(member.name)
+            self._leave_out(member.name)
             return
         if (from_place, other) == (place, name):
             return
         self._remove(place, name)
         source = self._directory.find(from_place)
         if source is None:  # it was in what has just been removed
-            self.left_out.append(member.name)
+            self._leave_out(member.name)
             return
         source = os.dup(source)
         try:
@@ -234,7 +236,7 @@ class Unpacker:
         finally:
             os.close(source)
 
-    def _hide(self, place: str, name: str, fresh: set[str], bare: set[str]) -> None:
+    def _hide(self, place: str, name: str, fresh: set[int], bare: set[str]) -> None:
         """Remove what the layers below have in a directory, by the name of what hides it."""
         hidden = name.removeprefix(_HIDES)
         if name != _HIDES_ALL:
@@ -253,7 +255,7 @@ class Unpacker:
         finally:
             os.close(listed)
         for one in below:
-            if join(place, one) not in fresh:
+            if hash(join(place, one)) not in fresh:
                 self._remove(place, one)
 
     # --- places -----------------------------------------------------------------------------------------------------
@@ -262,6 +264,8 @@ class Unpacker:
         """Where the directory of a name in the archive is."""
         place = self._places.get(name)
         if place is None:
+            if len(self._places) >= _MOST_NAMES:
+                self._places.clear()
             place = self._places[name] = self._directory.followed(name)
             self._check_steps()
         return place
@@ -277,6 +281,10 @@ class Unpacker:
     def _remove(self, place: str, name: str) -> None:
         if self._directory.remove(place, name) in ("directory", "link"):
             self._places.clear()
+
+    def _leave_out(self, name: str) -> None:
+        if len(self.left_out) < _MOST_NAMES:
+            self.left_out.append(name)
 
     def _count(self) -> None:
         self._entries += 1

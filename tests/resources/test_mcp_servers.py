@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from agentfly.errors import (
     ToolError,
     UsageError,
 )
+from agentfly.installation import install_command
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.mcp.server import MCPServer
 from agentfly.resources.mcp.spec import MCPServerSpec
@@ -252,7 +254,7 @@ async def test_a_program_that_takes_no_notice_of_its_end_is_killed(tmp_path: Pat
 
 async def test_without_the_package_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp.client.client", None)
-    with pytest.raises(PrerequisiteError, match=r"pip install 'agentfly-rl\[mcp\]'"):
+    with pytest.raises(PrerequisiteError, match=re.escape(install_command("mcp"))):
         await MCPServer(small(), "server").start()
 
 

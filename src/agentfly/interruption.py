@@ -197,6 +197,8 @@ def must_pass(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     if not _on_main_thread():
         return False
     if isinstance(error, KeyboardInterrupt):
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
+            return False  # as in a shell's background jobs: Ctrl-C raises nothing here
         interruption = _installed(signal.SIGINT)
         return interruption is None or interruption.received is not None
     if isinstance(error, SystemExit):

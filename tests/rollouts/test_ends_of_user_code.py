@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 
 import pytest
 
@@ -154,6 +155,15 @@ def test_an_interruption_that_users_code_raises_ends_the_run_or_the_rollout_and_
     assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["ctrl-c", "background"])
+def ctrl_c(request):
+    """What Ctrl-C does as the program begins: a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", places(Exception))
 def test_where_ctrl_c_is_handled_an_interruption_that_users_code_raises_is_its_failure(place, tmp_path):
     for trajectory in interruption.run(rolled_out(place, KeyboardInterrupt, tmp_path)):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say
 from agentfly.images import Image
+from agentfly.json_values import json_line
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -356,13 +357,7 @@ def _trajectory_in(line: bytes, place: str) -> Trajectory:
 
 def trajectory_line(trajectory: Trajectory, **besides: Any) -> str:
     """A trajectory as one line of JSON, with its line end; ``besides`` is kept with it, for who reads the JSON."""
-    value = trajectory.to_json() | besides
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        line.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
-        line = json.dumps(value, allow_nan=False)
-    return line + "\n"
+    return json_line(trajectory.to_json() | besides) + "\n"
 
 
 def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:

@@ -128,7 +128,7 @@ class Tool(UserFunction):
         except FunctionFailed as failed:
             self._raise_failure(failed, cut)
         try:
-            result = as_result(self.name, value)
+            result = as_result(self.name, value, self._told)
         except AgentFlyError:
             raise
         except Exception as error:  # of the value's own code, when it is asked what it reads as

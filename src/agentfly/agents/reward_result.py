@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.errors import RewardDefinitionError
+from agentfly.json_values import number_of
 
 _CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
 
@@ -46,18 +46,11 @@ def read_result(value: Any, name: str, turns: int) -> RewardResult:
     reward: Any = given.reward
     if reward is None and turn_rewards is not None:
         reward = sum_of(turn_rewards)
-    if not is_score(reward):
+    score = number_of(reward)
+    if score is None:
         found = "None" if reward is None else f"{type(reward).__name__} {_echo(reward)}"
         raise RewardDefinitionError(f"The reward {name!r} returned {found}, which is not a score. {_CURE}")
-    return RewardResult(float(reward), _metrics(given.metrics, name), turn_rewards)
-
-
-def is_score(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number, and so a score."""
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # a whole number or a fraction beyond all floats
-        return False
+    return RewardResult(score, _metrics(given.metrics, name), turn_rewards)
 
 
 def sum_of(rewards: Sequence[float | None]) -> float | None:
@@ -80,13 +73,14 @@ def _as_result(value: Any, name: str) -> RewardResult:
 
 
 def _metrics(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
+    read = {str(key): number_of(number) for key, number in metrics.items()}
     for key, number in metrics.items():
-        if not is_score(number):
+        if read[str(key)] is None:
             raise RewardDefinitionError(
                 f"The reward {name!r} returned the metric {key!r} as {_echo(number)}, which is no finite number. "
                 "Leave it out where it has no value."
             )
-    return {str(key): float(number) for key, number in metrics.items()}
+    return {key: number for key, number in read.items() if number is not None}
 
 
 def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
@@ -97,13 +91,14 @@ def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
             f"The reward {name!r} returned turn_rewards for a trajectory of {turns} turns, and this is {found}. "
             "Give one for each of trajectory.turns, None where there is none."
         )
+    read = [None if reward is None else number_of(reward) for reward in rewards]
     for number, reward in enumerate(rewards):
-        if reward is not None and not is_score(reward):
+        if reward is not None and read[number] is None:
             raise RewardDefinitionError(
                 f"The reward {name!r} returned {_echo(reward)} as the reward of turn "
                 f"{number}, which is no finite number. Give None where there is none."
             )
-    return tuple(None if reward is None else float(reward) for reward in rewards)
+    return tuple(read)
 
 
 def as_list(value: Any) -> list[Any] | None:

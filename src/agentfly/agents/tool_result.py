@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from numbers import Real
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.errors import ToolDefinitionError
+from agentfly.errors import ToolDefinitionError, message_of
 from agentfly.images import Image, is_pixels
+from agentfly.json_values import as_json, has_words, json_line, number_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class ToolResult:
         observation: the text that the model is given. A tool may write here whatever it could return.
         reward: what the call was worth, if the tool says so.
         done: whether the task is finished.
-        state: the state that the environment is in after the call, if the tool says so; anything that JSON can hold.
+        state: the state that the environment is in after the call, if the tool says so; anything that JSON can hold,
+            and NumPy's numbers and arrays. What is no finite number becomes null.
         image: an image that the model is shown with the text, or several in a list: of `agentfly.Image`, of PIL, or a
             NumPy array of bytes, height by width by 3 or 4 colours. What comes out of a call is a tuple of
             `agentfly.Image`.
-        info: anything else that JSON can hold, for those who read trajectories; the model does not see it.
+        info: anything else, for those who read trajectories; the model does not see it. What JSON cannot hold is
+            recorded as text.
     """
 
     observation: Any = ""
@@ -42,7 +45,7 @@ class ToolResult:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not (isinstance(self.reward, Real) and math.isfinite(self.reward)):
+        if self.reward is not None and number_of(self.reward) is None:
             raise ToolDefinitionError(
                 f"ToolResult(reward={self.reward!r}): the reward of a tool call must be a finite number, or None."
             )
@@ -60,16 +63,17 @@ class ToolResult:
         return tuple(map(_as_image, given))
 
 
-def as_result(tool: str, value: Any) -> ToolResult:
+def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult:
     """What a tool returned, as a result whose observation is a text and whose images are a tuple of `Image`.
 
     Args:
         tool: name of the tool, for messages.
         value: what it returned: any value that JSON can hold, an object with words of its own, an image, a list that
             mixes texts and images, or a `ToolResult` with such an observation.
+        told: what the tool's author was told before, and is not told again.
 
     Raises:
-        ToolDefinitionError: it holds a coroutine that was never awaited, or JSON cannot hold the state or the info.
+        ToolDefinitionError: it holds a coroutine that was never awaited, or JSON cannot hold the state.
     """
     if isinstance(value, str):
         return ToolResult(_as_text(value), image=())
@@ -83,11 +87,11 @@ def as_result(tool: str, value: Any) -> ToolResult:
     return replace(
         result,
         observation=text,
-        reward=None if result.reward is None else float(result.reward),
+        reward=None if result.reward is None else number_of(result.reward),
         done=bool(result.done),
-        state=_as_json(tool, "state", result.state),
+        state=_state(tool, result.state),
         image=(*shown, *result.images),
-        info=_as_json(tool, "info", dict(result.info)),
+        info=_info(tool, result.info, told if told is not None else set()),
     )
 
 
@@ -137,8 +141,8 @@ def _as_text(value: Any) -> str:
         return value.decode("utf-8", errors="replace")
     if not isinstance(value, str):
         try:
-            value = str(value) if _has_words(value) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
-        except (PydanticSerializationError, ValueError, RecursionError):
+            value = str(value) if _reads_as_text(value) else json.dumps(as_json(value), ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
             value = str(value)
     text: str = value
     if text.isascii():
@@ -146,20 +150,43 @@ def _as_text(value: Any) -> str:
     return text.encode("utf-8", errors="replace").decode()  # a lone surrogate could not be tokenized or saved
 
 
-def _has_words(value: Any) -> bool:
-    """Whether an object's class says how it reads as text. A pydantic model's does so for programmers only."""
-    own = any("__str__" in vars(kind) for kind in type(value).__mro__[:-1])
-    return own and not isinstance(value, (BaseModel, Enum))
+def _reads_as_text(value: Any) -> bool:
+    """Whether an object reads as text in its own words. A pydantic model's are for programmers only."""
+    if isinstance(value, (BaseModel, Enum)):
+        return False
+    is_scalar = hasattr(value, "dtype") and getattr(value, "shape", None) == ()  # NumPy's, which reads as Python's do
+    return not is_scalar and has_words(value)
 
 
-def _as_json(tool: str, field: str, value: Any) -> Any:
-    """``value`` as JSON gives it back, so that a saved trajectory is read as it was."""
-    if value is None or value == {}:
-        return value
+def _state(tool: str, value: Any) -> Any:
+    """A state as JSON gives it back. States are compared, and one that is only described would be another each time.
+
+    Raises:
+        ToolDefinitionError: JSON cannot hold it.
+    """
     try:
-        return json.loads(to_json(value, inf_nan_mode="strings"))
-    except (ValueError, RecursionError) as error:
+        return as_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ToolDefinitionError(
-            f"The tool {tool!r} returned ToolResult({field}=…) with something that JSON cannot hold: {error}. "
-            "Return numbers, texts, lists, dicts, dataclasses or pydantic models; of an array, array.tolist()."
+            f"The tool {tool!r} returned ToolResult(state=…) with something that JSON cannot hold: "
+            f"{message_of(error)}. Return numbers, texts, lists, dicts, arrays, dataclasses or pydantic models."
         ) from error
+
+
+def _info(tool: str, value: Mapping[str, Any], told: set[str]) -> Any:
+    """Further information as JSON gives it back, with text where JSON has no form; of that the author is told once."""
+    if not value:
+        return {}
+    try:
+        return as_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        said = f"info: {message_of(error)}"
+        if said not in told:
+            told.add(said)
+            logger.warning(
+                "The tool %r returned ToolResult(info=…) with something that JSON cannot hold: %s. It is recorded as "
+                "text; this is not reported again.",
+                tool,
+                message_of(error),
+            )
+        return json.loads(json_line(value))

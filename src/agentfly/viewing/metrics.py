@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import queue
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
+from agentfly.json_values import json_line
 from agentfly.run_directory import Kind, RunDirectory, append_json_line, end_last_line
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class EventWriter:
         value = event.to_json()
         if isinstance(event, (StepFinished, EvaluationFinished)):
             value["metrics"] = _finite(event.metrics)
-        self._file.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+        self._file.write(json_line(value) + "\n")
         if isinstance(event, (StepFinished, EvaluationFinished)):
             self._file.flush()
 

@@ -1,0 +1,168 @@
+"""What users' code returns as values that JSON can hold, and any record as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+MAX_DEPTH = 100
+"""How deep values may lie within one another in a record; readers of JSON bear a few hundred levels."""
+
+MAX_BITS = 4096
+"""The longest whole number that is recorded as one; Python reads and writes no more than 4,300 digits."""
+
+MAX_STAND_IN_CHARS = 1000
+"""How much stands in a record for an object that JSON has no form for."""
+
+Unknown = Callable[[Any], Any]
+"""Says what stands for a value that JSON has no form for."""
+
+
+def as_json(value: Any, unknown: Unknown | None = None) -> Any:
+    """A value as JSON holds it: null, true, false, numbers, texts, lists and objects.
+
+    Scalars and arrays of NumPy and tensors become numbers and lists, also within other values. What is no finite number
+    becomes null. Dataclasses and pydantic models become objects, enumerations their values, tuples and sets lists (sets
+    in a fixed order), bytes text, dates ISO 8601, and objects whose class says how they read as text (``__str__``)
+    that text.
+
+    Args:
+        value: any value.
+        unknown: called with what has no form; what it returns stands for that.
+
+    Raises:
+        TypeError: something has no form, and ``unknown`` is not given.
+        RecursionError: it lies too deep, or holds itself.
+    """
+    if value is None or value is True or value is False or type(value) is str or type(value) is int:
+        return value
+    if isinstance(value, Enum):
+        return as_json(value.value, unknown)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_key(key, unknown): as_json(item, unknown) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item, unknown) for item in value]
+    if isinstance(value, Set):
+        return sorted((as_json(item, unknown) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value).decode("utf-8", errors="backslashreplace")
+    if hasattr(value, "dtype") and callable(getattr(value, "tolist", None)) and not isinstance(value, type):
+        return _of_array(value, unknown)
+    return _of_object(value, unknown)
+
+
+def json_line(value: Any) -> str:
+    """A record as one line of JSON, without its end. Whatever is in it, there is a line.
+
+    What JSON has no form for stands there as text, as do whole numbers of too many digits. What lies too deep, or holds
+    itself, is cut there and says so.
+    """
+    try:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        line.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_Storable()(value), allow_nan=False)
+    return line
+
+
+def number_of(value: object) -> float | None:
+    """A finite number as a float: Python's, a scalar of NumPy, or an array or tensor without dimensions.
+
+    None for anything else.
+    """
+    if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
+        value = item()
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def has_words(value: object) -> bool:
+    """Whether an object's class says how it reads as text."""
+    return any("__str__" in vars(kind) for kind in type(value).__mro__[:-1])
+
+
+def stand_in(value: object) -> str:
+    """What stands in a record for an object that JSON has no form for: how programmers are shown it."""
+    try:
+        return repr(value)[:MAX_STAND_IN_CHARS]
+    except Exception:
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _key(key: Any, unknown: Unknown | None = None) -> str:
+    if isinstance(key, str):
+        return str.__str__(key)
+    plain = as_json(key, unknown)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _of_array(value: Any, unknown: Unknown | None) -> Any:
+    if getattr(value.dtype, "kind", "") in ("m", "M"):  # dates, which would become whole numbers
+        value = value.astype(str)
+    listed = value.tolist()
+    if type(listed) is not type(value):
+        return as_json(listed, unknown)
+    return number_of(float(listed)) if isinstance(listed, numbers.Real) else str(listed)  # wider than Python's own
+
+
+def _of_object(value: Any, unknown: Unknown | None) -> Any:
+    is_class = isinstance(value, type)
+    if is_dataclass(value) and not is_class:
+        return {field.name: as_json(getattr(value, field.name), unknown) for field in fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)) and not is_class:
+        return as_json(dump(), unknown)
+    if callable(iso := getattr(value, "isoformat", None)) and not is_class:
+        return str(iso())
+    if isinstance(value, complex) or has_words(value):
+        return str(value)
+    if unknown is None:
+        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} has no form in JSON")
+    return as_json(unknown(value), unknown)
+
+
+class _Storable:
+    """Makes values such as can be written and read again, whatever they are."""
+
+    def __init__(self) -> None:
+        self._path: set[int] = set()  # the containers that hold the value at hand
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, (Mapping, list, tuple)):
+            if id(value) in self._path or len(self._path) >= MAX_DEPTH:
+                return "(holds itself)" if id(value) in self._path else "(too deep to be recorded)"
+            self._path.add(id(value))
+            try:
+                if isinstance(value, Mapping):
+                    return {self._plain(key, _key): self(item) for key, item in value.items()}
+                return [self(item) for item in value]
+            finally:
+                self._path.discard(id(value))
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            return hex(value)
+        return self._plain(value, as_json)
+
+    def _plain(self, value: Any, read: Callable[[Any, Unknown], Any]) -> Any:
+        try:
+            found = read(value, stand_in)
+            json.dumps(found, allow_nan=False)
+        except Exception:
+            return stand_in(value)
+        return found

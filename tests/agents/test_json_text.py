@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.toolcalls.json_reader import JSONReader, NotJSON, TooDeep
-from agentfly.agents.toolcalls.json_text import decode_objects, decode_value
+from agentfly.agents.toolcalls.json_text import decode_objects
+from agentfly.json_reader import JSONReader, NotJSON, TooDeep, decode_value
 from tests.support.scale import scaled
 
 values = st.recursive(

@@ -35,7 +35,7 @@ async def judge(far_side: FarSide, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         '{"ranking": [3, 1, 2]}',
         'Number {1} is fine. {"reason": "c is best", "ranking": ["3", "1", "2"]}',
         '<think>{"ranking": [1, 2, 3]}</think>{"ranking": [3, 1, 2]}',
-        "```json\n{'reason': 'clear', ranking: [3, 1, 2],}\n```",
+        "```json\n{'reason': 'clear', 'ranking': [3, 1, 2],}\n```",
     ],
 )
 async def test_an_order_becomes_scores_from_one_to_zero(said: str, judge: ModelAPI, far_side: FarSide) -> None:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_value
+from agentfly.json_reader import NotJSON, decode_value
 
 Schema = Mapping[str, Any]
 

@@ -11,11 +11,11 @@ from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.toolcalls.block import misplaced
 from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_value, dump
+from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.label import label
 from agentfly.agents.toolcalls.text_arguments import Unreadable, argument_lines
 from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
+from agentfly.json_reader import NotJSON, decode_value
 from agentfly.messages import Message, ToolCall
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_call import unreadable_arguments
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_value
 from agentfly.errors import UsageError
+from agentfly.json_reader import NotJSON, decode_value
 
 CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -11,9 +11,9 @@ from typing import Any
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_call import call_of, name_in, unreadable_call
-from agentfly.agents.toolcalls.json_reader import NotJSON
 from agentfly.agents.toolcalls.json_text import decode_objects
 from agentfly.agents.toolcalls.thinking import MARKER
+from agentfly.json_reader import NotJSON
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from agentfly.agents.toolcalls.block import Known, WrittenCall, unreadable
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_objects, decode_value, skip_space
+from agentfly.agents.toolcalls.json_text import decode_objects, skip_space
+from agentfly.json_reader import NotJSON, decode_value
 
 _NAME = re.compile(r"""["']?\bname\b["']?\s*:\s*["']([^"'\n]{1,64})["']""")
 _BESIDE = ("id", "type")  # of a call, not of its arguments

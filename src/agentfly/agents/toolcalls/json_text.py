@@ -6,16 +6,8 @@ import json
 import re
 from typing import Any
 
-from agentfly.agents.toolcalls.json_reader import (
-    DEEPEST,
-    JSONReader,
-    NotJSON,
-    TooDeep,
-    finite,
-    refuse_constant,
-    unique,
-)
 from agentfly.errors import UsageError
+from agentfly.json_reader import NotJSON, decode_value
 
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"\s*,?\s*")
@@ -48,38 +40,6 @@ def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
     return objects, skip_space(text, position)
 
 
-def decode_value(text: str, start: int, *, origin: int | None = None) -> tuple[Any, int]:
-    """Decode the JSON value that begins at ``start``, exactly; returns it and the position after it.
-
-    Read besides is what has one meaning (see `JSONReader`): Python's quotes and constants, a comma behind the last
-    member, and line breaks inside texts. Nothing is repaired. What could not be stored or would lose something is
-    refused: a repeated name, a number that is not finite, nesting beyond 100 levels, half of a surrogate pair.
-
-    Args:
-        text: the text.
-        start: where the value begins.
-        origin: where the text begins that the model wrote as one; positions in messages are counted from there.
-
-    Raises:
-        NotJSON: there is no such value at ``start``. The message says where and why.
-    """
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError:
-        reader = JSONReader(text, start, start if origin is None else origin)
-        value = reader.value()
-        end = reader.position
-    except RecursionError:
-        raise TooDeep from None
-    except NotJSON:
-        raise
-    except ValueError:  # int() of too many digits
-        raise NotJSON("a number in it has too many digits") from None
-    if not _is_surely_storable(text[start:end]):
-        _require_storable(value)
-    return value, end
-
-
 def dump(value: Any) -> str:
     """``value`` as JSON on one line, in which no marker of a text format can stand: ``<`` is escaped.
 
@@ -98,36 +58,3 @@ def skip_space(text: str, position: int) -> int:
     space = _SPACE.match(text, position)
     assert space is not None
     return space.end()
-
-
-def _is_surely_storable(written: str) -> bool:
-    """Whether JSON text tells by itself that nothing in it is nested too deeply or half of a surrogate pair."""
-    return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= DEEPEST
-
-
-def _require_storable(value: Any) -> None:
-    level = [value]
-    for _ in range(DEEPEST):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                _require_whole(one)
-            elif isinstance(one, dict):
-                inner.extend(one)
-                inner.extend(one.values())
-            elif isinstance(one, list):
-                inner.extend(one)
-        if not inner:
-            return
-        level = inner
-    raise TooDeep
-
-
-def _require_whole(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise NotJSON("a text in it holds half of a surrogate pair") from None
-
-
-_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=unique, parse_float=finite, parse_constant=refuse_constant)

@@ -11,9 +11,8 @@ from typing import Any
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import LINE_START, Block, Known, NativeFormat, blocks_at, rest_of
 from agentfly.agents.toolcalls.json_call import call_of, name_in, unreadable_call
-from agentfly.agents.toolcalls.json_reader import NotJSON, TooDeep
-from agentfly.agents.toolcalls.json_text import decode_value
 from agentfly.agents.toolcalls.thinking import MARKER
+from agentfly.json_reader import NotJSON, TooDeep, decode_value
 from agentfly.messages import Message, ToolCall
 
 _MEMBER = r"[\"']?(?:name|type|id|parameters|arguments)[\"']?\s*:"

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, Known, NativeFormat, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_call import call_of, unreadable_arguments, unreadable_call
-from agentfly.agents.toolcalls.json_reader import NotJSON
 from agentfly.agents.toolcalls.json_text import decode_objects
 from agentfly.agents.toolcalls.thinking import MARKER
 from agentfly.errors import UsageError
+from agentfly.json_reader import NotJSON
 
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 

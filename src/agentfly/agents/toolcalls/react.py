@@ -19,8 +19,7 @@ from agentfly.agents.toolcalls.block import (
     rest_of,
     unreadable,
 )
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_value, dump
+from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.label import label
 from agentfly.agents.toolcalls.text_arguments import (
     Unreadable,
@@ -31,6 +30,7 @@ from agentfly.agents.toolcalls.text_arguments import (
     plain_arguments,
 )
 from agentfly.agents.toolcalls.thinking import MARKER, THINKING
+from agentfly.json_reader import NotJSON, decode_value
 from agentfly.messages import Message, ToolCall
 
 _FLAGS = re.IGNORECASE | re.MULTILINE

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.json_reader import NotJSON
-from agentfly.agents.toolcalls.json_text import decode_value
+from agentfly.json_reader import NotJSON, decode_value
 
 _MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
 

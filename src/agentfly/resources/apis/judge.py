@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from agentfly.errors import APIMalformed, UsageError
 from agentfly.resources.apis.completion import ChatCompletion
 from agentfly.resources.apis.ranking import ranking_instruction, ranking_reminder, read_ranking, scores_of
-from agentfly.resources.apis.verdict import conclusion, object_with
+from agentfly.resources.apis.verdict import behind_thoughts, conclusion, object_with
 
 T = TypeVar("T")
 
@@ -139,13 +139,13 @@ def judge_messages(instruction: str, **given: object) -> list[dict[str, Any]]:
 
 
 def read_score(verdict: ChatCompletion) -> float:
-    """The score in what a judge said: in the last JSON object, or in one that is written somewhat wrong, or a number.
+    """The score in what a judge said: in the JSON object that it concludes with, or all that it said but its thoughts.
 
     Raises:
         APIMalformed: there is none from 0 to 1. A verdict that was cut is none, because half a number is one too.
     """
     text = conclusion(verdict, "score")
-    found = _number(text)
+    found = _number(behind_thoughts(text))
     if found is None:
         found = _number(object_with("score", text).get("score"))
     if found is None or not 0 <= found <= 1:
@@ -154,7 +154,7 @@ def read_score(verdict: ChatCompletion) -> float:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
         return None
     try:
         number = float(value)

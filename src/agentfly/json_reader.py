@@ -10,8 +10,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-DEEPEST = 100
-"""Levels of nesting: nothing downstream can then run out of stack."""
+_DEEPEST = 100  # levels of nesting: nothing downstream can then run out of stack
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?(?![\w.])")
@@ -39,6 +38,38 @@ class TooDeep(NotJSON):
 
     def __init__(self) -> None:
         super().__init__("it is nested too deeply")
+
+
+def decode_value(text: str, start: int, *, origin: int | None = None) -> tuple[Any, int]:
+    """Decode the JSON value that begins at ``start``, exactly; returns it and the position after it.
+
+    Read besides is what has one meaning (see `JSONReader`): Python's quotes and constants, a comma behind the last
+    member, and line breaks inside texts. Nothing is repaired. What could not be stored or would lose something is
+    refused: a repeated name, a number that is not finite, nesting beyond 100 levels, half of a surrogate pair.
+
+    Args:
+        text: the text.
+        start: where the value begins.
+        origin: where the text begins that the model wrote as one; positions in messages are counted from there.
+
+    Raises:
+        NotJSON: there is no such value at ``start``. The message says where and why.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError:
+        reader = JSONReader(text, start, start if origin is None else origin)
+        value = reader.value()
+        end = reader.position
+    except RecursionError:
+        raise TooDeep from None
+    except NotJSON:
+        raise
+    except ValueError:  # int() of too many digits
+        raise NotJSON("a number in it has too many digits") from None
+    if not _is_surely_storable(text[start:end]):
+        _require_storable(value)
+    return value, end
 
 
 class JSONReader:
@@ -88,7 +119,7 @@ class JSONReader:
 
     def _nested(self, opening: str) -> Any:
         self._depth += 1
-        if self._depth > DEEPEST:
+        if self._depth > _DEEPEST:
             raise TooDeep
         self.position += 1
         self._after_text = False
@@ -108,7 +139,7 @@ class JSONReader:
                 self._fail("':' is missing behind a name")
             self.position += 1
             pairs.append((name, self.value()))
-        return unique(pairs)
+        return _unique(pairs)
 
     def _array(self) -> list[Any]:
         values: list[Any] = []
@@ -161,14 +192,14 @@ class JSONReader:
 
 def _number(written: str, *, whole: bool) -> int | float:
     if not whole:
-        return finite(written)
+        return _finite(written)
     try:
         return int(written)
     except ValueError:
         raise NotJSON("a number in it has too many digits") from None
 
 
-def finite(written: str) -> float:
+def _finite(written: str) -> float:
     """A number with a fraction or an exponent.
 
     Raises:
@@ -180,7 +211,7 @@ def finite(written: str) -> float:
     return value
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of its members.
 
     Raises:
@@ -194,7 +225,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def refuse_constant(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     """What JSON has no word for.
 
     Raises:
@@ -207,3 +238,38 @@ def _odd_escape(written: str, quote: str) -> re.Match[str] | None:
     if "\\" not in written:
         return None
     return _ESCAPES[quote].search(_PAIR.sub(lambda pair: "  " if pair[1] == "\\" else pair[0], written))
+
+
+def _is_surely_storable(written: str) -> bool:
+    """Whether JSON text tells by itself that nothing in it is nested too deeply or half of a surrogate pair."""
+    return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= _DEEPEST
+
+
+def _require_storable(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                _require_whole(one)
+            elif isinstance(one, dict):
+                inner.extend(one)
+                inner.extend(one.values())
+            elif isinstance(one, list):
+                inner.extend(one)
+        if not inner:
+            return
+        level = inner
+    raise TooDeep
+
+
+def _require_whole(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise NotJSON("a text in it holds half of a surrogate pair") from None
+
+
+_DECODER = json.JSONDecoder(
+    strict=False, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
+)

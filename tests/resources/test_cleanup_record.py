@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import subprocess
 import sys
@@ -123,6 +124,18 @@ def test_what_a_living_process_has_written_down_is_left_alone_and_is_no_run(tmp_
         assert asyncio.run(find_runs()) == []
         assert traces(state) == [{"directory": str(place)}]
     assert not [*state.glob("*")]
+
+
+def test_where_the_state_directory_cannot_be_written_a_spare_one_is_taken_without_a_word(
+    state: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (state.parent / "file").touch()
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(state.parent / "file" / "state"))
+    monkeypatch.setattr(ledger, "spare_directories", lambda: [state.parent / "spare"])
+    with CleanupRecord("place", DIRECTORY, {"directory": "/nowhere"}):
+        assert traces(state.parent / "spare") == [{"directory": "/nowhere"}]
+    assert not [*(state.parent / "spare").iterdir()]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_where_nothing_can_be_written_down_a_look_at_the_machine_goes_on(

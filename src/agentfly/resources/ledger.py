@@ -186,7 +186,8 @@ class Ledger:
         else:
             self._directory, self.path = here
             raise reason
-        logger.warning(
+        logger.log(
+            logging.DEBUG if self._prefix == RECORD else logging.WARNING,  # an engine will say so, if there is one
             "%s cannot be written (%s). What is started is written down in %s instead, where `agentfly resources reap` "
             "looks too.",
             here[0],

@@ -158,6 +158,8 @@ def backends() -> Iterator[Finding]:
             yield Finding(f"  {able.backend}", Verdict.NOTE, "does not work here", cure)
             continue
         lines = [able.how or "works", f"limits: {_limits(able)}", f"inside: {_inside(able)}"]
+        if able.not_counted:
+            lines.append(f"the limit on memory does not count: {'; '.join(able.not_counted)}")
         if able.not_isolated:
             lines.append(
                 f"not isolated: {'; '.join(able.not_isolated)}. Taken for ContainerSpec(isolation='weak') only"

@@ -70,9 +70,13 @@ def user_of(pid: int) -> int | None:
 
 
 def private_memory(pid: int) -> int:
-    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking."""
+    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking, and
+    those of the tables in which the kernel keeps where its pages are.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines += Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    own = ("Pss_Anon:", "Pss_Shmem:", "VmPTE:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))

@@ -28,6 +28,7 @@ class Capabilities:
         disk: whether the size of its private files can be limited.
         network_off: whether it can be without network.
         filtered: whether the kernel refuses the system calls inside that no program there needs.
+        not_counted: memory that the limit does not count, so that a program made to take more can, in words for people.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
         users: whether a command may run as another user than the spec's.
         ports: whether its TCP ports can be reached from the host.
@@ -52,6 +53,7 @@ class Capabilities:
     disk: bool = False
     network_off: bool = False
     filtered: bool = False
+    not_counted: tuple[str, ...] = ()
     writable_system: bool = False
     users: bool = False
     ports: bool = False

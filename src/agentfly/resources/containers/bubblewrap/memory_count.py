@@ -17,8 +17,8 @@ _LOOKS_AT_MAPPINGS = 8  # every so many looks: it takes as long as there are map
 
 
 class MemoryCount:
-    """Counts pages of processes and their tables, mappings, private files with their inodes, and pipes and sockets, those
-    beyond a few by what they may hold.
+    """Counts pages of processes and their tables, mappings, private files with their inodes, and pipes and sockets,
+    those beyond a few by what they may hold.
     """
 
     def __init__(self, places: list[str]) -> None:

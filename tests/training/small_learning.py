@@ -75,7 +75,7 @@ def constant(rows: Sequence[Row], values: Sequence[float]) -> list[np.ndarray]:
 def learner_of(
     model: torch.nn.Module, temperature: float = 1.0, *, needs_critic: bool = False, **settings: Any
 ) -> Learner:
-    config = TrainConfig(**{"learning_rate": 1e-3, **settings})
+    config = TrainConfig(**{"learning_rate": 1e-3, "algorithm": "gae" if needs_critic else "grpo", **settings})
     return Learner(model, config, temperature=temperature, needs_critic=needs_critic)
 
 

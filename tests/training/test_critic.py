@@ -24,7 +24,7 @@ from tests.training.small_learning import constant, learner_of, rows_of, small_m
 
 
 def critic_of(model: torch.nn.Module, **settings: Any) -> Critic:
-    return Critic(model, TrainConfig(critic={"learning_rate": 3e-3, "clip_value": None, **settings}))
+    return Critic(model, TrainConfig(algorithm="gae", critic={"learning_rate": 3e-3, "clip_value": None, **settings}))
 
 
 def step(learner: Learner, rows: list[Row]) -> dict[str, float]:

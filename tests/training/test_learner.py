@@ -17,7 +17,7 @@ from agentfly.images import Image, PlacedImage
 from agentfly.training.advantages import Advantages
 from agentfly.training.learning.stopping import UpdateStopped
 from agentfly.training.losses import LOSSES
-from agentfly.training.losses.policy_losses import ppo_clip
+from agentfly.training.losses.policy_losses import PolicyLoss, ppo_clip
 from agentfly.training.losses.token_batch import ClipRange, TokenBatch, TokenLoss
 from agentfly.training.requirements import require_advantages
 from tests.training.small_learning import constant, learn, learner_of, own_logprobs, rows_of, small_model, weights
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_one_value_a_token_is_refused_and_moves_nothing(
         made = ppo_clip(batch, clip)
         return dataclasses.replace(made, loss=made.loss.reshape(shape) if shape else made.loss.mean())
 
-    monkeypatch.setattr(LOSSES, "_known", {"ppo_clip": odd})
+    monkeypatch.setattr(LOSSES, "_known", {"ppo_clip": PolicyLoss(odd)})
     model = small_model()
     rows, before = rows_of(model), weights(model)
     with pytest.raises(UsageError, match="one value a token"):

@@ -175,4 +175,9 @@ def test_an_unknown_loss_is_refused_with_the_nearest_name() -> None:
 
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ConfigError, match="already"):
-        LOSSES.register("ppo_clip", ppo_clip)
+        LOSSES.register("ppo_clip", PolicyLoss(ppo_clip))
+
+
+def test_what_is_registered_says_what_it_uses() -> None:
+    with pytest.raises(ConfigError, match="is a function, and has to be of the class PolicyLoss"):
+        LOSSES.register("mine", ppo_clip)  # type: ignore[arg-type]

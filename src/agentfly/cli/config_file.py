@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError
-from agentfly.training.advantages import ALGORITHMS, Algorithm
+from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.config.synonyms import EXPLAINED
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES
@@ -191,11 +191,7 @@ class RunConfig(BaseModel):
 
 def _register_named(registry: Registry[Any], name: Any, base: Path, field: str) -> None:
     if isinstance(name, str) and ":" in name and name not in registry:
-        thing = load_reference(name, base=base, field=field)
-        if not (isinstance(thing, Algorithm) if field == "algorithm" else callable(thing)):
-            wanted = "an Algorithm" if field == "algorithm" else "a function of a TokenBatch and a ClipRange"
-            raise ConfigError(f"{field}: {name} is a {type(thing).__name__}, and has to be {wanted}.")
-        registry.register(name, thing)
+        registry.register(name, load_reference(name, base=base, field=field))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

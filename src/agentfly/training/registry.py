@@ -15,18 +15,25 @@ class Registry(Generic[T]):
 
     Args:
         kind: what they are, for messages: ``algorithm``, ``loss``.
+        wanted: the class that each of them is of; None takes anything.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, wanted: type[T] | None = None) -> None:
         self._kind = kind
+        self._wanted = wanted
         self._known: dict[str, T] = {}
 
     def register(self, name: str, thing: T) -> None:
         """Make a thing known by a name.
 
         Raises:
-            ConfigError: the name is taken.
+            ConfigError: the name is taken, or the thing is of another class.
         """
+        if self._wanted is not None and not isinstance(thing, self._wanted):
+            raise ConfigError(
+                f"The {self._kind} {name!r} is a {type(thing).__name__}, and has to be of the class "
+                f"{self._wanted.__name__} ({self._wanted.__module__}), which holds the function and says what it uses."
+            )
         if name in self._known:
             raise ConfigError(f"There is already a {self._kind} named {name!r}; register yours under another name.")
         self._known[name] = thing

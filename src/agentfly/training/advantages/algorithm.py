@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from agentfly.training.config.advantage_config import AdvantageConfig
@@ -64,6 +64,8 @@ class Algorithm:
         needs_greedy: whether it reads ``Evidence.baselines``.
         judges_groups: whether it can tell from a group alone that it teaches nothing: all its advantages are 0 then.
             ``dynamic_sampling`` needs that.
+        uses: names of the settings that it reads, those of `AdvantageConfig`. Others are refused with it.
+        instead: for settings that it does not read, what to do in place of setting them, as a sentence.
     """
 
     estimate: Estimator
@@ -71,3 +73,5 @@ class Algorithm:
     needs_critic: bool = False
     needs_greedy: bool = False
     judges_groups: bool = False
+    uses: tuple[str, ...] = ()
+    instead: Mapping[str, str] = field(default_factory=dict)

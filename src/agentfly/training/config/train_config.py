@@ -16,6 +16,7 @@ from agentfly.training.config.kl_config import KLConfig
 from agentfly.training.config.lora_config import LoRAConfig
 from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
 from agentfly.training.config.settings import Settings
+from agentfly.training.config.unused import refuse_unused
 from agentfly.training.losses import LOSSES
 from agentfly.training.trackers import TRACKERS
 
@@ -213,6 +214,7 @@ class TrainConfig(Settings):
                 "early_stop looks at evaluations, and there are none between the first and the last step. Set "
                 "eval_every_steps."
             )
+        refuse_unused(self)
         if self.eval_attempts > 1 and self.eval_temperature == 0.0:
             raise ConfigError(
                 f"eval_attempts={self.eval_attempts} with eval_temperature=0: at temperature 0 all attempts at a task "

@@ -8,10 +8,12 @@ from __future__ import annotations
 from agentfly.training.losses.policy_losses import PolicyLoss, cispo, gspo, policy_gradient, ppo_clip
 from agentfly.training.registry import Registry
 
-LOSSES: Registry[PolicyLoss] = Registry("loss")
-"""The policy losses by name. Register your own: ``LOSSES.register("mine", mine)``."""
+__all__ = ["LOSSES", "PolicyLoss"]
 
-LOSSES.register("ppo_clip", ppo_clip)
-LOSSES.register("gspo", gspo)
-LOSSES.register("cispo", cispo)
-LOSSES.register("policy_gradient", policy_gradient)
+LOSSES: Registry[PolicyLoss] = Registry("loss", PolicyLoss)
+"""The policy losses by name. Register your own: ``LOSSES.register("mine", PolicyLoss(mine, uses=("clip_high",)))``."""
+
+LOSSES.register("ppo_clip", PolicyLoss(ppo_clip, uses=("clip_low", "clip_high", "clip_dual")))
+LOSSES.register("gspo", PolicyLoss(gspo, uses=("clip_low", "clip_high", "clip_dual")))
+LOSSES.register("cispo", PolicyLoss(cispo, uses=("clip_low", "clip_high")))
+LOSSES.register("policy_gradient", PolicyLoss(policy_gradient))

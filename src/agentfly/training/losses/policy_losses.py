@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentfly.training.losses.row_sums import row_means
@@ -11,8 +12,25 @@ from agentfly.training.losses.token_batch import LOG_RATIO_LIMIT, ClipRange, Tok
 if TYPE_CHECKING:
     from torch import Tensor
 
-PolicyLoss = Callable[[TokenBatch, ClipRange], TokenLoss]
+LossFunction = Callable[[TokenBatch, ClipRange], TokenLoss]
 """A loss of a batch's tokens, differentiable by ``batch.logprobs``. 0 where the mask is False."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss of tokens, and which settings it reads.
+
+    Attributes:
+        compute: makes the loss; a pure function.
+        uses: names of the settings that it reads of those in `ClipRange`: ``clip_low``, ``clip_high``, ``clip_dual``.
+            Others are refused with it.
+    """
+
+    compute: LossFunction
+    uses: tuple[str, ...] = ()
+
+    def __call__(self, batch: TokenBatch, clip: ClipRange) -> TokenLoss:
+        return self.compute(batch, clip)
 
 
 def ppo_clip(batch: TokenBatch, clip: ClipRange) -> TokenLoss:

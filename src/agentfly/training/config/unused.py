@@ -45,8 +45,9 @@ def _of_the_algorithm(config: TrainConfig) -> dict[str, str]:
     unused = {}
     for setting in type(config.advantage).model_fields:
         if setting not in algorithm.uses:
-            users = (other for other in ALGORITHMS if setting in ALGORITHMS[other].uses)
-            cure = algorithm.instead.get(setting) or _choose(users)
+            cure = algorithm.instead.get(setting) or _choose(
+                other for other in ALGORITHMS if setting in ALGORITHMS[other].uses
+            )
             unused[f"advantage.{setting}"] = f"algorithm={name} does not use it. {cure}"
     if not algorithm.needs_critic:
         users = ", ".join(other for other in ALGORITHMS if ALGORITHMS[other].needs_critic)

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.cleanup_record import CleanupRecord
-
 _CPU_PERIOD_US = 100_000
 _REMOVE = f"{__name__}:remove_probe"
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
@@ -265,6 +263,8 @@ def _version_1_home() -> CgroupHome | None:
 
 def _works(home: CgroupHome) -> bool:
     """Whether a group with limits can be made there, and a process moved into it."""
+    from agentfly.resources.cleanup_record import CleanupRecord  # here: small programs that try nothing import this too
+
     cpus = 1.0 if "cpu" in home.parents else 0
     group = home.cgroup(f"agentfly-probe-{uuid.uuid4().hex[:8]}", cpus=cpus)
     with CleanupRecord("cgroup-probe", _REMOVE, {"directories": [str(path) for path in group.paths]}):

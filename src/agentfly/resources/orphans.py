@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from agentfly.errors import say
 from agentfly.resources import ledger
 from agentfly.resources.ledger import Entry, state_directories
 from agentfly.resources.registry import Reap, load
@@ -82,11 +83,12 @@ async def _reap_ledger(path: Path) -> list[Entry]:
 async def _reap_entry(entry: Entry) -> bool:
     try:
         await remove(load(entry.reap or ""), dict(entry.traces))
-    except Exception:
-        logger.exception(
-            "The orphan %s (%s) could not be removed and will be tried again; its traces are %s.",
+    except Exception as error:
+        logger.warning(
+            "The orphan %s (%s) could not be removed and will be tried again (%s); its traces are %s.",
             entry.instance,
             entry.kind,
+            say(error),
             entry.traces,
         )
         return False

@@ -71,7 +71,7 @@ class Exchange:
     def remove(self, name: int) -> None:
         """Take away what was put down for a command: a request that was never read must not run later."""
         for path in self._files.pop(name, ()):
-            with contextlib.suppress(FileNotFoundError):  # removed with the sandbox
+            with contextlib.suppress(OSError):  # removed with the sandbox, or will be
                 os.unlink(path)  # noqa: PTH108  (for each command, and pathlib is slow)
 
     def pipes(self) -> tuple[int, OutputPipes]:

@@ -30,7 +30,7 @@ from agentfly.resources.containers.bubblewrap.default_signals import DefaultSign
 from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment, private_file_systems
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
 from agentfly.resources.containers.bubblewrap.program import Program
-from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, runtime_directory
+from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, mend, runtime_directory
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
 from agentfly.resources.containers.bubblewrap.snapshots import LIMIT_S
 from agentfly.resources.containers.bubblewrap.syscalls import (
@@ -200,6 +200,7 @@ class Launcher:
             OSError: no memory, no processes, no disk.
         """
         exchange = scratch / EXCHANGE
+        mend(self.base)
         if scratch.name == "0":
             scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import select
 import stat
-from pathlib import Path
 
 from agentfly.resources.containers.output import BoundedOutput
 
@@ -129,7 +129,8 @@ class _End:
 
     def remove(self) -> None:
         self.close()
-        Path(self._path).unlink(missing_ok=True)  # who has it open must not write into the next command's
+        with contextlib.suppress(OSError):  # gone, or where a sandbox has closed the directory to all
+            os.unlink(self._path)  # noqa: PTH108  (who has it open must not write into the next command's)
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -16,6 +16,7 @@ from agentfly.resources.containers.bubblewrap.scratch import (
     ATTENDANT,
     EXCHANGE,
     GROUPS,
+    mend,
     remove_scratch,
     sandbox_uid,
 )
@@ -31,6 +32,10 @@ def reap(traces: dict[str, Any]) -> None:
         OSError: a process of it does not die, or something of it cannot be removed.
     """
     home = Path(traces["scratch"])
+    for directory in (home.parent, home):
+        mend(directory)
+    for scratch in home.glob("*"):
+        mend(scratch)
     groups = [group for scratch in home.glob("*") for group in _groups(scratch)]
     for group in groups:
         thaw(group)  # what is frozen does not die

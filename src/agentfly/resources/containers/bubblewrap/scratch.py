@@ -45,6 +45,7 @@ def runtime_directory() -> Path:
         except OSError:
             continue
         if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # else somebody else's
+            mend(directory)
             return directory
     raise PrerequisiteError(
         "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
@@ -58,4 +59,21 @@ def remove_scratch(scratch: Path) -> None:
     Raises:
         OSError: something of it cannot be removed.
     """
+    for directory in (scratch.parent.parent, scratch.parent):
+        mend(directory)
     remove_tree(scratch)
+
+
+def mend(directory: Path) -> None:
+    """Let the sandboxes' user into a directory of its own: sandboxes without namespaces may have closed it to all."""
+    try:
+        handle = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        found = os.fstat(handle)
+        if found.st_uid == sandbox_uid() and found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+            # by its number, because neither fchmod nor a call that follows no links takes such a handle
+            os.chmod(f"/proc/self/fd/{handle}", stat.S_IMODE(found.st_mode) | stat.S_IRWXU)  # noqa: PTH101
+    finally:
+        os.close(handle)

@@ -8,11 +8,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema", reason="pip install 'agentfly-rl[mcp]'")
 
 from agentfly.agents.given_schema import GivenSchema
 from agentfly.errors import InvalidArguments, ToolDefinitionError
+from tests.support.scale import scaled
 
 POINT = {"type": "object", "title": "Point", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 SCHEMA: dict[str, Any] = {
@@ -115,3 +118,126 @@ def test_a_schema_survives_pickling() -> None:
     copy = pickle.loads(cloudpickle.dumps(GivenSchema("look", SCHEMA)))
     assert copy.json_schema == GivenSchema("look", SCHEMA).json_schema
     assert copy.validate({"query": "q"}) == {"arguments": {"query": "q"}}
+
+
+# --- schemas of true and false ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"data": True}},
+        {"properties": {"data": {"$ref": "#/$defs/Any"}}, "$defs": {"Any": True}},
+        {"properties": {"data": {"anyOf": [True, {"type": "integer"}]}}},
+        {"properties": {"data": {"type": ["array", "object", "string", "integer"], "items": True}}},
+        {"properties": {"other": False}, "additionalProperties": True},
+        {"required": ["data"]},
+        {"allOf": [{"properties": {"data": True}}, True]},
+        {"type": ["object", "null"], "properties": {"data": True}},
+        True,
+    ],
+)
+@pytest.mark.parametrize("value", [3, "3", "null", ["a", {"b": None}], {"a": [1]}])
+def test_where_any_value_is_allowed_it_is_taken_as_it_is(schema: Any, value: Any) -> None:
+    one = GivenSchema("look", schema)
+    assert one.validate({"data": value}) == {"arguments": {"data": value}}
+    assert "look" in str(one.refusal({"data": value}, ["it does not fit"]))
+    assert all(isinstance(part, dict) for part in one.json_schema["properties"].values())
+    assert pickle.loads(cloudpickle.dumps(one)).json_schema == one.json_schema
+
+
+def test_a_value_that_is_never_allowed_is_refused() -> None:
+    for schema in ({"properties": {"a": True, "b": False}}, {"properties": {"b": {"not": {}}}}):
+        with pytest.raises(InvalidArguments):
+            GivenSchema("look", schema).validate({"b": 1})
+    with pytest.raises(ToolDefinitionError, match="The JSON schema of the tool 'look' is none: False"):
+        GivenSchema("look", False)
+
+
+def test_values_that_a_schema_holds_are_not_taken_for_schemas() -> None:
+    default = {"title": "kept", "$ref": "#/nowhere", "properties": {"title": True}}
+    schema = {"properties": {"title": {"type": "object", "default": default, "examples": [default]}}}
+    shown = GivenSchema("look", schema).json_schema["properties"]["title"]
+    assert (shown["default"], shown["examples"]) == (default, [default])
+
+
+def test_a_pattern_of_another_dialect_is_left_to_whoever_knows_it() -> None:
+    given = GivenSchema("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{L}+$"}}})
+    assert given.validate({"a": "é"}) == {"arguments": {"a": "é"}}
+
+
+def test_types_that_hold_one_another_are_written_out_within_bounds() -> None:
+    names = "abcdefghij"
+    types = {
+        name: {"type": "object", "properties": {one: {"$ref": f"#/$defs/{one}"} for one in names}} for name in names
+    }
+    shown = GivenSchema("look", {"$defs": types, "properties": types["a"]["properties"]}).json_schema
+    assert len(json.dumps(shown)) < 1_000_000
+
+
+KEYWORDS = [
+    "type",
+    "properties",
+    "required",
+    "items",
+    "anyOf",
+    "allOf",
+    "not",
+    "$ref",
+    "$defs",
+    "a",
+    "b",
+    "enum",
+    "const",
+    "default",
+    "pattern",
+    "format",
+    "title",
+    "if",
+    "additionalProperties",
+    "patternProperties",
+    "prefixItems",
+    "description",
+    "$schema",
+    "$id",
+    "minimum",
+    "propertyNames",
+]
+
+parts = st.recursive(
+    st.sampled_from(
+        [True, False, None, 1, "a", "object", "string", "array", "#", "#/properties/a", "#/$defs/b", "x/y", "("]
+    )
+    | st.text(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(KEYWORDS),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+schemas = parts | st.fixed_dictionaries({"properties": st.dictionaries(st.sampled_from("abc"), parts, max_size=3)})
+
+
+@settings(max_examples=scaled(150, 10_000))
+@given(schemas, st.dictionaries(st.sampled_from("abc"), parts, max_size=3))
+@example({"properties": {"a": {"pattern": "("}}}, {"a": "b"})
+@example({"properties": {"a": {"$ref": "#/properties/a"}}}, {"a": "b"})
+@example({"$schema": {}, "properties": {"a": {"$ref": "#/properties/b"}}}, {"a": "b"})
+@example({"type": 3}, {})
+@example({"patternProperties": {"(": True}}, {"a": 1})
+def test_whatever_a_schema_says_a_call_is_taken_or_refused(schema: Any, given_arguments: dict[str, Any]) -> None:
+    try:
+        one = GivenSchema("look", schema)
+    except ToolDefinitionError:
+        return
+    one.describe()
+    json.dumps(one.json_schema)
+    try:
+        assert list(one.validate(given_arguments)) == ["arguments"]
+    except InvalidArguments as refused:
+        assert "The call of 'look' was not executed" in str(refused)  # noqa: PT017

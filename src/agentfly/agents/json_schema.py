@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from agentfly.json_reader import NotJSON, decode_value
 
@@ -12,59 +13,84 @@ Schema = Mapping[str, Any]
 
 _CHOICES = ("anyOf", "oneOf")
 _ROOTS = ("$defs", "definitions")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", *_ROOTS)  # keywords that hold schemas by name
+_LISTED = ("allOf", "prefixItems", *_CHOICES)
+_SINGLE = ("items", "not", "if", "then", "else", "contains", "propertyNames", "contentSchema")
+_OTHERS = ("additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems")
+_MOST_INLINED = 1_000  # references: types that hold one another would else be written out in every order
+_NOTHING: Schema = {"not": {}}
 
 
 def plain(schema: Schema) -> dict[str, Any]:
-    """A schema without references, constants, or the titles that are derived from names.
+    """A schema without references, constants, the schemas ``true`` and ``false``, or titles.
 
     What a reference points to stands in its place; where that would go on for ever, because a type holds itself, only
-    the type of the inner one is left. Chat templates know no references, and few of them know constants.
+    the type of the inner one is left. Chat templates know no references, few of them know constants, and they ask for
+    the type of every argument: ``true`` becomes the empty schema, and ``false`` one that nothing fits. Values that
+    schemas hold, such as defaults, stay as they are.
     """
-    inlined: dict[str, Any] = _plain(schema, schema, ())
+    inlined = _Inliner(schema).plain(schema, ())
     return {key: value for key, value in inlined.items() if key not in (*_ROOTS, "$schema")}
 
 
-def _plain(node: Any, root: Schema, path: tuple[str, ...], *, names: bool = False) -> Any:
-    """The same for a part. ``names`` tells that the keys are a user's."""
-    if isinstance(node, list):
-        return [_plain(one, root, path) for one in node]
-    if not isinstance(node, Mapping):
-        return node
-    if not names and isinstance(reference := node.get("$ref"), str):
-        return _resolved(node, reference, root, path)
-    simple = {
-        key: _plain(value, root, path, names=not names and key in ("properties", *_ROOTS))
-        for key, value in node.items()
-        if names or not (key == "title" and isinstance(value, str))
-    }
-    if not names and "const" in simple:
-        simple["enum"] = [simple.pop("const")]
-    return simple
+class _Inliner:
+    """Makes the schemas of one document plain."""
 
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._left = _MOST_INLINED
 
-def _resolved(node: Schema, reference: str, root: Schema, path: tuple[str, ...]) -> Any:
-    beside = {key: value for key, value in node.items() if key != "$ref"}
-    target = _target(reference, root)
-    if target is None:
-        return _plain({"type": "object", **beside}, root, path)
-    if reference in path:
-        return _plain({"type": target.get("type", "object"), **beside}, root, path)
-    return _plain({**target, **beside}, root, (*path, reference))
+    def plain(self, node: Any, path: tuple[str, ...]) -> dict[str, Any]:
+        """A schema within the document made plain. ``path`` has the references that led to it."""
+        if not isinstance(node, Mapping):
+            return dict(_NOTHING) if node is False else {}
+        if isinstance(reference := node.get("$ref"), str):
+            return self._resolved(node, reference, path)
+        simple = {key: self._part(key, value, path) for key, value in node.items() if key != "title"}
+        if "const" in simple:
+            simple["enum"] = [simple.pop("const")]
+        return simple
+
+    def _part(self, keyword: str, value: Any, path: tuple[str, ...]) -> Any:
+        """What a keyword of a schema says, with the schemas in it made plain."""
+        if keyword in _NAMED and isinstance(value, Mapping):
+            return {name: self.plain(one, path) for name, one in value.items()}
+        if (keyword in _LISTED or keyword == "items") and isinstance(value, list):
+            return [self.plain(one, path) for one in value]
+        if keyword in _SINGLE or (keyword in _OTHERS and isinstance(value, Mapping)):
+            return self.plain(value, path)
+        return value
+
+    def _resolved(self, node: Schema, reference: str, path: tuple[str, ...]) -> dict[str, Any]:
+        beside = {key: value for key, value in node.items() if key != "$ref"}
+        target = _target(reference, self._root)
+        if target is None:
+            return self.plain(beside, path)
+        self._left -= 1
+        if reference in path or self._left < 0:
+            target = {key: target[key] for key in ("type",) if key in target}
+        return self.plain({**target, **beside}, (*path, reference))
 
 
 def _target(reference: str, root: Schema) -> Schema | None:
     """What a reference within the document points to; None for one that leads elsewhere."""
     found: Any = root
     for written in reference.removeprefix("#").strip("/").split("/"):
-        step = written.replace("~1", "/").replace("~0", "~")
+        step = unquote(written).replace("~1", "/").replace("~0", "~")
         if step and not (isinstance(found, Mapping) and step in found):
             return None
         found = found[step] if step else found
+    if isinstance(found, bool):
+        found = {} if found else _NOTHING
     return found if isinstance(found, Mapping) and reference.startswith("#") else None
 
 
 def in_words(schema: Schema) -> str:
-    """The type of a value in JSON's words, for instance ``array of string``."""
+    """The type of a value in JSON's words, for instance ``array of string``.
+
+    Args:
+        schema: a schema as `plain` makes it.
+    """
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
     for choice in _CHOICES:

@@ -28,6 +28,7 @@ from mcp.types import (
 )
 
 import agentfly as af
+from agentfly.agents import mcp
 from agentfly.agents.mcp import _as_result
 from agentfly.agents.tool import Tool
 from agentfly.errors import AgentFlyError, ConfigError, ResourceDied, ResourceStartError, ToolDefinitionError
@@ -215,3 +216,14 @@ def test_what_a_model_cannot_be_shown_it_is_told_of() -> None:
 def test_an_answer_in_structure_alone_is_the_observation() -> None:
     result = _as_result(CallToolResult(content=[], structured_content={"temperature": 3}))
     assert result.observation == {"temperature": 3}
+
+
+@pytest.mark.parametrize(("scope", "told"), [("rollout", "Each rollout"), ("call", "Each call"), ("global", None)])
+def test_a_start_that_every_rollout_pays_for_is_told_with_what_it_takes(monkeypatch, caplog, scope, told) -> None:
+    monkeypatch.setattr(mcp, "_SLOW_START_S", 0.0)
+    af.mcp_tools(SMALL, scope=scope)
+    if told is None:
+        assert caplog.text == ""
+    else:
+        assert f"{told} starts" in caplog.text
+        assert "scope='global'" in caplog.text

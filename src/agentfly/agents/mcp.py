@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from mcp.types import Tool as Listed
 
 
+logger = logging.getLogger(__name__)
+
+_SLOW_START_S = 0.2
+"""Seconds from which on the start of a server is told to cost time in every rollout."""
+
+
 def mcp_tools(
     spec: MCPServerSpec,
     *,
@@ -40,7 +48,8 @@ def mcp_tools(
     """The tools of a server of the Model Context Protocol, for ``Agent(tools=[*mcp_tools(SPEC)])``.
 
     The server is started once, or connected to, to be asked which tools it has, and ended again; this waits for that.
-    In a rollout it is a resource like any other: got at the first call, and given back at the rollout's end.
+    In a rollout it is a resource like any other: got at the first call, and given back at the rollout's end. A warning
+    tells how long a start takes where each rollout pays for one.
 
     What the server says is an error of a tool is told to the model. A server that dies or cannot be reached is a
     failure of infrastructure, as with every resource. Texts and images become the observation, what the server calls
@@ -65,7 +74,16 @@ def mcp_tools(
     """
     scope = Scope(scope)
     settings = Settings(timeout_s=timeout_s, max_output_tokens=max_output_tokens, retries=retries)
-    listed = _chosen(spec, THREADS.submit(_ask, spec).result(), only)
+    answered, seconds = THREADS.submit(_ask, spec).result()
+    listed = _chosen(spec, answered, only)
+    if scope is not Scope.GLOBAL and seconds >= _SLOW_START_S:
+        logger.warning(
+            "Each %s starts %s anew, which took %.1f s. If the server keeps nothing of anybody, share one among all "
+            "rollouts: mcp_tools(…, scope='global').",
+            "rollout" if scope is Scope.ROLLOUT else "call",
+            spec.label,
+            seconds,
+        )
     tools = [_tool(spec, one, prefix, scope, settings) for one in listed]
     names = [tool.name for tool in tools]
     for one, name in zip(listed, names, strict=True):
@@ -98,11 +116,14 @@ class MCPCall:
         return _as_result(await server.call(self.tool, arguments))
 
 
-def _ask(spec: MCPServerSpec) -> Sequence[Listed]:
-    async def ask() -> Sequence[Listed]:
+def _ask(spec: MCPServerSpec) -> tuple[Sequence[Listed], float]:
+    """The tools of a server, and the seconds that its start took."""
+
+    async def ask() -> tuple[Sequence[Listed], float]:
         async with ResourceEngine() as engine:
+            started = time.perf_counter()
             lease = await engine.acquire(replace(spec, capacity=1, warm=0, replicas=1), "mcp_tools")
-            return lease.resource.tools
+            return lease.resource.tools, time.perf_counter() - started
 
     return asyncio.run(ask())
 

@@ -16,8 +16,10 @@ from agentfly.errors import ToolDefinitionError
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.scope import Scope
+from agentfly.rollouts import concurrency
 from agentfly.rollouts.admission import Admission, Guest
-from agentfly.rollouts.run import evaluate
+from agentfly.rollouts.concurrency import Obstacle
+from agentfly.rollouts.run import evaluate, run
 from agentfly.rollouts.runner import Runner
 from agentfly.task import Task
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
@@ -36,6 +38,10 @@ class Queue:
     priority: int = 0
     begun: list[int] = field(default_factory=list)
     guests: dict[int, Guest] = field(default_factory=dict)
+
+    @property
+    def waits(self):
+        return bool(self.numbers)
 
     def begin_next(self, guest):
         if not self.numbers:
@@ -133,6 +139,85 @@ def test_places_of_a_shared_resource_are_the_seats_of_its_replicas(fields, limit
         assert (4 in queue.begun) is not limited
 
 
+class Clock:
+    """Tells the time that it is set to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_where_nobody_says_how_many_may_run_as_many_begin_as_keep_the_policy_busy():
+    admission, queue = Admission(generations=4), Queue(list(range(40)))
+    admission.announce(queue)
+    assert queue.begun == [0, 1, 2, 3, 4]  # as many as it has places for, and one in line
+    for number in range(5):
+        queue.guests[number].generation.__enter__()
+    assert len(queue.begun) == 5
+    for number in range(5):
+        queue.guests[number].generation.__exit__(None, None, None)  # to their tools, which take long
+    assert len(queue.begun) == 10
+    for number in range(5):
+        queue.guests[number].generation.__enter__()  # and back
+    for number in (5, 6):
+        with queue.guests[number].generation:
+            pass
+    assert len(queue.begun) == 10  # eight are at the policy
+    for number in (7, 8, 9):
+        queue.guests[number].leave()  # without ever having been there
+    assert len(queue.begun) == 10
+    queue.guests[0].generation.__exit__(None, None, None)
+    assert len(queue.begun) == 11
+    with queue.guests[1].generation:  # several at a time, as of subagents
+        assert len(queue.begun) == 11
+
+
+def test_a_number_that_was_chosen_is_how_many_run_whatever_the_policy_can_do():
+    admission, queue = Admission(10, generations=4), Queue(list(range(40)))
+    admission.announce(queue)
+    assert len(queue.begun) == 10
+
+
+def test_training_that_keeps_the_policy_busy_does_not_keep_evaluation_from_beginning():
+    admission, training, evaluation = Admission(generations=2), Queue(list(range(9))), Queue([9, 10], priority=1)
+    admission.announce(training)
+    admission.announce(evaluation)
+    assert (training.begun, evaluation.begun) == ([0, 1, 2], [9, 10])
+
+
+def test_the_time_is_told_in_which_rollouts_were_held_back_and_by_what():
+    clock, box = Clock(), spec("box", capacity=1)
+    admission, queue = Admission(3, generations=2, clock=clock), Queue(list(range(6)))
+    admission.announce(queue)  # three begin, and are on their way to the policy
+    clock.now = 1.0
+    queue.guests[0].generation.__enter__()
+    queue.guests[1].generation.__enter__()
+    clock.now = 3.0
+    queue.guests[0].generation.__exit__(None, None, None)
+    queue.guests[1].generation.__exit__(None, None, None)
+    clock.now = 7.0  # the third is alone on its way, where there would be room for two
+    with queue.guests[0].notice((box,), Scope.ROLLOUT), queue.guests[1].notice((box,), Scope.ROLLOUT):
+        queue.guests[2].leave()
+        clock.now = 15.0
+    found = admission.meter.read()
+    assert (found.seconds, found.rollout_seconds, found.generation_seconds) == (15.0, 7.0 * 3 + 8.0 * 2, 4.0)
+    assert found.held_seconds == {Obstacle.POLICY: 3.0, Obstacle.LIMIT: 4.0, Obstacle.RESOURCES: 8.0}
+    assert found.metrics()["concurrency/held_by_resources"] == pytest.approx(8 / 15)
+    for number in range(6):
+        if number in queue.guests:
+            queue.guests[number].leave()
+    clock.now = 100.0
+    assert (admission.meter.read() - found).held_seconds == dict.fromkeys(Obstacle, 0.0)  # nobody waits
+
+
+@pytest.mark.parametrize(("free", "limit"), [(None, 4096), (2**40, 4096), (2**30, 512), (0, 64)])
+def test_without_a_policy_that_says_more_memory_is_the_bound(monkeypatch, free, limit):
+    monkeypatch.setattr(concurrency, "_available_bytes", lambda: free)
+    assert Admission().max_concurrent == limit
+
+
 # --- in whole runs ----------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +245,65 @@ def using(box, name="use", seconds=5.0, **settings):
         return "used"
 
     return tool(name=name, **settings)(use)
+
+
+class Busy(ScriptedPolicy):
+    """A policy that makes so many generations at a time, of a second each."""
+
+    def __init__(self, *turns, at_a_time):
+        super().__init__(turns, seconds=1)
+        self.max_concurrent_generations = at_a_time
+        self._places = asyncio.Semaphore(at_a_time)
+
+    async def generate(self, *args, **kwargs):
+        async with self._places:
+            return await super().generate(*args, **kwargs)
+
+
+async def busy_run(engine, seconds, **settings):
+    """A run whose tools take so long, by a policy that makes four generations at a time; its metrics and duration."""
+
+    @tool(name="use")
+    async def use() -> str:
+        """Use it."""
+        await asyncio.sleep(seconds)
+        return "used"
+
+    agent = agent_with(use)
+    policy = Busy(agent.format.write("use", {}), "Done.", at_a_time=4)
+    tasks = [Task(f"t{number}") for number in range(200)]
+    result = await run(agent, tasks, policy=policy, engine=engine, **settings)
+    return result.metrics, asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 20.0])
+def test_however_long_tools_take_as_many_rollouts_run_as_keep_the_policy_busy(tmp_path, caplog, seconds):
+    metrics, took = in_virtual_time(lambda engine: busy_run(engine, seconds), tmp_path)
+    assert took <= 200 * 2 / 4 + seconds + 2  # hardly more than the policy's own time
+    assert metrics["concurrency/rollouts"] <= 4 * (2 + seconds) / 2 + 4  # and no more rollouts than that takes
+    assert metrics["concurrency/held_by_policy"] > 0.5
+    assert metrics["concurrency/held_by_limit"] == 0.0
+    assert not caplog.records
+
+
+def test_a_limit_that_makes_a_run_slower_is_told(tmp_path, caplog):
+    metrics, took = in_virtual_time(lambda engine: busy_run(engine, 8.0, max_concurrent_rollouts=4), tmp_path)
+    assert took == pytest.approx(200 * 10 / 4)
+    assert metrics["concurrency/held_by_limit"] > 0.7  # else all four are at the policy
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "max_concurrent_rollouts=4" in told
+    assert "1 generations at a time on average, where the policy can make 4" in told
+
+
+def test_a_limit_of_which_nobody_knows_whether_it_matters_is_told_by_the_metrics_alone(tmp_path, caplog):
+    async def scene(engine):
+        agent = agent_with(using(spec("box", capacity=99)))
+        tasks = [Task(f"t{number}") for number in range(20)]
+        settings = {"policy": calling(agent, "use"), "engine": engine, "max_concurrent_rollouts": 2}
+        return (await run(agent, tasks, **settings)).metrics
+
+    assert in_virtual_time(scene, tmp_path)["concurrency/held_by_limit"] > 0.5
+    assert not caplog.records
 
 
 def test_while_the_pool_is_short_few_rollouts_stand_in_line_and_the_pool_is_never_idle(tmp_path):

@@ -103,6 +103,11 @@ class OpenAIPolicy:
         return self._spec.model
 
     @property
+    def max_concurrent_generations(self) -> int | None:
+        """How many calls may be open at a time, as the spec says."""
+        return self._spec.max_concurrency
+
+    @property
     def in_use(self) -> bool:
         """Whether it has been entered and not left."""
         return self._api is not None

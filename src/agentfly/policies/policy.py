@@ -168,6 +168,15 @@ class Policy(Protocol):
     ) -> None: ...
 
 
+def generations_at_a_time(policy: Policy | ChatPolicy) -> int | None:
+    """How many generations a policy makes at a time; None where it does not say.
+
+    A policy says so by an attribute ``max_concurrent_generations``, a whole number or None.
+    """
+    said = getattr(policy, "max_concurrent_generations", None)
+    return said if isinstance(said, int) and said > 0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class ChatGeneration:
     """What one call of a policy that speaks in messages came to.

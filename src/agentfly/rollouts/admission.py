@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any, Protocol
 
 from agentfly.resources.scope import Scope
 from agentfly.resources.spec import ResourceSpec
+from agentfly.rollouts.concurrency import ConcurrencyMeter, Obstacle, limit_by_memory
 
 
 class Source(Protocol):
@@ -22,13 +24,18 @@ class Source(Protocol):
         """Those of a higher one begin first."""
         ...
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is one to begin, as far as is known."""
+        ...
+
     def begin_next(self, guest: Guest) -> bool:
         """Begin the next rollout, as ``guest``, and return at once; False if there is none left."""
         ...
 
 
 class Admission:
-    """Lets rollouts begin: as many as may run at a time, and fewer while resources are short.
+    """Lets rollouts begin: as many as may run at a time, and fewer while the policy is busy or resources are short.
 
     Those of a source of higher priority come first; of two sources of the same one, those of the source that came
     first. A rollout is nothing but a place in its source until it begins, so that any number of them may wait.
@@ -40,12 +47,35 @@ class Admission:
     So a line never grows long, nor runs dry. Who has a lower priority is not ahead, because the engine serves him
     later. Those that run are never held up.
 
+    A rollout begins with a generation, so where the policy makes as many as it can, a newcomer would only stand in line
+    there. So where nobody says how many may run, the next begins once fewer are at the policy than it has places, and
+    a quarter more, so that it never runs dry. Then the longer tools take, the more rollouts run.
+
     Args:
-        max_concurrent: how many rollouts run at a time.
+        max_concurrent: how many rollouts run at a time; None for what the policy and memory (`limit_by_memory`) bear.
+        generations: how many generations the policy makes at a time; None where that is not known.
+        clock: tells the time, in seconds.
+
+    Attributes:
+        generations: as given.
+        max_concurrent: how many rollouts run at a time at most.
+        meter: tells how many ran, and what held others back.
     """
 
-    def __init__(self, max_concurrent: int) -> None:
-        self._max_concurrent = max_concurrent
+    def __init__(
+        self,
+        max_concurrent: int | None = None,
+        *,
+        generations: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.meter = ConcurrencyMeter(clock)
+        self.generations = generations
+        self._generations = math.inf if generations is None else generations
+        self._policy_places = math.inf if max_concurrent is not None else _with_a_line(self._generations)
+        self._at_policy: Counter[int] = Counter()
+        self._generating = 0
+        self.max_concurrent = max_concurrent = limit_by_memory() if max_concurrent is None else max_concurrent
         self._running = 0
         self._arrivals = count()
         self._places: dict[Source, int] = {}
@@ -77,10 +107,8 @@ class Admission:
             return
         self._opening = True
         try:
-            while self._waiting and self._running < self._max_concurrent:
+            while self._waiting and self._obstacle() is None:
                 source = self._waiting[0][2]
-                if self._ahead_of(source.priority) + 1 > self._limit:
-                    return
                 guest = Guest(self, source.priority)
                 if not source.begin_next(guest):
                     guest.leave()
@@ -88,9 +116,23 @@ class Admission:
                     heapq.heapify(self._waiting)
         finally:
             self._opening = False
+            self._note()
 
-    def _ahead_of(self, priority: int) -> int:
-        return sum(guests for theirs, guests in self._ahead.items() if theirs >= priority)
+    def _obstacle(self) -> Obstacle | None:
+        """What keeps the first who waits from beginning."""
+        priority = self._waiting[0][2].priority
+        at_policy = _of_at_least(priority, self._at_policy)
+        if self._running >= self.max_concurrent:
+            return Obstacle.POLICY if at_policy >= self._generations else Obstacle.LIMIT
+        if at_policy >= self._policy_places:
+            return Obstacle.POLICY
+        if _of_at_least(priority, self._ahead) + 1 > self._limit:
+            return Obstacle.RESOURCES
+        return None
+
+    def _note(self) -> None:
+        waits = bool(self._waiting) and self._waiting[0][2].waits
+        self.meter.note(self._running, self._generating, self._obstacle() if waits else None)
 
     def _join(self, specs: tuple[ResourceSpec[Any], ...], scope: Scope) -> None:
         for spec in specs:
@@ -104,12 +146,16 @@ class Admission:
             self._lines[spec, scope] -= 1
             if not self._lines[spec, scope]:
                 del self._lines[spec, scope]
-                self._limit = min(self._limit + 1, self._max_concurrent)
+                self._limit = min(self._limit + 1, self.max_concurrent)
         self._open()
 
 
 class Guest:
-    """A rollout that has been let in, until it leaves."""
+    """A rollout that has been let in, until it leaves.
+
+    Attributes:
+        generation: a block in which the rollout has the policy make a generation. It may be entered several times.
+    """
 
     def __init__(self, admission: Admission, priority: int) -> None:
         self._admission = admission
@@ -117,13 +163,19 @@ class Guest:
         self._waits = 0
         self._is_ahead = False
         self._inside = True
+        self._is_new = True  # and will be at the policy in a moment
+        self.generation = _Generation(self)
         admission._running += 1
+        admission._at_policy[priority] += 1
         self._go_ahead(True)
 
     def leave(self) -> None:
         """The rollout has ended; leaving again does nothing."""
         if self._inside:
             self._inside = False
+            if self._is_new:
+                self._is_new = False
+                self._admission._at_policy[self._priority] -= 1
             self._go_ahead(False)
             self._admission._running -= 1
             self._admission._open()
@@ -142,10 +194,49 @@ class Guest:
                 self._go_ahead(False)
             self._admission._leave(specs, scope)
 
+    def _begin_generation(self) -> None:
+        admission = self._admission
+        admission._generating += 1
+        if self._is_new:
+            self._is_new = False
+        else:
+            admission._at_policy[self._priority] += 1
+        admission._note()
+
+    def _end_generation(self) -> None:
+        admission = self._admission
+        admission._generating -= 1
+        admission._at_policy[self._priority] -= 1
+        admission._open()
+
     def _go_ahead(self, ahead: bool) -> None:
         if ahead is not self._is_ahead:
             self._is_ahead = ahead
             self._admission._ahead[self._priority] += 1 if ahead else -1
+
+
+class _Generation(AbstractContextManager[None]):
+    """A block in which a rollout has the policy make a generation."""
+
+    __slots__ = ("_guest",)
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+
+    def __enter__(self) -> None:
+        self._guest._begin_generation()
+
+    def __exit__(self, *_: object) -> None:
+        self._guest._end_generation()
+
+
+def _of_at_least(priority: int, guests: Mapping[int, int]) -> int:
+    return sum(number for theirs, number in guests.items() if theirs >= priority)
+
+
+def _with_a_line(generations: float) -> float:
+    """So many generations, and a quarter more that stand in line for them."""
+    return generations if generations == math.inf else generations + math.ceil(generations / 4)
 
 
 def _places(spec: ResourceSpec[Any], scope: Scope) -> float:

@@ -259,6 +259,11 @@ class Batch:
 
     # --- one rollout --------------------------------------------------------------------------------------------------
 
+    @property
+    def waits(self) -> bool:
+        """Whether a rollout waits to begin, as far as is known."""
+        return not self._over and self._backlog.rollouts != 0
+
     def begin_next(self, guest: Guest) -> bool:
         """Begin the next rollout; those that had finished in an earlier run are not run again."""
         try:

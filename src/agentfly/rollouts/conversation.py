@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from agentfly.agents.memory.memory import FullHistory, Past, recall, require_view
 from agentfly.agents.subagent import Subagent
@@ -17,6 +18,9 @@ from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS, Executor
 from agentfly.rollouts.voice import ChangeOfSampling, Voice
 from agentfly.trajectory import Failure, FinishReason, ToolRecord
 
+NOBODY_TOLD: AbstractContextManager[None] = nullcontext()
+"""A block of which nobody is told."""
+
 
 class Conversation:
     """One agent's part in a rollout.
@@ -27,6 +31,7 @@ class Conversation:
         scribe: keeps the rollout's record.
         context: the rollout's context.
         sampling: changes how the rollout's own policy samples.
+        generation: entered while the rollout's own policy makes a generation.
         go_on: called before each turn; what it raises ends the conversation.
         agent: path of the agent's name; empty for the rollout's own.
         name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
@@ -46,6 +51,7 @@ class Conversation:
         scribe: Scribe,
         context: Context,
         sampling: ChangeOfSampling,
+        generation: AbstractContextManager[None] = NOBODY_TOLD,
         go_on: Callable[[], None] = lambda: None,
         agent: str = "",
         name: str = "",
@@ -62,6 +68,8 @@ class Conversation:
         self._context = context
         self._sampling = sampling
         self._go_on = go_on
+        self._generation = generation
+        self._told = NOBODY_TOLD if voice.foreign else generation
         self._path = agent
         self._name = name
         self._speaker = voice.speaker(scribe.trajectory.sequences, self._rollout_id, sampling)
@@ -126,7 +134,8 @@ class Conversation:
 
     async def _speak(self, view: Sequence[Message], max_tokens: int | None = None) -> Utterance | None:
         async with self._speaking:  # a memory may ask several things at once, but there is one sequence to go on with
-            return await self._speaker.speak(view, max_tokens=max_tokens)
+            with self._told:
+                return await self._speaker.speak(view, max_tokens=max_tokens)
 
     async def _remember(self, view: Sequence[Message], max_tokens: int | None) -> str:
         require_view(view, self._agent.memory, self._past.exchanges)
@@ -194,6 +203,7 @@ class Conversation:
             scribe=self._scribe,
             context=self._context,
             sampling=self._sampling,
+            generation=self._generation,
             go_on=self._go_on,
             agent="/".join(filter(None, (self._path, tool.name))),
             name=name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 
 from agentfly.errors import AgentFlyError, ConfigError
 from agentfly.trajectory import Failure, Trajectory
@@ -26,21 +27,19 @@ class Health:
 
     Args:
         max_failure_share: the share that may be lost.
-        max_concurrent_rollouts: how many rollouts run at a time.
+        at_a_time: how many rollouts have run at a time.
 
     Raises:
         ConfigError: the share is none.
     """
 
-    def __init__(self, max_failure_share: float, max_concurrent_rollouts: int) -> None:
+    def __init__(self, max_failure_share: float, at_a_time: Callable[[], int]) -> None:
         if not 0 <= max_failure_share <= 1:
             raise ConfigError(f"max_failure_share={max_failure_share!r}: a share lies between 0 and 1.")
         self._share = max_failure_share
         self._window: deque[bool] = deque()  # whether each of those that ended last was spoiled
         self._spoiled_lately = 0
-        sound_share = 1 - max_failure_share
-        fitting = math.ceil(max_concurrent_rollouts / sound_share) if sound_share else 0
-        self._window_size = max(SMALLEST_WINDOW, fitting)
+        self._at_a_time = at_a_time
         self._ended = 0
         self._kinds: Counter[str] = Counter()
         self._examples: dict[str, Failure] = {}
@@ -56,7 +55,8 @@ class Health:
         spoiled = trajectory.infrastructure_failed
         self._window.append(spoiled)
         self._spoiled_lately += spoiled
-        if len(self._window) > self._window_size:
+        size = self._window_size
+        while len(self._window) > size:
             self._spoiled_lately -= self._window.popleft()
         if not spoiled:
             return None
@@ -65,9 +65,14 @@ class Health:
         self._examples.setdefault(failure.kind, failure)
         if rollouts is not None and self._kinds.total() > self._share * rollouts:
             return self._error(f"{self._kinds.total()} of {self._ended} rollouts")
-        if self._spoiled_lately > self._share * self._window_size:
+        if self._spoiled_lately > self._share * size:
             return self._error(f"{self._spoiled_lately} of the last {len(self._window)} rollouts")
         return None
+
+    @property
+    def _window_size(self) -> int:
+        sound_share = 1 - self._share
+        return max(SMALLEST_WINDOW, math.ceil(self._at_a_time() / sound_share) if sound_share else 0)
 
     def verdict(self) -> TooManyFailures | None:
         """Why there is no result to return once every rollout has ended: not one of them was sound."""

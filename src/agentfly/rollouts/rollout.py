@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from agentfly.events import EventStream, RolloutFinished, RolloutStarted
 from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
-from agentfly.rollouts.conversation import Conversation
+from agentfly.rollouts.conversation import NOBODY_TOLD, Conversation
 from agentfly.rollouts.scoring import score_rollout
 from agentfly.rollouts.scribe import Scribe
 from agentfly.rollouts.voice import ChangeOfSampling, Voice, unchanged
@@ -58,6 +59,7 @@ class Rollout:
         sampling: changes how the policy samples.
         priority: of this rollout's requests for resources; higher goes first.
         notice: told of this rollout's waits for resources.
+        generation: entered while the policy that the rollouts are about makes a generation.
         unwanted: whether the rollout was cancelled, and counts no more whatever it still does.
     """
 
@@ -69,8 +71,10 @@ class Rollout:
         sampling: ChangeOfSampling = unchanged,
         priority: int = 0,
         notice: Notice = unnoticed,
+        generation: AbstractContextManager[None] = NOBODY_TOLD,
         unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._generation = generation
         self._around = surroundings
         self._unwanted = unwanted
         self._started = time.perf_counter()
@@ -149,6 +153,7 @@ class Rollout:
                 scribe=scribe,
                 context=self._context,
                 sampling=self._sampling,
+                generation=self._generation,
                 go_on=self._go_on_if_wanted,
             )
             trajectory.messages = conversation.messages

@@ -120,10 +120,11 @@ async def run(
                 total = len(rows) * attempts
                 events.emit(RolloutsPlanned(total=total, recorded=0 if record is None else min(record.recorded, total)))
             stack.enter_context(tuned_gc())
-            before = runner.occupancy()
+            before, began = runner.occupancy(), runner.concurrency()
             trajectories = await runner.collect(rows, **settings)
             resources = occupancy_metrics(before, runner.occupancy())
-    return RunResult(trajectories, summarize(trajectories) | resources)
+            concurrency = (runner.concurrency() - began).metrics()
+    return RunResult(trajectories, summarize(trajectories) | concurrency | resources)
 
 
 async def evaluate(

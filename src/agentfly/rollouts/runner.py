@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -17,12 +18,13 @@ from agentfly.agents.tool import Tool
 from agentfly.errors import ConfigError, UsageError
 from agentfly.events import EventStream
 from agentfly.policies.load import load_policy
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, generations_at_a_time
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.instances.attendance import Occupancy
 from agentfly.rollouts.admission import Admission, Guest
 from agentfly.rollouts.backlog import Backlog
 from agentfly.rollouts.batch import Batch
+from agentfly.rollouts.concurrency import Concurrency, Obstacle
 from agentfly.rollouts.foresight import Foresight
 from agentfly.rollouts.group_scoring import group_scorer
 from agentfly.rollouts.health import Health
@@ -34,6 +36,14 @@ from agentfly.rollouts.voice import NO_OTHERS, Voice, unchanged
 from agentfly.task import Task
 from agentfly.threads.pool import on_thread
 from agentfly.trajectory import Trajectory
+
+TOLD_SHARE = 0.25
+"""From this share of the time on, in which the limit alone held rollouts back, the user is told."""
+
+TOLD_SECONDS = 10.0
+"""Of runs that are shorter nothing is told."""
+
+logger = logging.getLogger(__name__)
 
 
 def require_agent(agent: object) -> None:
@@ -81,7 +91,7 @@ class RunnerSettings(TypedDict, total=False):
     events: EventStream | None
     strategy: str
     subagent_policies: Mapping[str, Policy | ChatPolicy]
-    max_concurrent_rollouts: int
+    max_concurrent_rollouts: int | None
     max_concurrent_starts: int | None
     max_failure_share: float
 
@@ -100,8 +110,9 @@ class Runner:
         engine: schedules the resources; made if not given.
         reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
         events: where events go.
-        max_concurrent_rollouts: how many rollouts run at a time; the others wait their turn, in order, and also while
-            those that run wait for resources (see `Admission`).
+        max_concurrent_rollouts: how many rollouts run at a time at most; if not given, as many as keep the policy busy
+            and fit into memory. The others wait their turn, in order, and also while those that run wait for resources
+            (see `Admission`).
         max_concurrent_starts: how many resources may be starting at once, as of `ResourceEngine`, for an engine that is
             made here.
         strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
@@ -125,14 +136,14 @@ class Runner:
         events: EventStream | None = None,
         strategy: str = "chain",
         subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
-        max_concurrent_rollouts: int = 256,
+        max_concurrent_rollouts: int | None = None,
         max_concurrent_starts: int | None = None,
         max_failure_share: float = 0.5,
     ) -> None:
         require_agent(agent)
         if reward is not None:
             require_reward(reward)
-        if max_concurrent_rollouts < 1:
+        if max_concurrent_rollouts is not None and max_concurrent_rollouts < 1:
             raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
         if engine is not None and max_concurrent_starts is not None:
             raise ConfigError(
@@ -153,7 +164,7 @@ class Runner:
         self._max_concurrent_starts = max_concurrent_starts
         self._max_failure_share = max_failure_share
         self._owned = AsyncExitStack()
-        self._admission = Admission(max_concurrent_rollouts)
+        self._admission: Admission | None = None
         self._batches: set[Batch] = set()
         self._around: Surroundings | None = None
 
@@ -176,6 +187,11 @@ class Runner:
             await self._owned.aclose()
             raise
         self._around = Surroundings(voice, engine, self._reward, self._events)
+        self._admission = Admission(
+            self._max_concurrent,
+            generations=generations_at_a_time(policy),
+            clock=asyncio.get_running_loop().time,
+        )
         return self
 
     async def _load(self, model: str | Path) -> Policy:
@@ -186,12 +202,38 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._around = None
+        if self._admission is not None:
+            self._tell_of_limit(self._admission)
         try:
             async with asyncio.TaskGroup() as closing:
                 for batch in self._batches:
                     closing.create_task(batch.close())
         finally:
             await self._owned.aclose()
+
+    def concurrency(self) -> Concurrency:
+        """How many rollouts ran so far, and what held others back."""
+        self._require_entered()
+        assert self._admission is not None
+        return self._admission.meter.read()
+
+    def _tell_of_limit(self, admission: Admission) -> None:
+        """Tell whether more rollouts could have run at a time, where that is known."""
+        found, at_policy = admission.meter.read(), admission.generations
+        share = found.held_share(Obstacle.LIMIT)
+        if found.seconds < TOLD_SECONDS or share < TOLD_SHARE or (self._max_concurrent and at_policy is None):
+            return
+        bound = f"max_concurrent_rollouts={admission.max_concurrent}"
+        if self._max_concurrent is None:
+            bound = f"{admission.max_concurrent}, by the memory that was free"
+        logger.warning(
+            "For %.0f %% of the time rollouts waited only because as many ran as may (%s). Meanwhile there were %.0f "
+            "generations at a time on average%s. A higher max_concurrent_rollouts may make such a run faster.",
+            100 * share,
+            bound,
+            found.generation_seconds / found.seconds,
+            f", where the policy can make {at_policy}" if at_policy is not None else "",
+        )
 
     def occupancy(self) -> dict[str, Occupancy]:
         """How much the engine's instances were leased and used so far, by the labels of their specs."""
@@ -207,7 +249,8 @@ class Runner:
                 may be any number of them.
             settings: see `BatchSettings`.
         """
-        around = self._require_entered()
+        around, admission = self._require_entered(), self._admission
+        assert admission is not None
         label = settings.get("label") or uuid.uuid4().hex[:8]
         priority = settings.get("priority", 0)
         change = settings.get("sampling") or unchanged
@@ -218,14 +261,20 @@ class Runner:
 
         def make(trajectory: Trajectory, guest: Guest, unwanted: Callable[[], bool]) -> Rollout:
             return Rollout(
-                around, trajectory, sampling=sampling, priority=priority, notice=guest.notice, unwanted=unwanted
+                around,
+                trajectory,
+                sampling=sampling,
+                priority=priority,
+                notice=guest.notice,
+                generation=guest.generation,
+                unwanted=unwanted,
             )
 
         batch = Batch(
             make,
-            admission=self._admission,
+            admission=admission,
             backlog=Backlog(label, Foresight(around).expect, settings.get("first_group", 0)),
-            health=Health(self._max_failure_share, self._max_concurrent),
+            health=Health(self._max_failure_share, lambda: admission.meter.most),
             attempts=settings.get("attempts", 1),
             priority=priority,
             record=settings.get("record"),

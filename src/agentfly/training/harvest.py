@@ -73,7 +73,10 @@ async def harvest(source: Source, cursor: int, config: TrainConfig, *, steps_lef
         TooManyFailures: infrastructure spoiled too large a share of the rollouts.
     """
     ahead = config.tasks_per_step * min(config.max_staleness, steps_left)
-    health = Health(config.max_failure_share, config.max_concurrent_rollouts)
+    at_a_time = (config.tasks_per_step + ahead) * config.attempts
+    if config.max_concurrent_rollouts is not None:
+        at_a_time = min(at_a_time, config.max_concurrent_rollouts)
+    health = Health(config.max_failure_share, lambda: at_a_time)
     refills_left = config.dynamic_sampling.max_refills if config.dynamic_sampling else 0
     kept: list[Attempted] = []
     dropped: list[Attempted] = []

@@ -57,6 +57,11 @@ class ServedPolicy:
         return self._servers.context_length
 
     @property
+    def max_concurrent_generations(self) -> int | None:
+        """How many sequences the servers sample at a time, where that is known."""
+        return self._servers.max_concurrent_generations
+
+    @property
     def version(self) -> int:
         """The version of the weights that the servers sample with."""
         return self._servers.version

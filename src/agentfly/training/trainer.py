@@ -330,9 +330,10 @@ class Trainer:
     async def _step(self, means: _Means, place: Place) -> tuple[Place, dict[str, float]]:
         started = time.perf_counter()
         step = place.step + 1
-        before = means.runner.occupancy()
+        before, began = means.runner.occupancy(), means.runner.concurrency()
         gathered = await means.supply.harvest(step, place.cursor)
         resources = occupancy_metrics(before, means.runner.occupancy())
+        resources |= (means.runner.concurrency() - began).metrics()
         collected, running = time.perf_counter(), means.overlap.seconds
         batch = means.update.rows(gathered)
         learned = await means.update.make(gathered, batch)

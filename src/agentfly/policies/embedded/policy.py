@@ -79,7 +79,7 @@ class EmbeddedPolicy:
         self.model = model
         self._tokenizer = tokenizer
         self._context_length = max_context_tokens or longest
-        self._max_concurrent = max_concurrent_generations
+        self.max_concurrent_generations = max_concurrent_generations
         self._max_resident = resident
         self._seed = seed
         self._version = 0
@@ -223,7 +223,7 @@ class EmbeddedPolicy:
             raise PolicyError("The policy is already in use: it can be entered once at a time.")
         batch = RunningBatch(
             self.model,
-            max_concurrent=self._max_concurrent,
+            max_concurrent=self.max_concurrent_generations,
             max_resident=self._max_resident,
             context_length=self._context_length,
             version=self._version,

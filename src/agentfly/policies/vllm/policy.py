@@ -160,6 +160,12 @@ class VLLMPolicy:
         return self._version
 
     @property
+    def max_concurrent_generations(self) -> int | None:
+        """How many sequences all servers sample at a time, where the spec says it."""
+        spec = self._spec
+        return None if spec is None or spec.max_num_seqs is None else spec.max_num_seqs * self._servers
+
+    @property
     def in_use(self) -> bool:
         """Whether it has been entered and not left."""
         return self._fleet is not None

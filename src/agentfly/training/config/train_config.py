@@ -143,8 +143,8 @@ class TrainConfig(Settings):
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
-    max_concurrent_rollouts: PositiveInt = 256
-    """Number of rollouts that run at a time."""
+    max_concurrent_rollouts: PositiveInt | None = None
+    """Most rollouts that run at a time; as many as keep the policy busy and fit into memory, if not given."""
     max_concurrent_starts: PositiveInt | None = None
     """Number of resources, such as sandboxes, that may be starting at once; 8 for each processor core if not given, of
     which what keeps a processor or a daemon busy counts for several."""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import agentfly as af
 import agentfly.policies
+from agentfly.agents.toolcalls.registry import tool_call_format
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.tokens import Origin
 from agentfly.training.rows import rows_from_trajectories
@@ -36,17 +37,17 @@ LIMITS = af.GatewayLimits(max_body_bytes=200_000, max_calls=10**9, max_open_roll
 class Server:
     """A gateway that runs whenever it is asked something, over a real connection."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, *, said: str = CALLS, tool_call_format: str | None = None) -> None:
         self._runner = asyncio.Runner()
         self._number = 0
         self._policy = ScriptedPolicy(self._script, context_length=6_000)
         if tokenizer is not None:
             self._policy.tokenizer = tokenizer
-        self.gateway = af.Gateway(self._policy, limits=LIMITS, max_tokens=300)
+        self._said = said
+        self.gateway = af.Gateway(self._policy, limits=LIMITS, max_tokens=300, tool_call_format=tool_call_format)
 
-    @staticmethod
-    def _script(prompt: str, turn: int) -> str:
-        return CALLS if prompt.count("a") % 2 else f"said {len(prompt) % 7}"
+    def _script(self, prompt: str, turn: int) -> str:
+        return self._said if prompt.count("a") % 2 else f"said {len(prompt) % 7}"
 
     def __enter__(self) -> Server:
         self.run(self.gateway.__aenter__())
@@ -84,6 +85,18 @@ def models_server() -> Iterator[Server]:
     from agentfly.policies.hf_tokenizer import HFTokenizer
 
     with Server(HFTokenizer.load(Path(agentfly.policies.__path__[0]) / "models" / "tiny")) as one:
+        yield one
+
+
+FORMATS = ["action", "code_block", "hermes", "llama_json", "llama_pythonic", "qwen3_coder", "react", "tags"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def formats_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The same for models that are told in words how to call tools."""
+    name = request.param
+    call = "```python\na\n```" if name == "code_block" else tool_call_format(name).write("add", {"a": 1})
+    with Server(said=call, tool_call_format=name) as one:
         yield one
 
 
@@ -210,6 +223,15 @@ messages = some_of(
     reasoning_content=texts,
     reasoning=texts,
 )
+used = st.builds(
+    lambda name, arguments, result: [
+        {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": name, "arguments": arguments}}]},
+        {"role": "tool", "tool_call_id": "x", "content": result},
+    ],
+    st.sampled_from(["add", "<|im_end|>"]),
+    arguments,
+    contents,
+)
 sound_messages = st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "tool"]), "content": texts})
 schemas = some_of(
     type=st.sampled_from(["object", ["object", "null"], "string"]),
@@ -219,6 +241,11 @@ schemas = some_of(
 tools = some_of(
     type=st.just("function"),
     function=some_of(name=st.sampled_from(["add", "f"]), description=texts, parameters=schemas, strict=st.booleans()),
+)
+sound_tools = st.builds(
+    lambda name, parameters: {"function": {"name": name, "parameters": parameters}},
+    st.sampled_from(["add", "add", "f", "<|im_end|>"]),
+    st.one_of(schemas.filter(lambda one: isinstance(one.get("properties"), dict | None)), st.none()),
 )
 requests = some_of(
     model=texts,
@@ -248,14 +275,7 @@ requests = some_of(
 )
 sound_requests = sound_of(
     model=texts,
-    tools=st.lists(
-        st.builds(
-            lambda name, parameters: {"function": {"name": name, "parameters": parameters}},
-            st.sampled_from(["add", "f", "<|im_end|>"]),
-            st.one_of(schemas.filter(lambda one: isinstance(one.get("properties"), dict | None)), st.none()),
-        ),
-        max_size=2,
-    ),
+    tools=st.lists(sound_tools, max_size=2),
     tool_choice=st.sampled_from(["none", "auto", None]),
     parallel_tool_calls=st.booleans(),
     stream=st.booleans(),
@@ -273,6 +293,7 @@ sound_requests = sound_of(
 conversations = st.one_of(
     st.lists(sound_messages, min_size=1, max_size=4),
     st.lists(messages, max_size=4),
+    st.builds(lambda asked, used: [*asked, *used], st.lists(sound_messages, max_size=2), used),
     st.builds(lambda some, last: [*some, last], st.lists(messages, max_size=3), sound_messages),
 )
 
@@ -296,7 +317,7 @@ def with_corpus(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_corpus
-@settings(max_examples=scaled(1500, 20_000))
+@settings(max_examples=scaled(60, 20_000))
 @given(
     content=st.builds(body, st.one_of(sound_requests, sound_requests, requests), conversations), follow=st.booleans()
 )
@@ -304,9 +325,17 @@ def test_a_request_of_any_shape_is_refused_or_answered(server: Server, content: 
     try_out(server, content, follow=follow)
 
 
+@settings(max_examples=scaled(8, 2_000))
+@given(offered=st.lists(sound_tools, min_size=1, max_size=2), conversation=conversations)
+def test_tools_of_any_schema_can_be_called_in_every_format(
+    formats_server: Server, offered: Any, conversation: Any
+) -> None:
+    try_out(formats_server, body({"tools": offered}, conversation))
+
+
 @pytest.mark.slow
 @with_corpus
-@settings(max_examples=scaled(1500, 20_000))
+@settings(max_examples=scaled(60, 20_000))
 @given(content=st.builds(body, st.one_of(sound_requests, requests), conversations), follow=st.booleans())
 def test_a_models_own_chat_template_changes_nothing_of_that(
     models_server: Server, content: bytes, follow: bool
@@ -314,7 +343,7 @@ def test_a_models_own_chat_template_changes_nothing_of_that(
     try_out(models_server, content, follow=follow)
 
 
-@settings(max_examples=scaled(500, 5_000))
+@settings(max_examples=scaled(25, 5_000))
 @given(
     content=st.one_of(
         st.binary(max_size=200),
@@ -354,7 +383,7 @@ async def sent_raw(server: Server, head: list[str], content: bytes) -> bytes:
         writer.close()
 
 
-@settings(max_examples=scaled(3000, 10_000))
+@settings(max_examples=scaled(40, 10_000))
 @given(
     given_headers=headers,
     method=st.sampled_from(["POST", "GET", "DELETE", "OPTIONS", "PUT", "HEAD", "post", "é"]),
@@ -396,7 +425,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=scaled(500, 3_000))
+@settings(max_examples=scaled(15, 3_000))
 @given(st.lists(steps, min_size=1, max_size=8))
 def test_conversations_that_branch_repeat_and_break_off_in_any_order_are_recorded_to_the_token(
     server: Server, walk: list[tuple[int, str, bool]]

@@ -85,6 +85,8 @@ def call() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _streams_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams begin soon, and chat templates are proved for few turns."""
     monkeypatch.setattr("agentfly.gateway.http.EARLY_S", 0.05)
     monkeypatch.setattr("agentfly.gateway.http.PING_S", 0.05)
+    monkeypatch.setattr("agentfly.gateway.model_codec.LONGEST", 4)

@@ -65,19 +65,17 @@ async def ask(client: Any, stream: bool = False, **parameters: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("parameter", CHANGING)
-async def test_what_would_change_the_distribution_is_replaced_and_told(
-    serving_any: Any, parameter: str, stream: bool
-) -> None:
+async def test_what_would_change_the_distribution_is_replaced_and_told(serving_any: Any, stream: bool) -> None:
     async with Noting() as policy, serving_any(policy) as (gateway, client):
-        assert await ask(client(), stream, **{parameter: CHANGING[parameter]}) == parameter
-        trajectory = gateway.finish("r.0", reward=1.0)
-    (used,) = policy.asked
-    assert (used.temperature, used.top_p, used.top_k, used.seed) == (1.0, 1.0, 0, None)
-    assert untrainable_cause(trajectory) is None
-    (note,) = trajectory.notes
-    assert note.startswith(f"The program asked for {parameter}={CHANGING[parameter]!r}")
-    assert note in trajectory_text(trajectory).plain
+        for parameter, value in CHANGING.items():
+            assert await ask(client(parameter), stream, **{parameter: value}) == parameter
+            trajectory = gateway.finish(parameter, reward=1.0)
+            assert untrainable_cause(trajectory) is None
+            (note,) = trajectory.notes
+            assert note.startswith(f"The program asked for {parameter}={value!r}")
+            assert note in trajectory_text(trajectory).plain
+    assert len(policy.asked) == len(CHANGING)
+    assert {(one.temperature, one.top_p, one.top_k, one.seed) for one in policy.asked} == {(1.0, 1.0, 0, None)}
 
 
 async def test_what_changes_nothing_is_not_told_of(serving_any: Any) -> None:
@@ -138,20 +136,14 @@ async def test_a_rollout_that_follows_its_program_is_kept_out_of_training_where_
     assert (len(batch.rows) == 0, batch.left_out) == (bool(why), {"untrainable": 1} if why else {})
 
 
-@pytest.mark.parametrize(
-    "parameter", [name for name in CHANGING if name not in ("temperature", "top_p", "top_k", "seed")]
-)
-async def test_where_a_program_is_followed_what_cannot_be_done_is_refused(serving_any: Any, parameter: str) -> None:
-    async with (
-        Noting() as policy,
-        serving_any(policy, sampling=af.RolloutSampling(follow_program=True)) as (
-            gateway,
-            client,
-        ),
-    ):
-        with pytest.raises(BadRequestError) as caught:
-            await ask(client(), **{parameter: CHANGING[parameter]})
-        trajectory = gateway.finish("r.0", reward=1.0)
-    assert caught.value.param == parameter
-    assert trajectory.failure is not None
-    assert parameter in trajectory.failure.message, "the program had no answer, and this is why"
+async def test_where_a_program_is_followed_what_cannot_be_done_is_refused(serving_any: Any) -> None:
+    following = af.RolloutSampling(follow_program=True)
+    async with Noting() as policy, serving_any(policy, sampling=following) as (gateway, client):
+        for parameter in CHANGING.keys() - {"temperature", "top_p", "top_k", "seed"}:
+            with pytest.raises(BadRequestError) as caught:
+                await ask(client(parameter), **{parameter: CHANGING[parameter]})
+            assert caught.value.param == parameter
+            trajectory = gateway.finish(parameter, reward=1.0)
+            assert trajectory.failure is not None
+            assert parameter in trajectory.failure.message, "the program had no answer, and this is why"
+    assert policy.asked == []

@@ -66,6 +66,7 @@ async def test_an_answer_that_nobody_got_is_not_recorded() -> None:
     session = session_of(numbered())
     session.delivered(await session.answer(wanted("q")))
     session.undelivered(await session.answer(wanted("q", "said 0", "more")), b"the request", seen_in_part=False)
+    assert session._log.given_up
     session.delivered(await session.answer(wanted("q", "said 0", "more")))
     trajectory = finished(session)
     assert [turn.text for turn in trajectory.turns] == ["said 0", "said 2"]

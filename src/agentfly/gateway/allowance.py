@@ -13,18 +13,17 @@ class Allowance:
     """What the program of one rollout has taken of what it may.
 
     Attributes:
-        answered: calls that were answered.
         record_bytes: memory that the record takes, about.
-        exhausted: which limit on the whole rollout it has come to; empty as long as there is none.
+        exhausted: the limit on the whole rollout for which the last call was refused; empty if it was not.
     """
 
     def __init__(self, limits: GatewayLimits) -> None:
-        self.answered = 0
         self.record_bytes = 0
         self.exhausted = ""
         self._limits = limits
         self._calls = 0
         self._bytes = 0
+        self._answered = 0  # and those that are being answered
 
     @contextmanager
     def call(self, size: int) -> Iterator[None]:
@@ -53,16 +52,24 @@ class Allowance:
             self._calls -= 1
             self._bytes -= size
 
-    def require_room(self) -> None:
-        """Refuse a further call of a rollout whose record is as large as it may become.
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """A call is answered within, unless that fails, and its answer goes on the record.
 
         Raises:
-            Refusal: it is.
+            Refusal: the record of the rollout is as large as it may become.
         """
-        limits = self._limits
-        if self.answered >= limits.max_calls:
-            self.exhausted = f"{self.answered} calls of the rollout were answered, which is the most (max_calls)."
+        limits, told = self._limits, ""
+        if self._answered >= limits.max_calls:
+            told = f"{self._answered} calls of the rollout were answered, which is the most (max_calls)."
         elif self.record_bytes >= limits.max_record_bytes:
-            self.exhausted = f"The rollout's record of {self.record_bytes} bytes is full (max_record_bytes)."
-        if self.exhausted:
-            raise Refusal(self.exhausted, code="rollout_full")
+            told = f"The rollout's record of {self.record_bytes} bytes is full (max_record_bytes)."
+        self.exhausted = told
+        if told:
+            raise Refusal(told, code="rollout_full")
+        self._answered += 1
+        try:
+            yield
+        except BaseException:
+            self._answered -= 1
+            raise

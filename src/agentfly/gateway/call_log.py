@@ -23,7 +23,7 @@ class CallLog:
         self.refusal = ""
         self._begun = 0
         self._waiting: set[int] = set()
-        self._begun_before_answer = 0  # how many calls had begun when the last answer was there
+        self._begun_before_answer = 0  # how many calls had begun when the last answer arrived
         self._given_up = False
 
     @contextmanager
@@ -40,9 +40,13 @@ class CallLog:
         finally:
             self._waiting.discard(number)
 
-    def answered(self) -> None:
-        """A call has its answer. It makes up for those before it."""
-        self.failure, self._given_up, self._begun_before_answer = None, False, self._begun
+    def delivered(self) -> None:
+        """The program has an answer. It makes up for the calls before it."""
+        self._given_up, self._begun_before_answer = False, self._begun
+
+    def lost(self) -> None:
+        """The program was not there any more when an answer was."""
+        self._given_up = True
 
     @property
     def given_up(self) -> bool:

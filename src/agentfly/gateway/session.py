@@ -114,18 +114,16 @@ class Session:
             AgentFlyError: the policy failed. Unless a later call goes well, the rollout counts as spoiled by it.
         """
         self._require_open()
-        self._allowance.require_room()
-        with self._log.call():
+        with self._allowance.answer(), self._log.call():
             async with self._preparing:
                 question = await self._question(request)
             started = time.perf_counter()
             generation = await self._sampled(question)
-        self._require_open()
-        self._log.answered()
+            self._require_open()
+        self._log.failure = None
         answer = self._codec.read(generation, request, first_call=question.calls)
         exchange = _exchange(question, answer, time.perf_counter() - started)
         self._tree.add(exchange)
-        self._allowance.answered += 1
         self._allowance.record_bytes += size_of([*exchange.new, exchange.message]) + _waiting_bytes(exchange.pending)
         return exchange
 
@@ -141,10 +139,12 @@ class Session:
         If the program has seen a part of it, it may have acted on that. So where it does not ask again, the answer is
         on the record all the same.
         """
-        if exchange.place is None:
+        if exchange.pending is not None:
             self._undelivered[request] = exchange
             if seen_in_part:
                 self._seen_in_part[request] = exchange
+            else:
+                self._log.lost()
 
     def kept(self, request: bytes) -> Exchange | None:
         """The answer to the same request that the program did not get, if there is one."""
@@ -161,6 +161,7 @@ class Session:
         pending = exchange.pending
         if pending is None:
             return
+        self._log.delivered()
         try:
             place = self._taped(exchange, pending)
         except TokenInvariantError as error:

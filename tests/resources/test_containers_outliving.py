@@ -260,7 +260,7 @@ OTHERS = {
 ITSELF = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); resource.prlimit(0, resource.RLIMIT_NOFILE)
-os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, 2)
+os.nice(1); os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + 1)
 os.sched_setaffinity(0, os.sched_getaffinity(0)); os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 print("done")
 """

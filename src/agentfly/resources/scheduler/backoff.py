@@ -97,7 +97,8 @@ class Backoff:
 
     Starts that fail are followed by a pause, which grows with each round of them; those that were under way together
     are one round. After a pause a single start is tried. Each that succeeds lets one more be under way, so that their
-    number doubles in the time of a start, until it bounds nothing any more.
+    number doubles in the time of a start, until it bounds nothing any more. Where a disk was full the number grows by
+    one in the time of a start: nobody knows how much room there is, and all that are under way when it ends fail.
     """
 
     def __init__(self) -> None:
@@ -108,13 +109,13 @@ class Backoff:
         self.holds = False  # nor for those who wait; what lasts is told to them instead
         self.cause = Cause.PASSING
         self.error: BaseException | None = None
-        self._window: int | None = None  # how many may be starting at once; None for any number
+        self._window: float | None = None  # how many may be starting at once; None for any number
 
     def room(self, starting: int) -> float:
         """How many more may be started for those who wait."""
         if self.holds:
             return 0
-        return math.inf if self._window is None else max(0, self._window - starting)
+        return math.inf if self._window is None else max(0, int(self._window) - starting)
 
     def failed(self, began: float, error: BaseException, now: float) -> None:
         """A start that began at a time has failed."""
@@ -148,7 +149,8 @@ class Backoff:
         self.rounds, self.since, self.until, self.error = 0, math.inf, -math.inf, None
         self.paused = self.holds = False
         if self._window is not None:
-            self._window = self._window + 1 if self._window < _WIDE else None
+            step = 1 / self._window if self.cause is Cause.FULL_DISK else 1.0
+            self._window = self._window + step if self._window < _WIDE else None
 
     def freed(self, now: float) -> None:
         """An instance is gone: if the disk was full, it may not be any more."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.backend import candidates, choose
+from agentfly.resources.containers.backend import backend, candidates, choose
+from agentfly.resources.containers.bubblewrap import backend as bubblewrap_backend
+from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.landlock import backend as landlock_backend
 from agentfly.resources.containers.spec import ContainerSpec
 
 
@@ -29,7 +35,7 @@ def without_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_only_backends_that_take_the_image_are_candidates(image: str, names: list[str]) -> None:
-    assert [one.name for one in candidates(ContainerSpec(image=image))] == names
+    assert candidates(ContainerSpec(image=image)) == names
 
 
 @pytest.mark.usefixtures("without_engines")
@@ -48,3 +54,51 @@ async def test_a_name_that_is_a_directory_here_is_answered_with_its_whole_path(t
     (tmp_path / "images" / "rootfs").mkdir(parents=True)
     with pytest.raises(PrerequisiteError, match=f"If {tmp_path}/images/rootfs is meant, write this whole path"):
         await choose(ContainerSpec(image="images/rootfs"))
+
+
+OTHERS = ("docker", "enroot", "landlock", "stream_shell")
+LOADING = f"""
+import asyncio, sys
+import agentfly as af
+from agentfly.resources.engine import ResourceEngine
+
+async def main():
+    async with ResourceEngine() as engine:
+        lease = await engine.acquire(af.ContainerSpec(), "owner")
+        print((await lease.resource.run("echo started")).stdout)
+        await engine.release(lease)
+
+asyncio.run(main())
+print([name for name in sys.modules if name.split(".")[-2:-1] in [[other] for other in {OTHERS}]])
+print([name for name in ("aiohttp", "aiodocker") if name in sys.modules])
+"""
+
+
+@pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
+def test_a_box_of_bubblewrap_loads_no_other_backend(tmp_path: Path) -> None:
+    environment = {**os.environ, "AGENTFLY_STATE_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, env=environment, check=False)
+    assert ran.stdout.split("\n") == ["started", "", "[]", "[]", ""], ran.stderr
+
+
+LISTING = """
+import sys
+from agentfly.resources.containers.backend import candidates, traces
+from agentfly.resources.containers.spec import ContainerSpec
+print(list(traces(ContainerSpec(), "box-1")), candidates(ContainerSpec()))
+print([name for name in sys.modules if name.startswith("agentfly.resources.containers.") and name.endswith("backend")])
+"""
+
+
+def test_what_is_written_down_before_a_choice_loads_no_backend() -> None:
+    ran = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=False)
+    first, second = ran.stdout.splitlines()
+    assert first == "['bubblewrap'] ['bubblewrap', 'landlock']", ran.stderr
+    assert second == "['agentfly.resources.containers.backend']"
+
+
+def test_the_two_backends_of_the_hosts_files_leave_the_same_traces_and_reap_alike() -> None:
+    spec = ContainerSpec()
+    bubblewrap, landlock = backend("bubblewrap"), backend("landlock")
+    assert bubblewrap.traces(spec, "box-1") == landlock.traces(spec, "box-1")
+    assert bubblewrap_backend.reap is landlock_backend.reap

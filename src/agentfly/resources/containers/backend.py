@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.capabilities import Capabilities, ImageKind
+from agentfly.resources.containers.bubblewrap import scratch
+from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.sandbox import Sandbox
 from agentfly.resources.containers.spec import BACKENDS, ContainerSpec
 from agentfly.resources.registry import load
@@ -21,12 +22,10 @@ class Backend(ABC):
 
     Attributes:
         name: what a spec calls it.
-        takes: the kinds of image that it takes where it works, unless the machine forbids one.
         works_in: the process in which `probe` has found that it works, and answers at once by now; 0 for none.
     """
 
     name: ClassVar[str]
-    takes: ClassVar[tuple[ImageKind, ...]]
     works_in: int = 0
 
     @abstractmethod
@@ -61,32 +60,49 @@ class Backend(ABC):
         """
 
 
-@cache
+_loaded: dict[str, Backend] = {}
+_loading = threading.Lock()
+
+
 def backend(name: str) -> Backend:
     """The backend of a name in this process; nothing is tried yet."""
-    made: Backend = load(BACKENDS[name])()
-    return made
+    with _loading:
+        if name not in _loaded:
+            _loaded[name] = load(BACKENDS[name].address)()
+        return _loaded[name]
 
 
-def candidates(spec: ContainerSpec) -> list[Backend]:
-    """The backends that may serve a spec, best first: those that take its kind of image."""
+def candidates(spec: ContainerSpec) -> list[str]:
+    """The names of the backends that may serve a spec, best first: those that take its kind of image."""
     if spec.backend != "auto":
-        return [backend(spec.backend)]
-    return [one for one in map(backend, BACKENDS) if spec.image_kind in one.takes]
+        return [spec.backend]
+    return [name for name, entry in BACKENDS.items() if spec.image_kind in entry.takes]
 
 
 async def choose(spec: ContainerSpec) -> Backend:
-    """The best backend that works on this machine and does what a spec asks.
+    """The best backend that works on this machine and does what a spec asks. No other one after it is loaded.
 
     One that isolates fully comes before one that does not, though the spec may allow that.
 
     Raises:
         PrerequisiteError: there is none. The message says for each what is missing.
     """
-    first = candidates(spec)[0]
-    if first.works_in == os.getpid() and _serves(first, spec):
+    first = _loaded.get(candidates(spec)[0])
+    if first is not None and first.works_in == os.getpid() and _serves(first, spec):
         return first
     return await on_thread(_choose, spec)
+
+
+def traces(spec: ContainerSpec, instance: str) -> dict[str, Any]:
+    """For each backend that may come to have an instance, by name, what it needs to remove it.
+
+    Nothing is loaded for it, which would hold up the event loop: an image that is prepared is so by a backend that was
+    chosen for it, and those that serve an image without preparation, the host's, leave the same traces.
+    """
+    names = [name for name in candidates(spec) if name in _loaded]
+    if not names and spec.image_kind == "host":
+        return {"bubblewrap": scratch.traces(instance)}
+    return {name: backend(name).traces(spec, instance) for name in names or candidates(spec)}
 
 
 def _serves(candidate: Backend, spec: ContainerSpec) -> bool:
@@ -102,7 +118,7 @@ def _serves(candidate: Backend, spec: ContainerSpec) -> bool:
 def _choose(spec: ContainerSpec) -> Backend:
     complaints = []
     weak = None
-    for candidate in candidates(spec):
+    for candidate in map(backend, candidates(spec)):
         found = candidate.probe()
         try:
             found.check(spec)

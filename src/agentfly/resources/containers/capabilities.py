@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.spec import ContainerSpec
-
-ImageKind = Literal["host", "path", "name", "snapshot"]
+from agentfly.resources.containers.spec import ContainerSpec, ImageKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from agentfly.durations import is_duration
 from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
-from agentfly.resources.containers.backend import Backend, candidates, choose
+from agentfly.resources.containers import backend as backends
+from agentfly.resources.containers.backend import Backend, choose
 from agentfly.resources.containers.command import Command, Outcome, encoded, require_type, shell_word
 from agentfly.resources.containers.files import Files
 from agentfly.resources.containers.result import CommandResult
@@ -184,8 +185,9 @@ class Container(Resource):
     @property
     def traces(self) -> dict[str, Any]:
         """For each backend that may have it, by name, what the backend needs to remove it."""
-        backends = candidates(self.spec) if self._backend is None else [self._backend]
-        return {backend.name: backend.traces(self.spec, self.instance) for backend in backends}
+        if self._backend is None:
+            return backends.traces(self.spec, self.instance)
+        return {self._backend.name: self._backend.traces(self.spec, self.instance)}
 
     @property
     def workdir(self) -> str:

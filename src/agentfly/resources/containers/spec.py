@@ -22,14 +22,31 @@ DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".sqsh")
+ImageKind = Literal["host", "path", "name", "snapshot"]
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """What is known of a backend without loading it.
+
+    Args:
+        address: of its class.
+        takes: the kinds of image that it takes where it works, unless the machine forbids one.
+    """
+
+    address: str
+    takes: tuple[ImageKind, ...]
+
+
+_HERE = "agentfly.resources.containers"
 BACKENDS = {
-    "bubblewrap": "agentfly.resources.containers.bubblewrap.backend:Bubblewrap",
-    "docker": "agentfly.resources.containers.docker.backend:Docker",
-    "podman": "agentfly.resources.containers.docker.backend:Podman",
-    "enroot": "agentfly.resources.containers.enroot.backend:Enroot",
-    "landlock": "agentfly.resources.containers.landlock.backend:Landlock",
+    "bubblewrap": BackendEntry(f"{_HERE}.bubblewrap.backend:Bubblewrap", ("host", "path", "snapshot")),
+    "docker": BackendEntry(f"{_HERE}.docker.backend:Docker", ("name", "snapshot")),
+    "podman": BackendEntry(f"{_HERE}.docker.backend:Podman", ("name", "snapshot")),
+    "enroot": BackendEntry(f"{_HERE}.enroot.backend:Enroot", ("path", "name")),
+    "landlock": BackendEntry(f"{_HERE}.landlock.backend:Landlock", ("host",)),
 }
-"""The backends by name, best first, each with the address of its class."""
+"""The backends by name, best first."""
 INSIDE = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
 # A directory shown at one of these, or below it, would hide what the shell and its programs are or need.
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -121,7 +138,7 @@ class ContainerSpec(ResourceSpec["Container"]):
         return "/root" if self.user == "root" else f"/home/{self.user}"
 
     @property
-    def image_kind(self) -> Literal["host", "path", "name", "snapshot"]:
+    def image_kind(self) -> ImageKind:
         """What sort of image it is, which decides the backends that can use it."""
         if self.image == HOST_IMAGE:
             return "host"

@@ -10,7 +10,7 @@ from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.reaping import reap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.scratch import traces
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.spec import ContainerSpec
 
@@ -23,7 +23,6 @@ class Bubblewrap(Backend):
     """
 
     name = "bubblewrap"
-    takes = ("host", "path", "snapshot")
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher
@@ -42,8 +41,8 @@ class Bubblewrap(Backend):
         return BubblewrapSandbox(self._launcher or tiers.launcher(), spec, instance)
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
-        """The directory on the host. It names the control groups, and the processes name it."""
-        return {"scratch": str(runtime_directory() / instance)}
+        """See `Backend.traces`."""
+        return traces(instance)
 
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""

@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from agentfly.errors import PrerequisiteError
 from agentfly.resources.tree_removal import remove_tree
@@ -51,6 +52,13 @@ def runtime_directory() -> Path:
         "Sandboxes need a directory for their pipes, and none of /run, /dev/shm, $XDG_RUNTIME_DIR and the directory "
         f"for temporary files ({tempfile.gettempdir()}) can be written. Set TMPDIR to one that can."
     )
+
+
+def traces(instance: str) -> dict[str, Any]:
+    """What `reaping.reap` needs to remove an instance: its directory, which names its control groups, and by which its
+    processes are known. The same whether bubblewrap starts it or Landlock confines it.
+    """
+    return {"scratch": str(runtime_directory() / instance)}
 
 
 def remove_scratch(scratch: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from agentfly.errors import AgentFlyError, ResourceStartError
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.capabilities import ImageKind
 from agentfly.resources.containers.docker.address import docker_address, podman_address
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities, of_engine
 from agentfly.resources.containers.docker.client import calling, connect
@@ -31,7 +30,6 @@ class Docker(Backend):
     """
 
     name: ClassVar[str] = "docker"
-    takes: ClassVar[tuple[ImageKind, ...]] = ("name", "snapshot")
     _cure: ClassVar[str] = (
         "Install and start Docker, see that this user may use its socket (group docker), or set DOCKER_HOST."
     )

@@ -12,7 +12,7 @@ from agentfly.resources.cgroups import CgroupHome, cgroup_home
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap.capabilities import FILTER_MISSING
 from agentfly.resources.containers.bubblewrap.seccomp import filter_program
-from agentfly.resources.containers.capabilities import Capabilities, ImageKind
+from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.enroot import image as images
 from agentfly.resources.containers.enroot.place import place_of
 from agentfly.resources.containers.enroot.program import find
@@ -43,7 +43,6 @@ class Enroot(Backend):
     """
 
     name: ClassVar[str] = "enroot"
-    takes: ClassVar[tuple[ImageKind, ...]] = ("path", "name")
 
     def __init__(self, program: str | None = None, *, cgroups: bool = True, store: Path | None = None) -> None:
         self._chosen = program

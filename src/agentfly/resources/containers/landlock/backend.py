@@ -14,7 +14,7 @@ from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap.capabilities import BASH_MISSING
 from agentfly.resources.containers.bubblewrap.reaping import reap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.resources.containers.bubblewrap.scratch import traces
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.landlock.capabilities import LandlockCapabilities
 from agentfly.resources.containers.landlock.launcher import LandlockLauncher
@@ -31,7 +31,6 @@ class Landlock(Backend):
     """
 
     name = "landlock"
-    takes = ("host",)
 
     def __init__(self, launcher: LandlockLauncher | None = None) -> None:
         self._launcher = launcher
@@ -52,7 +51,7 @@ class Landlock(Backend):
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
         """See `Backend.traces`."""
-        return {"scratch": str(runtime_directory() / instance)}
+        return traces(instance)
 
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""

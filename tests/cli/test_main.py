@@ -57,6 +57,7 @@ def test_an_unknown_command_or_option_exits_with_2(agentfly):
     ("error", "code", "told"),
     [
         (ConfigError("write it so"), 2, "write it so"),
+        (PermissionError(errno.EACCES, "Permission denied", "/home/of/another"), 1, "/home/of/another"),
         (PrerequisiteError("get [bold]this[/bold]"), 1, "get [bold]this[/bold]"),
         (ResourceError("it broke"), 1, "it broke"),
         (ExceptionGroup("several", [ResourceError("first"), ResourceError("second")]), 1, "first"),

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,15 +121,16 @@ async def test_an_orphan_that_cannot_be_removed_is_told_in_a_line_and_tried_agai
     dead = ProcessIdentity(here.pid, here.started - 1, here.boot, here.namespace, here.machine)
     path = tmp_path / "1-a.ledger"
     entry = ledger.Entry("box-1", "container", "tests.resources.test_containers_removal:refuse", {"scratch": "/x"})
-    ledger.write_remaining(path, dead, [entry])
+    ledger.write_remaining(path, dead, [entry, replace(entry, instance="box-2"), replace(entry, instance="box-3")])
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert await orphans.reap(tmp_path) == []
-        (record,) = [record for record in caplog.records if "box-1" in record.getMessage()]
+        (record,) = [record for record in caplog.records if "box-" in record.getMessage()]
+        assert "box-1 (container) and 2 more of its kind" in record.getMessage()
         assert "will be tried again (OSError: it is busy)" in record.getMessage()
         assert record.exc_info is None
-    assert ledger.read(path)[1] == [entry]
+    assert [left.instance for left in ledger.read(path)[1]] == ["box-1", "box-2", "box-3"]
 
 
 def refuse(traces: dict[str, object]) -> None:

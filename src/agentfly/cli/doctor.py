@@ -241,13 +241,26 @@ def model_cache() -> Finding:
 
 def free_disk() -> Finding:
     """Space for models."""
+    from agentfly.errors import PrerequisiteError
     from agentfly.policies.catalog import cache_dir
+    from agentfly.user_directories import is_seen
 
-    path = cache_dir()
-    while not path.exists():
+    try:
+        chosen = path = cache_dir()
+    except PrerequisiteError as error:
+        found, _, cure = str(error).partition(": ")
+        return Finding("disk", Verdict.NOTE, found, cure)
+    while not is_seen(path):
         path = path.parent
     free = shutil.disk_usage(path).free
     found = f"{free / _GIB:.1f} GiB free at {path}"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding(
+            "disk",
+            Verdict.NOTE,
+            f"{chosen} cannot be made: this user may not write to {path}",
+            "Models that are fetched are kept there. Set AGENTFLY_CACHE_DIR to a directory that can be written.",
+        )
     if free < _DISK_FOR_MODELS:
         return Finding(
             "disk",

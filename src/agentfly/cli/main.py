@@ -108,6 +108,12 @@ def _known(error: BaseException) -> AgentFlyError | None:
         return None if None in causes else causes[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(error)
+    if isinstance(error, PermissionError) and error.filename:
+        return PrerequisiteError(
+            f"This user may not do what was asked with {os.fsdecode(error.filename)} ({error.strerror}). Change its "
+            "permissions, or have the files elsewhere: run_dir=... for a run's files, AGENTFLY_CACHE_DIR=... for "
+            "models and images, AGENTFLY_STATE_DIR=... for what is written down of a run's resources."
+        )
     if isinstance(error, ModuleNotFoundError) and error.name in _TRAINING_PACKAGES:
         return PrerequisiteError(
             f"This needs {error.name}, which is not installed: models that run on this machine, and training, come "

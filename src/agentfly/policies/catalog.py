@@ -11,13 +11,13 @@ A model is always a Hugging Face directory (config, safetensors, tokenizer, chat
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.user_directories import cache_directory, is_seen
 
 Report = Callable[[str], None]
 """Called with a line of text when something begins that takes a while."""
@@ -46,7 +46,10 @@ class CatalogModel:
 
 def list_models() -> list[CatalogModel]:
     """The models of the catalogue."""
-    smollm2 = cache_dir() / "smollm2-135m"
+    try:
+        smollm2: Path | None = cache_dir() / "smollm2-135m"
+    except PrerequisiteError:  # there is no place for it to be
+        smollm2 = None
     return [
         CatalogModel(
             name="tiny",
@@ -67,7 +70,7 @@ def list_models() -> list[CatalogModel]:
             summary="SmolLM2-135M-Instruct (4-bit weights, unpacked); a real pretrained model for a CPU",
             parameters=134_515_008,
             licence="Apache-2.0",
-            path=smollm2 if smollm2.is_dir() else None,
+            path=smollm2 if smollm2 is not None and is_seen(smollm2) else None,
         ),
     ]
 
@@ -107,11 +110,12 @@ def find_model(name: str | Path, *, report: Report | None = None) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: ``$AGENTFLY_CACHE_DIR/models``, by default in the user's cache directory."""
-    root = os.environ.get("AGENTFLY_CACHE_DIR")
-    if root:
-        return Path(root) / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfly" / "models"
+    """Where fetched models are kept: ``$AGENTFLY_CACHE_DIR/models``, by default in the user's cache directory.
+
+    Raises:
+        PrerequisiteError: the user has no home directory, and none is given.
+    """
+    return cache_directory() / "models"
 
 
 def _shipped(name: str) -> Path:

@@ -84,6 +84,31 @@ def state_directories(chosen: Path | None = None) -> list[Path]:
     return [state_directory(chosen), *filter(_is_own, spare_directories())]
 
 
+def files_in(directory: Path) -> list[Path]:
+    """What lies in a state directory, in the order of the names.
+
+    Nothing in one that this user may not look into, with a warning: nothing is written down there now, but something
+    may have been.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        logger.warning(
+            "%s cannot be looked through for what processes have started (%s). Make it readable, or set "
+            "AGENTFLY_STATE_DIR to a directory that is.",
+            directory,
+            error.strerror,
+        )
+        return []
+
+
+def ledgers_in(directory: Path) -> list[Path]:
+    """The ledgers that lie in a state directory."""
+    return [path for path in files_in(directory) if path.suffix == ".ledger"]
+
+
 def _is_own(directory: Path) -> bool:
     """Whether a directory is the user's, and nobody else can write there."""
     try:

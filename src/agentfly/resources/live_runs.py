@@ -60,7 +60,7 @@ async def find_runs(directory: Path | None = None) -> list[LiveRun]:
     Args:
         directory: the state directory; by default the user's.
     """
-    paths = [path for place in state_directories(directory) for path in sorted(place.glob("*.ledger"))]
+    paths = [path for place in state_directories(directory) for path in ledger.ledgers_in(place)]
     found = await asyncio.gather(*(_run(path) for path in paths))
     return sorted((run for run in found if run is not None), key=lambda run: -(run.age_seconds or 0))
 

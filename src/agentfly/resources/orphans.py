@@ -39,16 +39,32 @@ async def reap(directory: Path | None = None) -> list[Entry]:
         What was removed. What could not be removed is logged, and stays in its ledger for the next time.
     """
     removed: list[Entry] = []
+    kept: list[tuple[Entry, Exception]] = []
     for place in state_directories(directory):
-        _clear_drafts(place)
-        for path in sorted(place.glob("*.ledger")):
+        for path in _without_drafts(ledger.files_in(place)):
             try:
                 with _claimed(path) as claimed:
                     if claimed:
-                        removed += await _reap_ledger(path)
+                        removed += await _reap_ledger(path, kept)
             except OSError as error:  # another user's, for instance, which is no reason to leave the others
                 logger.warning("%s, which says what a process has started, was passed over: %s", path, error)
+    _tell(kept)
     return removed
+
+
+def _tell(kept: list[tuple[Entry, Exception]]) -> None:
+    """Log what could not be removed: a line for each kind, however many there are of it."""
+    for kind in dict.fromkeys(entry.kind for entry, _ in kept):
+        entry, error = next(one for one in kept if one[0].kind == kind)
+        others = sum(one.kind == kind for one, _ in kept) - 1
+        logger.warning(
+            "The orphan %s (%s)%s could not be removed and will be tried again (%s); its traces are %s.",
+            entry.instance,
+            kind,
+            f" and {others} more of its kind" if others else "",
+            say(error),
+            entry.traces,
+        )
 
 
 async def remove(function: Reap, traces: dict[str, Any]) -> None:
@@ -64,7 +80,7 @@ async def remove(function: Reap, traces: dict[str, Any]) -> None:
             await on_thread(function, traces)
 
 
-async def _reap_ledger(path: Path) -> list[Entry]:
+async def _reap_ledger(path: Path, kept: list[tuple[Entry, Exception]]) -> list[Entry]:
     owner, entries = ledger.read(path)
     if owner is None:
         logger.error("%s is not a ledger that this version can read. It was left alone; remove it by hand.", path)
@@ -73,26 +89,21 @@ async def _reap_ledger(path: Path) -> list[Entry]:
         return []
     # In-process resources have ended with their process: there is nothing to remove.
     orphans = [entry for entry in entries if entry.reap is not None]
-    outcomes = await asyncio.gather(*(_reap_entry(entry) for entry in orphans))
-    remaining = [entry for entry, gone in zip(orphans, outcomes, strict=True) if not gone]
-    ledger.write_remaining(path, owner, remaining)
+    failures = await asyncio.gather(*map(_reap_entry, orphans))
+    remaining = [(entry, error) for entry, error in zip(orphans, failures, strict=True) if error is not None]
+    ledger.write_remaining(path, owner, [entry for entry, _ in remaining])
     window_of(path).unlink(missing_ok=True)
-    return [entry for entry, gone in zip(orphans, outcomes, strict=True) if gone]
+    kept += remaining
+    return [entry for entry, error in zip(orphans, failures, strict=True) if error is None]
 
 
-async def _reap_entry(entry: Entry) -> bool:
+async def _reap_entry(entry: Entry) -> Exception | None:
+    """Remove an orphan; why it could not be removed."""
     try:
         await remove(load(entry.reap or ""), dict(entry.traces))
     except Exception as error:
-        logger.warning(
-            "The orphan %s (%s) could not be removed and will be tried again (%s); its traces are %s.",
-            entry.instance,
-            entry.kind,
-            say(error),
-            entry.traces,
-        )
-        return False
-    return True
+        return error
+    return None
 
 
 @contextmanager
@@ -109,11 +120,17 @@ def _claimed(path: Path) -> Iterator[bool]:
         yield claimed
 
 
-def _clear_drafts(directory: Path) -> None:
-    """Remove what is left of ledgers, and of what lies beside them, that were being made when the power went."""
-    for path in [*directory.glob("*.*draft"), *directory.glob("*.ledger")]:
+def _without_drafts(files: list[Path]) -> list[Path]:
+    """The ledgers among some files. What was being made when the power went, and is old by now, is removed."""
+    ledgers = []
+    for path in files:
+        if path.suffix != ".ledger" and not path.suffix.endswith("draft"):
+            continue
         with suppress(FileNotFoundError):
             about = path.stat()
             unfinished = path.suffix != ".ledger" or about.st_size == 0
             if unfinished and time.time() - about.st_mtime > DRAFT_AGE_S:
                 path.unlink()
+            elif path.suffix == ".ledger":
+                ledgers.append(path)
+    return ledgers

@@ -26,6 +26,7 @@ from agentfly.resources.containers.tar_reader import TarReader
 from agentfly.resources.containers.unpacking import TooLarge, Unpacker, UnpackLimits
 from agentfly.resources.tree_removal import remove_tree
 from agentfly.threads.cancel_token import CancelToken, on_cancellable_thread
+from agentfly.user_directories import cache_directory
 
 MAX_DEPTH = 256
 """Directories of an image that may lie one in the other."""
@@ -43,7 +44,7 @@ def root_directory(image: str) -> Path:
         ResourceStartError: there is none.
     """
     path = Path(image)
-    if path.is_file() or is_layout(path):
+    if _is_archive(path):
         path = _unpacked(path)
     if not has_shell(path):
         raise ResourceStartError(
@@ -51,6 +52,16 @@ def root_directory(image: str) -> Path:
             "there on this host, nor an archive of one."
         )
     return path.resolve()
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return path.is_file() or is_layout(path)
+    except OSError as error:
+        raise ResourceStartError(
+            f"ContainerSpec(image={str(path)!r}) cannot be looked at: {error.strerror}. Make it, and the directories "
+            "above it, readable to the user who starts the boxes."
+        ) from error
 
 
 def has_shell(root: Path) -> bool:
@@ -75,7 +86,7 @@ def unpack(token: CancelToken, spec: ContainerSpec) -> None:
     """Do what `prepare` does, on the calling thread, as long as the token lets it go on."""
     image, limits = spec.image, UnpackLimits(parse_bytes(spec.max_image_size), spec.max_image_files, MAX_DEPTH)
     path = Path(image)
-    if not path.is_file() and not is_layout(path):
+    if not _is_archive(path):
         return
     try:
         if _unpacked(path).is_dir():
@@ -97,12 +108,9 @@ def unpack(token: CancelToken, spec: ContainerSpec) -> None:
 
 def store() -> Path:
     """Where unpacked images are kept. Those of root are where the ordinary users that its sandboxes are can go."""
-    chosen = os.environ.get("AGENTFLY_CACHE_DIR")
-    if chosen:
-        return Path(chosen) / "images"
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and not os.environ.get("AGENTFLY_CACHE_DIR"):
         return Path("/var/cache/agentfly/images")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfly" / "images"
+    return cache_directory() / "images"
 
 
 def _mark(path: Path) -> str:

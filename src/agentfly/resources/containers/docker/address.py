@@ -23,4 +23,11 @@ def podman_address(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _first(sockets: list[Path]) -> str | None:
-    return next((f"unix://{path}" for path in sockets if path.is_socket()), None)
+    return next((f"unix://{path}" for path in sockets if _is_socket(path)), None)
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except OSError:  # in a directory that this user may not look into, such as the home of another
+        return False

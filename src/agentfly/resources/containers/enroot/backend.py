@@ -47,7 +47,7 @@ class Enroot(Backend):
     def __init__(self, program: str | None = None, *, cgroups: bool = True, store: Path | None = None) -> None:
         self._chosen = program
         self._cgroups = cgroups
-        self._store = store or images.store_directory()
+        self._chosen_store = store
         self._found: Capabilities | None = None
         self._probing = threading.Lock()
 
@@ -57,6 +57,10 @@ class Enroot(Backend):
             if self._found is None or not self._found.works:
                 self._found = self._probe()
             return self._found
+
+    @property
+    def _store(self) -> Path:
+        return self._chosen_store or images.store_directory()
 
     async def prepare(self, spec: ContainerSpec) -> None:
         """See `Backend.prepare`."""

@@ -74,7 +74,7 @@ def _found(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@settings(max_examples=scaled(25, 30_000))
+@settings(max_examples=scaled(25, 10_000))
 @_found
 @given(layers=_LAYERS, mode=st.sampled_from([0, 0o1777, 0o7777]), layered=st.booleans(), leaving_links=st.booleans())
 def test_whatever_an_archive_names_and_links_nothing_outside_is_touched(
@@ -110,7 +110,7 @@ _CHANGES = st.lists(
 )
 
 
-@settings(max_examples=scaled(25, 100_000))
+@settings(max_examples=scaled(25, 20_000))
 @given(changes=_CHANGES, sums=st.booleans(), size=st.none() | st.integers(0, len(_HONEST)))
 def test_whatever_is_changed_in_an_archive_it_is_read_or_refused(
     changes: list[tuple[int, int, bytes]], sums: bool, size: int | None
@@ -136,7 +136,7 @@ def _garbled(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@settings(max_examples=scaled(30, 50_000))
+@settings(max_examples=scaled(30, 20_000))
 @_garbled
 @given(content=st.binary(max_size=2000).map(lambda text: text + b"\0" * (-len(text) % 512)))
 def test_whatever_bytes_there_are_they_are_read_or_refused(content: bytes) -> None:
@@ -147,7 +147,7 @@ def test_whatever_bytes_there_are_they_are_read_or_refused(content: bytes) -> No
 _PACKED = [pack(_HONEST) for pack in (gzip.compress, bz2.compress, lzma.compress)]
 
 
-@settings(max_examples=scaled(30, 50_000))
+@settings(max_examples=scaled(30, 20_000))
 @given(
     packed=st.sampled_from(_PACKED),
     place=st.integers(0, 4000),
@@ -187,7 +187,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=scaled(20, 20_000))
+@settings(max_examples=scaled(20, 4_000))
 @given(
     names=st.lists(st.sampled_from(_DOCUMENTS), min_size=1, max_size=2),
     value=st.one_of(_VALUES.map(lambda value: json.dumps(value).encode()), st.binary(max_size=20)),

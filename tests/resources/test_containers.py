@@ -46,6 +46,15 @@ async def test_stdout_stderr_and_exit_code_are_told_apart(box: Container) -> Non
     assert str(result) == "out\nerr\n[exit code 7]"
 
 
+async def test_a_result_reads_as_a_terminal_shows_it_unless_it_is_to_be_raw(box: Container) -> None:
+    bar = r"for i in 1 2 3; do printf '\r\033[32m%d of 3\033[0m' $i; done; echo; printf 'one\r\n' >&2"
+    printed = "".join(f"\r\x1b[32m{i} of 3\x1b[0m" for i in (1, 2, 3)) + "\n"
+    result = await box.run(bar)
+    assert (result.stdout, result.stderr) == (printed, "one\r\n")
+    assert str(result) == "3 of 3\none"
+    assert str(await box.run(bar, raw=True)) == f"{printed.rstrip()}\none\r"
+
+
 async def test_exit_ends_the_command_and_not_the_container(box: Container) -> None:
     await box.run("cd /tmp; X='a \"quoted\" value'; f() { echo kept; }")
     result = await box.run("exit 3")

@@ -207,6 +207,7 @@ class Container(Resource):
         user: Literal["agent", "root"] | None = None,
         max_output: int = MAX_OUTPUT,
         new_process: bool = False,
+        raw: bool = False,
     ) -> CommandResult:
         """Run bash source in the session, whose directory and variables last from one command to the next.
 
@@ -225,6 +226,7 @@ class Container(Resource):
             max_output: bytes kept of each of stdout and stderr, half from the start and half from the end.
             new_process: run it in a bash of its own, that neither sees nor changes the session, at the same time as
                 whatever runs there.
+            raw: have the result read as text as it was printed, and not as a terminal shows it.
 
         Raises:
             ResourceDied: the sandbox ended.
@@ -258,7 +260,7 @@ class Container(Resource):
         read = encoded(stdin, "The input") if isinstance(stdin, str) else stdin
         source = shell_word(command, "The command")
         asked = Command(source, new_process, cwd, variables, read, max_output, user)
-        return _result(await self._live().run(asked, timeout), timeout)
+        return _result(await self._live().run(asked, timeout), timeout, raw=raw)
 
     async def read_file(self, path: str) -> bytes:
         """The content of a file inside. A relative path is below the spec's workdir.
@@ -392,7 +394,7 @@ class Container(Resource):
         return self._sandbox
 
 
-def _result(outcome: Outcome, timeout: float) -> CommandResult:
+def _result(outcome: Outcome, timeout: float, *, raw: bool) -> CommandResult:
     killed_by = None
     if outcome.timed_out:
         killed_by = "timeout"
@@ -412,4 +414,5 @@ def _result(outcome: Outcome, timeout: float) -> CommandResult:
         omitted=omitted,
         timeout=timeout,
         note=outcome.lost,
+        raw=raw,
     )

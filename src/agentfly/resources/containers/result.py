@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentfly.terminal import shown
+
 
 @dataclass(frozen=True)
 class CommandResult:
@@ -21,6 +23,8 @@ class CommandResult:
         omitted: bytes left out of both outputs.
         timeout: seconds that it was allowed.
         note: what the session lost because of it, for people and models; empty if nothing.
+        raw: whether it reads as text as it was printed. Else as a terminal shows it, with carriage returns and control
+            sequences applied (see `agentfly.terminal`); ``stdout`` and ``stderr`` always hold what was printed.
     """
 
     exit_code: int
@@ -32,9 +36,11 @@ class CommandResult:
     omitted: int = 0
     timeout: float | None = None
     note: str = ""
+    raw: bool = False
 
     def __str__(self) -> str:
-        parts = [text.rstrip("\n") for text in (self.stdout, self.stderr) if text.strip("\n")]
+        printed = [text if self.raw else shown(text) for text in (self.stdout, self.stderr)]
+        parts = [text.rstrip("\n") for text in printed if text.strip("\n")]
         ending = self._ending()
         if ending:
             parts.append(f"[{ending}]")

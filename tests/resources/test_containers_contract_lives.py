@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, UsageError
+from agentfly.errors import PrerequisiteError, ResourceDied, SandboxFlooded, UsageError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
@@ -219,3 +219,31 @@ async def test_many_boxes_work_at_once(ground: Ground, start: Start) -> None:
     boxes = await asyncio.gather(*(start(ground) for _ in range(8)))
     results = await asyncio.gather(*(box.run(f"echo {n} > mine; sleep 1; cat mine") for n, box in enumerate(boxes)))
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(8)]
+
+
+# --- what its processes write to its shell ----------------------------------------------------------------------------
+
+_FLOOD = r"""
+trap '' PIPE
+for session in /run/agentfly/*-session; do
+    [[ -e $session ]] || continue
+    name=${session##*/}
+    while :; do printf '\x1e%s e 0 0\n' "${name%-session}"; done
+done
+while :; do echo e 0 0 1; done >/proc/$$/fd/201
+"""
+
+
+async def test_a_box_whose_processes_flood_its_shell_is_ended_for_its_owner_and_new_after_a_reset(
+    box: Container, start: Start, ground: Ground
+) -> None:
+    beside = await start(ground)
+    with pytest.raises(SandboxFlooded, match="processes in it flooded"):
+        async with asyncio.timeout(60):
+            await box.run(_FLOOD, timeout=50)
+    with pytest.raises(SandboxFlooded):
+        await box.read_file("file")
+    assert await box.status() is Status.HEALTHY
+    assert (await beside.run("echo mine")).stdout == "mine\n"
+    await box.reset()
+    assert (await box.run("echo new", timeout=20)).stdout == "new\n"

@@ -273,11 +273,11 @@ def test_whatever_a_stream_says_a_command_ends_typed_and_nothing_but_requests_go
 
 needs_bubblewrap = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 FLOODS = {
-    "reports": "yes 'd 999999 0' > /proc/1/fd/201",
-    "processes": "yes 'f 1' > /proc/1/fd/201",
-    "words": "yes > /proc/1/fd/200",
-    "starts": "yes > /run/agentfly/starts",
-    "zeros": "cat /dev/zero > /proc/1/fd/201",
+    "reports": "yes 'd 999999 0' > /proc/$$/fd/201",
+    "processes": "yes 'f 1' > /proc/$$/fd/201",
+    "words": "yes > /proc/$$/fd/200",
+    "starts": "yes > /proc/$$/fd/202",
+    "zeros": "cat /dev/zero > /proc/$$/fd/201",
 }
 QUICK = "processes"
 

@@ -1,4 +1,4 @@
-"""Image archives: the layers of an image, whatever it is packed in, and whoever packed it."""
+"""Image archives: the layers of an image, in each of the formats that images are packed in."""
 
 # ruff: noqa: PTH123
 

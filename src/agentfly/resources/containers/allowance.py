@@ -19,7 +19,7 @@ class Allowance:
         """Begin with `least`, which it grows back to with time. Requests let it grow to four times that.
 
         Args:
-            least: the amount that there is to begin with.
+            least: the amount that there is to begin with. Twice as much may be used up at once after a long time.
             per_second: by how much it grows in a second.
             per_request: by how much it grows with each thing asked.
             clock: seconds.
@@ -32,11 +32,14 @@ class Allowance:
 
     def asked(self) -> None:
         """The sandbox was asked for something, so it may answer."""
-        self._left = max(self._left, min(self._left + self._per_request, self._most))
+        if self._left < self._most:
+            self._left = min(self._left + self._per_request, self._most)
 
     def take(self, amount: float) -> bool:
         """Use up an amount; False if there is not so much left."""
-        now = self._clock()
-        grown = min(self._left + (now - self._looked) * self._per_second, self._least)
-        self._left, self._looked = max(self._left, grown) - amount, now
+        if amount > self._left:  # only then is it of interest how much it has grown, which is asked for each command
+            now = self._clock()
+            grown = min(self._left + (now - self._looked) * self._per_second, self._least)
+            self._left, self._looked = max(self._left, grown), now
+        self._left -= amount
         return self._left >= 0

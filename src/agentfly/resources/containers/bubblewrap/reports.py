@@ -84,8 +84,8 @@ class Reports:
             self.close()
             self._ended()
             return
-        *lines, rest = (self._rest + chunk).split(b"\n")
-        self._rest = rest[-_LONGEST:]
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()[-_LONGEST:]
         self._lines.extend(lines)
         if self._used_up(len(chunk)):
             return

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentfly.training.losses import LOSSES
 from agentfly.training.rows import Row
 from tests.training.small_learning import constant, learn, learner_of, rows_of, small_model, weights
 
@@ -96,6 +97,33 @@ def test_under_correction_the_ratio_starts_at_one_whatever_the_sampler_told() ->
     assert corrected["mismatch/rollout_is_max"] == pytest.approx(1.2)
     for name in ("kl", "k3_kl", "ratio_mean", "rollout_ppl", "training_ppl", "chi2_seq"):
         assert corrected[f"mismatch/{name}"] == pytest.approx(plain[f"mismatch/{name}"], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_the_first_update_under_correction_clips_nothing_in_any_format(loss: str, dtype: torch.dtype) -> None:
+    """Bounds as narrow as those of GSPO, micro-batches in which rows round otherwise, and a sampler far away."""
+    model = small_model(dtype)
+    rows = sampled_elsewhere(rows_of(model), *UNEVEN)
+    narrow = {"clip_low": 0.0003, "clip_high": 0.0004} if LOSSES[loss].uses else {}
+    settings = {"loss": loss, "micro_batch_tokens": 10, **narrow}
+    plain = learn(learner_of(copy.deepcopy(model), **settings), rows, constant(rows, [1.0, 1.0, -1.0, -1.0]))
+    found = learn(learner_of(model, correction={}, **settings), rows, constant(rows, [1.0, 0.0, -1.0, 0.0]))
+    assert (found["policy/ratio_max"], found["policy/clip_fraction"]) == (1.0, 0.0)
+    assert found["mismatch/logprob_diff_mean"] > 0.1
+    assert (plain["policy/clip_fraction_first"] > 0.1) == bool(narrow)
+    assert plain["policy/clip_fraction_first"] == plain["policy/clip_fraction"]
+
+
+def test_clipping_by_rounding_is_told_in_formats_in_which_it_comes_back_with_each_update() -> None:
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_model(dtype)
+        rows = sampled_elsewhere(rows_of(model), 0.01)
+        settings = {"loss": "gspo", "clip_low": 0.0003, "clip_high": 0.0004, "correction": {}}
+        found[dtype] = learn(learner_of(model, **settings), rows, constant(rows, [1.0, 1.0, -1.0, -1.0]))
+    assert found[torch.float32]["policy/clip_fraction_first"] == 0.0
+    assert found[torch.bfloat16]["policy/clip_fraction_first"] > 0.1
 
 
 def test_rows_that_correction_leaves_out_teach_nothing_and_count_nowhere() -> None:

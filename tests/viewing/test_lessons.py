@@ -48,6 +48,16 @@ def test_a_step_without_an_update_says_why(metrics, reason):
     assert told == [f"nothing learned in 1 of 2 steps: {reason}"]
 
 
+def test_clipping_before_any_update_is_told_with_its_cures():
+    clipped = TAUGHT | {"policy/clip_fraction_first": 0.21, "policy/staleness_max": 0.0}
+    (told,) = sentences(clipped)
+    assert told.startswith("21% of the tokens are clipped before any update")
+    assert "dtype: float32" in told
+    assert sentences(TAUGHT, clipped)[0].startswith("up to 21%")
+    assert sentences(clipped | {"policy/clip_fraction_first": 0.001}) == []
+    assert sentences(clipped | {"policy/staleness_max": 1.0}) == []  # the weights that sampled were others
+
+
 def test_failed_tool_calls_are_told_once_they_are_half_of_all():
     calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/share": 0.5}
     assert sentences(calls | {"tool_errors/ToolError": 9.0}) == []

@@ -10,6 +10,7 @@ from agentfly.viewing.counted import counted
 _FAILURES = "tool_errors/"
 _REFUSALS = "failures/reward/"
 _SHOWN = 300
+_MUCH_CLIPPED = 0.01
 _ALIKE = "all attempts at each task scored the same"
 
 
@@ -24,6 +25,8 @@ class Lessons:
         unscored: number of those without a score.
         refusals: number of times that scoring failed, by the kind of failure.
         refusal: why scoring failed for the first time, as far as it is known.
+        clipped: the largest share of tokens that clipping left out before there was any update, of steps that
+            trained what their own weights had sampled.
         calls: number of tool calls.
         failed_calls: number of tool calls that failed, by the kind of failure.
     """
@@ -34,6 +37,7 @@ class Lessons:
     unscored: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     refusal: str = ""
+    clipped: float = 0.0
     calls: int = 0
     failed_calls: Counter[str] = field(default_factory=Counter)
 
@@ -42,6 +46,8 @@ class Lessons:
         self.steps += 1
         if reason := _why_nothing_was_learned(metrics):
             self.idle[reason] += 1
+        if metrics.get("policy/staleness_max", 0.0) == 0.0:
+            self.clipped = max(self.clipped, metrics.get("policy/clip_fraction_first", 0.0))
         self.rollouts += round(metrics.get("rollouts", 0.0))
         self.unscored += round(metrics.get("unscored", 0.0))
         self.refusal = self.refusal or refusal
@@ -59,6 +65,13 @@ class Lessons:
         for reason, count in self.idle.items():
             where = "" if self.steps == 1 else f" in {count} of {self.steps} steps"
             told.append(f"nothing learned{where}: {self._alike() if reason == _ALIKE else reason}")
+        if self.clipped >= _MUCH_CLIPPED:
+            most = "" if self.steps == 1 else "up to "
+            told.append(
+                f"{most}{self.clipped:.0%} of the tokens are clipped before any update, because log-probs of training "
+                "and sampling differ (mismatch/*): set dtype: float32, wider clip_low and clip_high, or correction "
+                "where samplers are other programs"
+            )
         failed = self.failed_calls.total()
         if failed and failed >= self.calls / 2:
             kinds = ", ".join(f"{kind} {count / failed:.0%}" for kind, count in self.failed_calls.most_common(2))

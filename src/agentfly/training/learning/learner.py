@@ -315,6 +315,7 @@ class Learner:
         scores = score_states(self._model, states, ids, targets, temperature=self._temperature)
         if fresh:
             step.own[tokens.places] = scores.logprobs.detach()
+            tally.mean("policy/clip_fraction_first", self._clipped_at_first(scores.logprobs.detach(), tokens))
         old = self._old_of(step, tokens)
         batch = TokenBatch(scores.logprobs, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
@@ -334,6 +335,18 @@ class Learner:
             tally.mean("policy/reference_kl", divergence[tokens.mask])
         tally_policy(tally, batch, policy, scores.entropy, self._clip)
         return loss
+
+    def _clipped_at_first(self, own: Tensor, tokens: BatchTokens) -> Tensor:
+        """Which of the tokens that count are clipped although no update has been made yet; bool [M].
+
+        Rollout correction takes the ratio from the trainer's own log-probs, of which none is clipped then. In a format
+        of 16 bits that lasts until the first update: a change of any weight makes all log-probs round otherwise. So
+        the distance from the sampler, which rounds otherwise too, says how much is clipped by rounding.
+        """
+        corrected = self._config.correction is not None and self._model.dtype == torch.float32
+        old = own if corrected else tokens.behaviour
+        batch = TokenBatch(own, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
+        return self._loss(batch, self._clip).clipped[tokens.mask]
 
     def _old_of(self, step: _Step, tokens: BatchTokens) -> Tensor:
         """Log-probs that the ratio of some tokens is taken to; [N].

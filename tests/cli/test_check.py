@@ -27,9 +27,9 @@ def look(item: str, level: Annotated[str, af.FromTask()]) -> str:
 
 @af.reward
 def short(response: str) -> float:
-    return float(len(response) < 10)
+    return float(response == "Low.")
 
-agent = af.Agent(model="tiny", tools=[look], max_turns=2, max_tokens_per_turn=4)
+agent = af.Agent(model="tiny", tools=[look], max_turns=2, max_tokens_per_turn=64)
 tasks = [{"prompt": f"Go {number}.", "level": "low"} for number in range(4)]
 lacking = [{"prompt": "Go.", "levels": "low"}]
 
@@ -77,6 +77,16 @@ def test_each_thing_that_a_run_needs_has_a_line_and_works(agentfly):
     for what in ("tool look", "rollout of the oracle", "calls of look", "score of short", "model tiny", "generation"):
         assert what in out
     assert "1 for the oracle" in out
+    assert "0 for an agent that does nothing" in out
+
+
+@pytest.mark.slow
+def test_a_reward_for_doing_nothing_is_in_doubt_and_the_command_goes_well(agentfly, project):
+    (project / "mine.py").write_text(PROJECT.replace('response == "Low."', "True"))
+    code, out, _ = agentfly("check", "config.yaml")
+    assert code == 0
+    [doubt] = [line for line in out.splitlines() if not line.startswith("ok ")]
+    assert doubt.startswith("doubt   score of short for an idle agent  1 for an agent that does nothing")
 
 
 def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):

@@ -53,7 +53,7 @@ class Seen(af.ScriptedPolicy):
     """Keeps what it was sent."""
 
     def __init__(self, script: list[str], **how: Any) -> None:
-        super().__init__(script, sees=True, **how)
+        super().__init__(script, sees=True, limited=True, **how)
         self.sent: list[tuple[list[int], list[PlacedImage]]] = []
 
     async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]

@@ -44,7 +44,7 @@ class Watching(ScriptedPolicy):
     """Keeps what it was sent, and what it sampled."""
 
     def __init__(self, script):
-        super().__init__(script)
+        super().__init__(script, limited=True)
         self.asked = []
 
     async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import replace
 from typing import Annotated
 
 import pytest
@@ -89,7 +91,64 @@ async def test_all_is_well_where_the_oracle_earns_its_score(tmp_path):
 async def test_without_an_oracle_the_reward_scores_an_agent_that_does_nothing(tmp_path):
     failed, well = await found(tmp_path)
     assert not failed
-    assert well["score of correct"] == "0 for an agent that does nothing"
+    assert well["score of correct for an idle agent"] == "0 for an agent that does nothing"
+
+
+@pytest.mark.parametrize(
+    ("scored", "oracle", "told"),
+    [
+        (lambda response: 1.0, None, "counts as solved before anything is done"),
+        (lambda response: 1.0, "what", "counts as solved before anything is done"),
+        (lambda response: {"reward": 0.2, "success": 1}, "what", "counts as solved before anything is done"),
+        (lambda response: 0.5, "what", "no less than the 0.5 of the oracle"),
+        (lambda response: 0.5, None, None),
+        (lambda response: float("42" in response), "what", None),
+        (lambda response: {"reward": 3.0, "success": 0}, None, None),
+    ],
+)
+async def test_an_agent_that_earns_its_reward_by_doing_nothing_is_told(tmp_path, scored, oracle, told):
+    @reward
+    def generous(response: str) -> object:
+        return scored(response)
+
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        settings = {"reward": generous, "policy": ScriptedPolicy(["fine"]), "engine": engine}
+        findings = await check(AGENT, TASKS, oracle=oracle and asking(oracle), **settings)
+    assert all(finding.ok for finding in findings)
+    doubts = [finding for finding in findings if finding.doubtful]
+    assert [finding.what for finding in doubts] == ["score of generous for an idle agent"] * (told is not None)
+    assert all(told in finding.said for finding in doubts)
+
+
+async def test_an_idle_agent_is_played_to_its_end_however_many_turns_that_takes(tmp_path):
+    failed, well = await found(tmp_path, replace(AGENT, tool_call_format="react"))
+    assert not failed
+    assert "rollout of an idle agent" in well
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_tokens_per_turn": 30}, r"turn 1 takes \d+ tokens of the model, and max_tokens_per_turn is 30"),
+        ({"max_tokens_per_turn": 80, "max_sampled_tokens": 80}, r"the turns take \d+ .* and max_sampled_tokens is 80"),
+        ({"max_tokens_per_turn": 80, "max_sequence_tokens": 90}, r"conversation takes \d+ .*max_sequence_tokens is 90"),
+        ({}, None),
+    ],
+)
+async def test_an_oracle_that_says_more_than_the_model_may_is_told_and_is_never_cut_itself(tmp_path, limits, told):
+    model = ScriptedPolicy(["fine"], limited=True)  # stands for a model whose tokens are bytes
+    failed, well = await found(tmp_path, replace(AGENT, **limits), oracle=asking("what"), policy=model)
+    assert well["score of correct"] == "1 for the oracle"
+    if told is None:
+        assert re.match(r"\d+ tokens of the model, and 76 in its longest turn", well["length of the oracle"])
+    else:
+        assert re.search(told, failed["length of the oracle"])
+
+
+async def test_an_oracle_that_does_not_fit_into_the_model_is_told(tmp_path):
+    model = ScriptedPolicy(["fine"], limited=True, context_length=600)
+    failed, _ = await found(tmp_path, oracle=[*asking("what")[:1], "It is 42. " * 40], policy=model)
+    assert "does not fit into the model's context" in failed["length of the oracle"]
 
 
 async def test_a_resource_that_does_not_start_is_told_with_what_would_need_it(tmp_path):
@@ -126,8 +185,8 @@ async def test_a_reward_that_gives_no_score_is_told(tmp_path):
         raise KeyError("no box in the response")
 
     failed, _ = await found(tmp_path, reward=picky)
-    assert "None for an agent that does nothing" in failed["score of picky"]
-    assert "no box in the response" in failed["score of picky"]
+    assert "None for an agent that does nothing" in failed["score of picky for an idle agent"]
+    assert "no box in the response" in failed["score of picky for an idle agent"]
 
 
 async def test_a_model_that_cannot_be_loaded_or_whose_prompt_does_not_fit_is_told(tmp_path):

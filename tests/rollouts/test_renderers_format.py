@@ -238,7 +238,7 @@ def test_without_the_package_a_known_model_is_spoken_to_by_its_template(monkeypa
     monkeypatch.setitem(sys.modules, "renderers.base", None)
     chat = chat_format_of(af.Agent(model="Qwen/Qwen3-8B"), tokenizer_of("qwen3"))
     assert isinstance(chat, TemplateChatFormat)
-    with pytest.raises(PrerequisiteError, match=r"agentfly-rl\[renderers\]"):
+    with pytest.raises(PrerequisiteError, match=r"needs the renderers package: pip install .*\[renderers\]"):
         chat_format_of(af.Agent(model="m", chat_format="renderers:qwen3"), tokenizer_of("qwen3"))
 
 

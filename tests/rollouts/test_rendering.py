@@ -74,7 +74,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 async def played(script: list[str], tokenizer: Tokenizer, strategy: str = "chain", **changes) -> Trajectory:
-    policy = ScriptedPolicy(script) if isinstance(tokenizer, ByteTokenizer) else Typist(script, tokenizer)
+    policy = ScriptedPolicy(script, limited=True) if isinstance(tokenizer, ByteTokenizer) else Typist(script, tokenizer)
     result = await run(agent(**changes), ["What about tea?"], reward=fine, policy=policy, strategy=strategy)
     (trajectory,) = result.trajectories
     assert trajectory.failure is None, trajectory.failure

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from agentfly.agents.agent import Agent
+from agentfly.agents.memory.summary_folding import SummaryFolding
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
 from agentfly.agents.tool import ToolResult, tool
@@ -63,7 +64,8 @@ def agent(**settings):
 
 async def play(script, prompt="go", *, reward=None, settings=None, **runner):
     """The trajectory of one scripted rollout."""
-    result = await run(agent(**(settings or {})), [prompt], reward=reward, policy=ScriptedPolicy(script), **runner)
+    policy = ScriptedPolicy(script, limited=True)
+    result = await run(agent(**(settings or {})), [prompt], reward=reward, policy=policy, **runner)
     [trajectory] = result.trajectories
     return trajectory
 
@@ -201,7 +203,7 @@ async def test_a_call_cut_by_the_token_limit_is_not_executed():
     full = call("write", text="# Title")
     for max_tokens in (len(full) - 15, len(full)):
         cut = Agent(model="scripted", tools=[write], max_tokens_per_turn=max_tokens)
-        result = await run(cut, ["go"], policy=ScriptedPolicy([full]))
+        result = await run(cut, ["go"], policy=ScriptedPolicy([full], limited=True))
         assert result.trajectories[0].finish is FinishReason.LENGTH
         assert not result.trajectories[0].turns[0].stopped
     assert ran == []
@@ -291,7 +293,7 @@ async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
 
 
 async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_sent():
-    policy = ScriptedPolicy([call("add", a=1, b=1), "2"])
+    policy = ScriptedPolicy([call("add", a=1, b=1), "2"], limited=True)
     asked = Agent(model="scripted", tools=[add], tool_prompt="", max_tokens_per_turn=100, max_sequence_tokens=110)
     result = await run(asked, ["go"], policy=policy)
     [trajectory] = result.trajectories
@@ -398,7 +400,7 @@ async def test_a_generation_that_nobody_asked_for_is_refused_and_never_trained(i
                 return Generation(ids, [-0.1] * len(ids), "stop", 0)
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
 
-    result = await run(agent(), ["a", "b"], policy=Odd(["fine"]), label="s")
+    result = await run(agent(), ["a", "b"], policy=Odd(["fine"], limited=True), label="s")
     odd, sound = result.trajectories
     assert odd.failure.boundary is Boundary.TOKENS
     assert not odd.trainable
@@ -433,6 +435,34 @@ async def test_what_a_tool_says_for_readers_of_the_trajectory_is_recorded():
     result = await run(Agent(model="scripted", tools=[look]), ["go"], policy=ScriptedPolicy([call("look"), "end"]))
     record = result.trajectories[0].turns[0].results[0]
     assert (record.state, record.info) == ({"at": [1, 2]}, {"moves": 9})
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_tokens_per_turn": 4},
+        {"max_tokens_per_turn": 4, "max_sequence_tokens": 8},
+        {"max_tokens_per_turn": 4, "max_sampled_tokens": 8},
+        {"max_tokens_per_turn": 4, "memory": SummaryFolding(after_tokens=10, max_summary_tokens=2)},
+    ],
+)
+async def test_limits_on_tokens_do_not_bind_a_script_whose_tokens_are_bytes(limits):
+    asked = agent(**limits)
+    script = [call("add", a=2, b=3), "It is 5, and that is all there is to say of it."]
+    [trajectory] = (await run(asked, ["go"], policy=ScriptedPolicy(script))).trajectories
+    assert (trajectory.finish, trajectory.response) == (FinishReason.ANSWERED, script[1])
+    assert not any(sequence.truncated for sequence in trajectory.sequences)
+
+
+async def test_what_a_tool_says_to_a_script_is_cut_by_characters_as_where_tokens_are_not_known():
+    @tool(max_output_tokens=10)
+    def dump() -> str:
+        """Dump."""
+        return "x" * 1000
+
+    asked = Agent(model="scripted", tools=[dump])
+    [trajectory] = (await run(asked, ["go"], policy=ScriptedPolicy([call("dump"), "end"]))).trajectories
+    assert trajectory.turns[0].results[0].observation.count("x") == 40
 
 
 class Padded(ScriptedPolicy):

@@ -50,7 +50,7 @@ def agent(**settings):
 
 
 async def play(script, strategy="chain", prompts=("go",), attempts=1, runner=None, **settings):
-    policy = script if isinstance(script, ScriptedPolicy) else ScriptedPolicy(script)
+    policy = script if isinstance(script, ScriptedPolicy) else ScriptedPolicy(script, limited=True)
     runner = {"policy": policy, "strategy": strategy, "attempts": attempts, **(runner or {})}
     return (await run(agent(**settings), list(prompts), **runner)).trajectories
 
@@ -182,11 +182,11 @@ async def test_nothing_is_sent_where_nothing_fits(strategy):
             self.calls += 1
             return await super().generate(*args, **settings)
 
-    policy = Counting([call("north"), "never said"])
+    policy = Counting([call("north"), "never said"], limited=True)
     limits = {"max_sequence_tokens": 130, "max_tokens_per_turn": 100}
     [trajectory] = await play(policy, strategy, **limits)
     assert (trajectory.finish, policy.calls) == (FinishReason.LENGTH, 1)
-    policy = Counting(["never said"])
+    policy = Counting(["never said"], limited=True)
     [trajectory] = await play(policy, strategy, tool_prompt=None, **limits)  # the tools' description is counted
     assert (trajectory.finish, policy.calls) == (FinishReason.LENGTH, 0)
 
@@ -270,4 +270,4 @@ async def test_a_generation_longer_than_asked_for_is_refused():
         return "x"
 
     with pytest.raises(Exception, match="at most 512 were asked for"):
-        await play(Long(script))
+        await play(Long(script, limited=True))

@@ -144,7 +144,7 @@ async def test_a_subagent_that_ends_for_a_limit_of_its_own_is_a_failed_call_and_
         await asyncio.sleep(60)
         return ""
 
-    policy = ScriptedPolicy(script(boss=[ASK, "never mind"], researcher=said or forever))
+    policy = ScriptedPolicy(script(boss=[ASK, "never mind"], researcher=said or forever), limited=True)
     settings = {"max_tokens_per_turn": 512, **settings}
     trajectory = await play(boss(research(**settings)), policy)
     record = trajectory.turns[0].results[0]

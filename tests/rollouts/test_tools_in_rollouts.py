@@ -18,7 +18,9 @@ async def play(tools: list[Any], calls: list[tuple[str, dict[str, Any]]], **sett
     limits = {name: settings.pop(name) for name in ("max_wall_seconds",) if name in settings}
     agent = af.Agent(model="tiny", tools=tools, **limits)
     script = [*(agent.format.write(name, given) for name, given in calls), "Done."]
-    return (await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script, sees=True), **settings)).trajectories
+    return (
+        await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script, sees=True, limited=True), **settings)
+    ).trajectories
 
 
 async def test_an_observation_is_cut_by_the_tokens_of_the_policy() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import pytest
 
-from agentfly.agents.agent import Agent
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.tasks.depot import depot_agent, depot_reward, eval_tasks, forgetful_depot_agent, oracle, train_tasks
@@ -17,14 +15,9 @@ from agentfly.tasks.depot.world import ROOMS, WAYS, Depot, neighbours, ways_towa
 from agentfly.trajectory import FinishReason, Trajectory
 
 
-def with_room_for_bytes(agent: Agent) -> Agent:
-    """The scripted policy's tokens are bytes, of which a call has more than a model's tokens."""
-    return dataclasses.replace(agent, max_tokens_per_turn=64)
-
-
 async def play(*actions: tuple[str, str], start: str = "hall") -> Trajectory:
     """Do these things in the errand that brings the tea from the loft to the dock."""
-    agent = with_room_for_bytes(depot_agent())
+    agent = depot_agent()
     script = [agent.format.write(tool, {PARAMETERS[tool]: argument}) for tool, argument in actions]
     errand = {"item": "tea", "place": "loft", "goal": "dock", "start": start}
     (task,) = [task for task in train_tasks() + eval_tasks() if dict(task.fields) == errand]
@@ -106,7 +99,7 @@ async def test_the_right_thing_in_the_wrong_room_is_worth_nothing():
 
 
 async def test_a_policy_that_only_ever_goes_runs_no_errand():
-    agent = with_room_for_bytes(depot_agent())
+    agent = depot_agent()
     ways = [agent.format.write("go", {"way": way}) for way in WAYS]
     policy = ScriptedPolicy(lambda conversation, turn: ways[turn % len(ways)])
     result = await run(agent, train_tasks()[::8], reward=depot_reward, policy=policy)
@@ -119,7 +112,7 @@ async def test_a_policy_that_only_ever_goes_runs_no_errand():
 async def test_the_oracle_runs_every_errand_in_the_fewest_turns(agent, strategy):
     policy = ScriptedPolicy(oracle(agent.format))
     tasks = train_tasks() + eval_tasks()
-    result = await run(with_room_for_bytes(agent), tasks, reward=depot_reward, policy=policy, strategy=strategy)
+    result = await run(agent, tasks, reward=depot_reward, policy=policy, strategy=strategy)
     assert set(result.rewards) == {1.0}
     for trajectory in result.trajectories:
         task = trajectory.task

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from agentfly.agents.agent import Agent
 from agentfly.agents.memory.memory import FullHistory
 from agentfly.agents.memory.window import Window
 from agentfly.policies.scripted import ScriptedPolicy
@@ -28,14 +27,9 @@ from agentfly.trajectory import FinishReason, Trajectory
 needs_sandbox = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
 
-def with_room_for_bytes(agent: Agent) -> Agent:
-    """The scripted policy's tokens are bytes, of which a call has more than a model's tokens."""
-    return dataclasses.replace(agent, max_tokens_per_turn=256)
-
-
 async def play(*turns: tuple[str, dict[str, object]] | str) -> Trajectory:
     """Make these calls, or say these words, in the first task: the tea is asked for, and its shelf is low."""
-    agent = with_room_for_bytes(hermes_agent())
+    agent = hermes_agent()
     script = [turn if isinstance(turn, str) else agent.format.write(*turn) for turn in turns]
     task = train_tasks()[0]
     assert task["item"] == "tea"
@@ -145,7 +139,7 @@ async def test_a_shelf_that_is_not_there_is_said_not_to_be(item):
 )
 async def test_the_oracle_earns_the_full_reward_on_every_task(agent, tasks):
     policy = ScriptedPolicy(oracle(agent.format))
-    result = await run(with_room_for_bytes(agent), tasks, reward=stockroom_reward, policy=policy)
+    result = await run(agent, tasks, reward=stockroom_reward, policy=policy)
     assert [reward for reward in result.rewards if reward != 1.0] == []
     assert len(result.rewards) == 120
 
@@ -154,7 +148,7 @@ async def test_the_oracle_earns_the_full_reward_on_every_task(agent, tasks):
 @pytest.mark.parametrize("memory", [FullHistory(), Window(turns=1)], ids=repr)
 @pytest.mark.parametrize("strategy", ["chain", "step"])
 async def test_the_oracle_earns_as_much_under_either_strategy_and_from_the_last_turn_alone(strategy, memory):
-    agent = dataclasses.replace(with_room_for_bytes(hermes_agent()), memory=memory)
+    agent = dataclasses.replace(hermes_agent(), memory=memory)
     policy = ScriptedPolicy(oracle(agent.format))
     result = await run(agent, train_tasks()[:3], reward=stockroom_reward, policy=policy, strategy=strategy)
     assert result.rewards == [1.0] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.learner import SupervisedLearner
 from agentfly.training.sft.sft import sft
 from agentfly.training.sft.trainer import SFTResult
+from agentfly.trajectory import load_trajectories
 
 AGENT = af.Agent(model="tiny", max_turns=1)
 SMALL = {"learning_rate": 3e-3, "rows_per_update": 4, "epochs": 3, "dtype": "float32", "threads": 1, "min_reward": 0.0}
@@ -165,9 +167,11 @@ def test_an_unknown_setting_is_told_with_the_nearest(tmp_path):
         started(tmp_path, epoch=3)
 
 
-@pytest.mark.slow
-def test_a_model_learns_from_the_oracle_on_the_command_line(tmp_path, monkeypatch, capsys):
-    def agentfly(*words: str) -> str:
+@pytest.fixture
+def agentfly(tmp_path, monkeypatch, capsys):
+    """Run a command, which goes well; answers what it prints."""
+
+    def run(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["agentfly", *words])
         with pytest.raises(SystemExit) as left:
             cli.main()
@@ -177,6 +181,24 @@ def test_a_model_learns_from_the_oracle_on_the_command_line(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["stockroom", "depot"])
+def test_a_shipped_task_is_warm_started_from_its_oracle_as_the_guide_has_it(agentfly, task):
+    config = str(Path(af.__file__).parent / "tasks" / task / "tiny.yaml")
+    agentfly("rollout", config, "policy=oracle", "-n", "12", "--quiet", "run_dir=runs/oracle")
+    [played] = RunDirectory("runs/oracle").saved_trajectories()
+    assert [one.reward for one in load_trajectories(played)] == [1.0] * 12
+    told = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-5", "sft.epochs=1")
+    assert re.search(r"trajectories learned from, rendered for this model . 12 ", told)
+    [checkpoint] = Path("runs/warm/checkpoints").iterdir()
+    agentfly("train", config, f"model={checkpoint}", "training.steps=1", "training.tasks_per_step=2")
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_the_oracle_on_the_command_line(agentfly):
     agentfly("init", "shop")
     config = "shop/config.yaml"
     agentfly("rollout", config, "policy=oracle", "-n", "48", "--quiet", "run_dir=runs/oracle")

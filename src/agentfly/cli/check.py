@@ -25,6 +25,7 @@ def check(
     """Try all that a configuration needs, before any long work: tools, resources, reward, model and its chat format.
 
     Each line says what was tried, and where it does not work, why and what to do. Exits with 1 if anything does not.
+    What works and is probably not meant is in doubt, such as an agent that earns its reward by doing nothing.
     """
     from agentfly.cli.experiment import Experiment
     from agentfly.cli.source import load_source
@@ -61,6 +62,10 @@ def _print(finding: Finding) -> None:
     from rich.text import Text
 
     took = f"  {finding.seconds:.1f} s" if finding.seconds >= 0.1 else ""
-    word = Text("ok    ", "green") if finding.ok else Text("FAILED", "bold red")
-    line = Text.assemble(word, f"  {finding.what}{took}  ", (finding.said, "dim" if finding.ok else ""))
+    word = Text("FAILED", "bold red")
+    if finding.ok:
+        word = Text("doubt ", "yellow") if finding.doubtful else Text("ok    ", "green")
+    line = Text.assemble(
+        word, f"  {finding.what}{took}  ", (finding.said, "dim" if finding.ok and not finding.doubtful else "")
+    )
     Console().print(line, soft_wrap=True)

@@ -177,6 +177,15 @@ def generations_at_a_time(policy: Policy | ChatPolicy) -> int | None:
     return said if isinstance(said, int) and said > 0 else None
 
 
+def token_limits_bind(policy: object) -> bool:
+    """Whether an agent's limits on tokens are limits for a policy.
+
+    They are made for the tokens of a model. A policy whose tokens are others, such as the bytes of a script, says so by
+    a true attribute ``unmetered``, and nothing that it says is cut.
+    """
+    return not getattr(policy, "unmetered", False)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatGeneration:
     """What one call of a policy that speaks in messages came to.

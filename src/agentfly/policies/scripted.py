@@ -98,6 +98,8 @@ class ScriptedPolicy:
         seconds: how long a generation takes, or a function of rollout id and turn that says it.
         context_length: the most tokens that a generation can hold, prompt included. A token is a byte.
         sees: whether it takes images; each has a token for each 16 bytes of its file.
+        limited: whether the agent's limits on tokens bind the script, each of whose bytes is a token. They are made for
+            the tokens of a model, so by default they do not; for tests of what happens at them.
 
     Raises:
         ConfigError: the script is neither texts nor a function.
@@ -110,6 +112,7 @@ class ScriptedPolicy:
         seconds: float | Callable[[str, int], float] = 0.0,
         context_length: int = 1_000_000,
         sees: bool = False,
+        limited: bool = False,
     ) -> None:
         if not callable(script):
             words = isinstance(script, Sequence) and not isinstance(script, (str, bytes))
@@ -126,6 +129,7 @@ class ScriptedPolicy:
         self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0
+        self.unmetered = not limited
         self._script = script
         self._seconds = seconds
         self._turns: dict[str, int] = {}

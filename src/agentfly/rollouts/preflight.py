@@ -15,15 +15,18 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.agents.tool import Tool
 from agentfly.durations import require_durations
-from agentfly.errors import AgentFlyError, ResourceError, message_of, say
+from agentfly.errors import AgentFlyError, ChatFormatError, ConfigError, ResourceError, message_of, say
 from agentfly.policies.load import load_policy
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, token_limits_bind
 from agentfly.policies.scripted import Script, ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.resource import Status
 from agentfly.resources.spec import ResourceSpec
+from agentfly.rollouts.rendering import NotRendered
 from agentfly.rollouts.run import Tasks
 from agentfly.rollouts.runner import Runner, require_agent
+from agentfly.rollouts.spoken_length import SpokenLength
+from agentfly.rollouts.summary import succeeded
 from agentfly.rollouts.task_fields import require_reward_fields, require_tool_fields
 from agentfly.task import Task, as_tasks
 from agentfly.threads.pool import on_thread
@@ -32,11 +35,8 @@ from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 Findings = AsyncGenerator["Finding", None]
 AnyPolicy = Policy | ChatPolicy
 
-TRIVIAL = ("Done.",)
-"""What an agent says that does nothing: stands in for an oracle where there is none."""
-
-ROOM = 100_000
-"""Bytes that an oracle may say in one turn."""
+TRIVIAL = "Done."
+"""What an agent says, turn by turn, that does nothing."""
 
 CUT_SHORT = frozenset({FinishReason.LENGTH, FinishReason.INVALID_CALLS, FinishReason.WALL_TIME})
 """Ends that no oracle comes to."""
@@ -49,6 +49,7 @@ class Finding:
     Attributes:
         what: what was tried, for instance ``tool shell``.
         ok: whether it works.
+        doubtful: whether it works, and is probably not what is meant.
         said: what is to be known of it; where it does not work, why, and what to do about it.
         seconds: how long it took.
     """
@@ -57,6 +58,7 @@ class Finding:
     ok: bool
     said: str = ""
     seconds: float = 0.0
+    doubtful: bool = False
 
 
 def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
@@ -92,14 +94,15 @@ async def preflight(
 
     First what is written (`check_definitions`). Then one instance of each resource that tools and reward declare is
     started, asked how it is, and released. Then the oracle is played, with the tools, the resources and the reward as
-    they are in a run. Last the model is loaded, its chat format proved with the agent's tools, and asked for a word.
+    they are in a run, and an agent that does nothing, which should not earn what the oracle earns. Last the model is
+    loaded, its chat format proved with the agent's tools, what the oracle said is counted in its tokens, and it is
+    asked for a word.
 
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
         reward: scores the oracle's rollout.
-        oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called, and the
-            reward scores an agent that does nothing.
+        oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called.
         policy: an entered policy, or what makes one that is to be entered; from ``agent.model`` if not given.
         engine: starts the resources; made if not given.
         strategy: as of `Runner`.
@@ -118,7 +121,9 @@ async def preflight(
         trial = _Trial(agent, rows[0], reward, engine, strategy, limit_s)
         for spec in trial.specs():
             yield await trial.tried(f"resource {spec.label}", partial(trial.start, spec))
-        for parts in (trial.play(oracle), trial.load(policy or partial(load_policy, agent.model))):
+        played: list[Trajectory] = []
+        make = policy or partial(load_policy, agent.model)
+        for parts in (trial.play(oracle, played), trial.idle(played), trial.load(make, played)):
             async with aclosing(parts):
                 async for finding in parts:
                     yield finding
@@ -167,41 +172,60 @@ class _Trial:
 
     # --- tools and reward ---------------------------------------------------------------------------------------------
 
-    async def play(self, oracle: Script | Sequence[str] | None) -> Findings:
-        """Play the oracle, or an agent that does nothing."""
-        played: list[Trajectory] = []
+    async def play(self, oracle: Script | Sequence[str] | None, played: list[Trajectory]) -> Findings:
+        """Play the oracle, if there is one; what came of it goes to ``played``."""
+        if oracle is None:
+            return
 
         async def rolled() -> str:
-            script = TRIVIAL if oracle is None else oracle
-            async with Runner(  # a script's tokens are bytes, for which the agent's limits are not made
-                replace(self.agent, max_tokens_per_turn=ROOM, max_sequence_tokens=None, max_sampled_tokens=None),
-                policy=ScriptedPolicy(script, sees=True),
-                engine=self.engine,
-                reward=self.reward,
-                strategy=self.strategy,
-                max_failure_share=1.0,
-            ) as runner:
-                trajectory = await anext(runner.batch([self.task], label="preflight"))
-            if trajectory.failure is not None:
-                failure, place = trajectory.failure, trajectory.failure.place or "no place known"
-                raise AgentFlyError(f"{failure.kind}: {failure.message} ({place})")
+            trajectory = await self._rolled(oracle)
             if trajectory.finish in CUT_SHORT:
                 raise AgentFlyError(f"It ended after {len(trajectory.turns)} turns as {trajectory.finish}.")
             played.append(trajectory)
-            return f"{len(trajectory.turns)} turns, ended as {trajectory.finish}"
+            return _ended(trajectory)
 
-        yield await self.tried("rollout of an idle agent" if oracle is None else "rollout of the oracle", rolled)
+        yield await self.tried("rollout of the oracle", rolled)
         for trajectory in played:
             records = [record for turn in trajectory.turns for record in turn.results]
             for name in dict.fromkeys(record.call.name for record in records):
                 yield _calls_of(name, [record for record in records if record.call.name == name])
             if self.reward is not None:
-                yield _score(self.reward, trajectory, of_oracle=oracle is not None)
+                yield _score(f"score of {self.reward.name}", trajectory, "the oracle")
+
+    async def idle(self, played: Sequence[Trajectory]) -> Findings:
+        """Play an agent that does nothing, and compare its score with that of the oracle, if that was ``played``."""
+        ended: list[Trajectory] = []
+
+        async def rolled() -> str:
+            ended.append(await self._rolled(lambda prompt, turn: TRIVIAL))
+            return _ended(ended[0])
+
+        yield await self.tried("rollout of an idle agent", rolled)
+        for trajectory in ended if self.reward is not None else ():
+            assert self.reward is not None
+            found = _score(f"score of {self.reward.name} for an idle agent", trajectory, "an agent that does nothing")
+            doubt = _doubt_of(trajectory, played) if found.ok else ""
+            yield replace(found, said=found.said + doubt, doubtful=bool(doubt))
+
+    async def _rolled(self, script: Script | Sequence[str]) -> Trajectory:
+        async with Runner(
+            self.agent,
+            policy=ScriptedPolicy(script, sees=True),
+            engine=self.engine,
+            reward=self.reward,
+            strategy=self.strategy,
+            max_failure_share=1.0,
+        ) as runner:
+            trajectory = await anext(runner.batch([self.task], label="preflight"))
+        if trajectory.failure is not None:
+            failure, place = trajectory.failure, trajectory.failure.place or "no place known"
+            raise AgentFlyError(f"{failure.kind}: {failure.message} ({place})")
+        return trajectory
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    async def load(self, policy: AnyPolicy | Callable[[], AnyPolicy]) -> Findings:
-        """Load the model, prove its chat format, and have it say something."""
+    async def load(self, policy: AnyPolicy | Callable[[], AnyPolicy], played: Sequence[Trajectory]) -> Findings:
+        """Load the model, prove its chat format, count the oracle's words in its tokens, and have it say something."""
         async with AsyncExitStack() as stack:
             ready: list[AnyPolicy] = []
 
@@ -227,7 +251,28 @@ class _Trial:
 
             yield await self.tried("chat format", proved)
             for runner in runners:
+                if isinstance(model := ready[0], Policy) and token_limits_bind(model):
+                    for trajectory in played:
+                        yield await self.tried("length of the oracle", partial(self._length, trajectory, model))
                 yield await self.tried("generation", partial(self._say, runner))
+
+    async def _length(self, trajectory: Trajectory, policy: Policy) -> str:
+        try:
+            length = SpokenLength.of(
+                trajectory,
+                self.agent,
+                policy.tokenizer,
+                strategy=self.strategy,
+                context_length=policy.context_length,
+            )
+        except NotRendered as refusal:
+            if refusal.cause == "too_long":
+                raise
+            return f"not known: {message_of(refusal)}"
+        except (ConfigError, ChatFormatError) as error:
+            return f"not known: {message_of(error)}"
+        length.require_room()
+        return f"{length.sequence} tokens of the model, and {length.turn} in its longest turn"
 
     async def _say(self, runner: Runner) -> str:
         def briefly(params: SamplingParams) -> SamplingParams:
@@ -278,12 +323,26 @@ def _calls_of(name: str, records: Sequence[ToolRecord]) -> Finding:
     )
 
 
-def _score(reward: AnyReward, trajectory: Trajectory, *, of_oracle: bool) -> Finding:
-    what, failure = f"score of {reward.name}", trajectory.reward_failure
-    seconds = trajectory.seconds.get("reward", 0.0)
-    whose = "the oracle" if of_oracle else "an agent that does nothing"
+def _ended(trajectory: Trajectory) -> str:
+    return f"{len(trajectory.turns)} turns, ended as {trajectory.finish}"
+
+
+def _score(what: str, trajectory: Trajectory, whose: str) -> Finding:
+    failure, seconds = trajectory.reward_failure, trajectory.seconds.get("reward", 0.0)
     if failure is not None:
         return Finding(what, False, f"None for {whose}. {failure.message}", seconds)
     if trajectory.reward is None:
         return Finding(what, False, f"None for {whose}: nothing was said that could be scored.", seconds)
     return Finding(what, True, f"{trajectory.reward:g} for {whose}", seconds)
+
+
+def _doubt_of(idle: Trajectory, played: Sequence[Trajectory]) -> str:
+    """Why the score of an agent that does nothing is probably not meant; empty where there is nothing to say."""
+    cure = "If that is not meant, mend the task or the reward: nothing is to be learned from it."
+    if succeeded(idle):
+        return f", which counts as solved before anything is done. {cure}"
+    assert idle.reward is not None
+    for oracle in played:
+        if oracle.reward is not None and idle.reward >= oracle.reward:
+            return f", no less than the {oracle.reward:g} of the oracle. {cure}"
+    return ""

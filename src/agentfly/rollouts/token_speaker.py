@@ -27,6 +27,7 @@ class TokenSpeaker:
         tape: the record.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
         rollout_id: the conversation's name, under which the policy keeps what it knows of earlier turns.
+        limited: whether limits on tokens other than the tape's bind the policy.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class TokenSpeaker:
         tape: Tape,
         sampling: SamplingParams,
         rollout_id: str,
+        *,
+        limited: bool = True,
     ) -> None:
         self._agent = agent
         self._policy = policy
@@ -46,14 +49,17 @@ class TokenSpeaker:
         self._tape = tape
         self._sampling = sampling
         self._rollout_id = rollout_id
+        self._limited = limited
         self._numbers = CallNumbers()
 
     async def speak(self, view: Sequence[Message], *, max_tokens: int | None = None) -> Utterance | None:
         """Show the view, sample, and read what came."""
         tape, agent = self._tape, self._agent
         self._strategy.show(view, agent.template_tools)
-        limits = [max_tokens or self._sampling.max_tokens, tape.room]
-        if agent.max_sampled_tokens is not None:
+        limits = [tape.room]
+        if self._limited:
+            limits.append(max_tokens or self._sampling.max_tokens)
+        if self._limited and agent.max_sampled_tokens is not None:
             limits.append(agent.max_sampled_tokens - tape.sampled_count)
         if min(limits) < 1:
             tape.refused()
@@ -100,9 +106,9 @@ class TokenSpeaker:
             return self._agent.calls_in(reply.text, first_call=self._numbers.next)
         return reply.calls if self._agent.tools else ()
 
-    def tokens(self, view: Sequence[Message]) -> int:
-        """The length that the sequence would have."""
-        return self._strategy.length(view, self._agent.template_tools)
+    def tokens(self, view: Sequence[Message]) -> int | None:
+        """The length that the sequence would have; None where it is not counted in tokens of a model."""
+        return self._strategy.length(view, self._agent.template_tools) if self._limited else None
 
     def finish(self) -> None:
         """Check every invariant of the tokens, and freeze the sequences."""

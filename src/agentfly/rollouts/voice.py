@@ -13,7 +13,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.excerpt import Cut, TokenCutter, cut_by_characters
 from agentfly.agents.subagent import Subagent
 from agentfly.errors import ConfigError
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, token_limits_bind
 from agentfly.policies.vision import barred_ids
 from agentfly.rollouts.chat.agent_format import settle
 from agentfly.rollouts.chat.chat_format import ChatFormat
@@ -103,7 +103,8 @@ class Voice:
     @cached_property
     def cut(self) -> Cut:
         """Cuts what tools say by the tokens of the policy's model, where they can be counted here."""
-        return cut_by_characters if self.token_policy is None else TokenCutter(self.token_policy.tokenizer)
+        policy = self.token_policy
+        return TokenCutter(policy.tokenizer) if policy is not None and token_limits_bind(policy) else cut_by_characters
 
     def speaker(self, sequences: list[TokenSequence], rollout_id: str, change: ChangeOfSampling = unchanged) -> Speaker:
         """The model's side of one conversation.
@@ -118,7 +119,9 @@ class Voice:
             tape = Tape(sequences, max_tokens=sys.maxsize, stop_ids=())
             put = tape.begin if self.strategy == "step" else tape.follow
             return ChatSpeaker(agent, cast(ChatPolicy, self.policy), tape, put, sampling, rollout_id)
-        limit = min(agent.max_sequence_tokens or policy.context_length, policy.context_length)
+        limit, limited = policy.context_length, token_limits_bind(policy)
+        if limited and agent.max_sequence_tokens is not None:
+            limit = min(limit, agent.max_sequence_tokens)
         barred = barred_ids(policy.tokenizer.vision)
         tape = Tape(
             sequences,
@@ -129,7 +132,7 @@ class Voice:
         )
         strategy = STRATEGIES[self.strategy](self.chat, tape)
         sampling = replace(sampling, stop_ids=self.chat.stop_ids, barred_ids=barred)
-        return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id)
+        return TokenSpeaker(agent, policy, self.chat, strategy, tape, sampling, rollout_id, limited=limited)
 
     def sampling(self, change: ChangeOfSampling = unchanged) -> SamplingParams:
         """How the agent samples; ``change`` may change it, unless it speaks by another model than the rollouts' own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from mcp.types import (
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
+    ImageContent,
     ResourceLink,
     TextContent,
     TextResourceContents,
@@ -31,9 +34,18 @@ import agentfly as af
 from agentfly.agents import mcp
 from agentfly.agents.mcp import _as_result
 from agentfly.agents.tool import Tool
-from agentfly.errors import AgentFlyError, ConfigError, ResourceDied, ResourceStartError, ToolDefinitionError
+from agentfly.errors import (
+    AgentFlyError,
+    ConfigError,
+    ResourceDied,
+    ResourceError,
+    ResourceStartError,
+    ToolDefinitionError,
+    ToolError,
+)
 from agentfly.images import Image
 from agentfly.trajectory import Trajectory
+from tests.support.mcp_http_server import PAGE, Answer, MCPHTTPServer, says_its_arguments
 
 RESOURCES = Path(__file__).parents[1] / "resources"
 NOTES = af.MCPServerSpec(
@@ -61,6 +73,11 @@ async def play(tools: list[Tool], calls: list[tuple[str, dict[str, Any]]], **run
     agent = af.Agent(model="tiny", tools=tools, max_turns=50)
     script = [*(agent.format.write(name, given) for name, given in calls), "Done."]
     return (await af.run(agent, ["Go."], policy=af.ScriptedPolicy(script, sees=True), **run)).trajectories
+
+
+@af.reward
+def always_one() -> float:
+    return 1.0
 
 
 def observed(trajectory: Trajectory) -> list[str]:
@@ -227,3 +244,58 @@ def test_a_start_that_every_rollout_pays_for_is_told_with_what_it_takes(monkeypa
     else:
         assert f"{told} starts" in caplog.text
         assert "scope='global'" in caplog.text
+
+
+async def test_a_shared_server_that_forgets_its_sessions_costs_no_rollout_anything() -> None:
+    def answers_and_forgets(request: dict[str, Any]) -> Answer:
+        if len(there.calls) == 12:
+            there.forget()
+        return says_its_arguments(request)
+
+    async with MCPHTTPServer(answers_and_forgets) as there:
+        tools = await asyncio.to_thread(af.mcp_tools, af.MCPServerSpec(url=there.url), scope="global")
+        calls: list[tuple[str, dict[str, Any]]] = [("say", {"n": n}) for n in range(3)]
+        trajectories = await play(tools, calls, attempts=8)
+        assert [observed(one) for one in trajectories] == [['{"n": 0}', '{"n": 1}', '{"n": 2}']] * 8
+        assert not any(one.infrastructure_failed for one in trajectories)
+        assert len(there.calls) == 24
+        assert len(there.sessions) == 3  # one that was asked for the tools, and two of the run
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(PAGE, 503, "text/html"),
+        Answer(PAGE, kind="text/html"),
+        Answer.of({"jsonrpc": "2.0", "id": 3, "result": {"structuredContent": {"rows": 3}}}),
+    ],
+)
+@pytest.mark.parametrize("scope", ["rollout", "global", "call"])
+@pytest.mark.slow
+async def test_no_rollout_is_scored_by_what_its_server_goes_wrong_with(answer: Answer, scope: str) -> None:
+    def often(request: dict[str, Any]) -> Answer:
+        fails = request["params"]["arguments"]["n"] and len(there.calls) % 3 == 0
+        body = answer.body.replace(b'"id": 3', f'"id": {request["id"]}'.encode())
+        return replace(answer, body=body) if fails else says_its_arguments(request)
+
+    async with MCPHTTPServer(often) as there:
+        tools = await asyncio.to_thread(af.mcp_tools, af.MCPServerSpec(url=there.url), scope=scope)
+        calls: list[tuple[str, dict[str, Any]]] = [("say", {"n": n}) for n in range(2)]
+        trajectories = await play(tools, calls, attempts=6, reward=always_one, max_failure_share=1.0)
+    failed = [one for one in trajectories if one.infrastructure_failed]
+    assert failed
+    assert all(one.reward is None for one in failed)
+    assert all(observed(one) == ['{"n": 0}', '{"n": 1}'] for one in trajectories if one not in failed)
+
+
+@pytest.mark.parametrize("written", ["no base64!", "aGk", "aGk=="])
+def test_an_image_that_is_no_base64_is_the_servers_fault(written: str) -> None:
+    answer = CallToolResult(content=[ImageContent(type="image", data=written, mime_type="image/png")])
+    with pytest.raises(ResourceError, match="an image that is no base64"):
+        _as_result(answer)
+    with pytest.raises(ToolError, match="does not say why"):
+        _as_result(answer.model_copy(update={"is_error": True}))
+    wrapped = ImageContent(type="image", data="aG\nk=\n", mime_type="image/png")
+    assert _as_result(CallToolResult(content=[wrapped])).observation == [Image(b"hi", "image/png")]
+    other = ImageContent(type="image", data="aGk=", mime_type="text/html")
+    assert _as_result(CallToolResult(content=[other])).observation == "[image, text/html, which cannot be shown]"

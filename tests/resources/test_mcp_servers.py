@@ -297,8 +297,9 @@ async def test_a_server_at_an_address_is_called_over_http_until_it_goes_away(add
         program.wait()
         with pytest.raises(ResourceError):
             await waiting
-        with pytest.raises(ResourceDied, match="cannot be used"):
+        with pytest.raises(ResourceError, match="did not answer a call: Connect"):
             await server.call("read", {})
+        assert server.quick_status() is Status.BROKEN
         assert await server.status() is Status.BROKEN
 
 

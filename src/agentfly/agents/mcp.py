@@ -17,7 +17,7 @@ from agentfly.agents.given_schema import GivenSchema
 from agentfly.agents.parameters import MISSING, Parameter, Source
 from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, ToolError, did_you_mean
+from agentfly.errors import ConfigError, ResourceError, ToolError, did_you_mean
 from agentfly.images import Image
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.mcp.spec import MCPServerSpec
@@ -51,10 +51,12 @@ def mcp_tools(
     In a rollout it is a resource like any other: got at the first call, and given back at the rollout's end. A warning
     tells how long a start takes where each rollout pays for one.
 
-    What the server says is an error of a tool is told to the model. A server that dies or cannot be reached is a
-    failure of infrastructure, as with every resource. Texts and images become the observation, what the server calls
-    structured content is in the record's ``info`` under ``structured``, and of what a model cannot be shown, such as
-    sounds, it is told what it is.
+    What the server says is an error of a tool is told to the model. A server that dies, cannot be reached or does not
+    keep to the protocol is a failure of infrastructure, as with every resource. One at an address that has forgotten a
+    session is called in a new one, if that loses nothing: with scope ``rollout`` only for the first call.
+
+    Texts and images become the observation, what the server calls structured content is in the record's ``info`` under
+    ``structured``, and of what a model cannot be shown, such as sounds, it is told what it is.
 
     Args:
         spec: the server.
@@ -113,7 +115,8 @@ class MCPCall:
             ToolError: the tool says that it failed.
         """
         server = await context.acquire(self.spec, scope=self.scope)
-        return _as_result(await server.call(self.tool, arguments))
+        keeps_state = self.scope is Scope.ROLLOUT  # what is shared, or fresh, keeps nothing of this rollout
+        return _as_result(await server.call(self.tool, arguments, keeps_state=keeps_state))
 
 
 def _ask(spec: MCPServerSpec) -> tuple[Sequence[Listed], float]:
@@ -158,10 +161,16 @@ def _tool(spec: MCPServerSpec, listed: Listed, prefix: str, scope: Scope, settin
 
 
 def _as_result(answer: CallToolResult) -> ToolResult:
-    shown = [_shown(block) for block in answer.content]
+    """What a tool's answer shows to the model.
+
+    Raises:
+        ToolError: the answer says that the tool failed.
+        ResourceError: it holds what the protocol does not allow.
+    """
     if answer.is_error:
-        words = "\n".join(part for part in shown if isinstance(part, str))
+        words = "\n".join(block.text for block in answer.content if block.type == "text")
         raise ToolError(words or "The tool failed and does not say why.")
+    shown = [_shown(block) for block in answer.content]
     structured = answer.structured_content
     if not shown and structured is not None:
         return ToolResult(structured, info={"structured": structured})
@@ -177,7 +186,7 @@ def _shown(block: ContentBlock) -> str | Image:
         case "text":
             return block.text
         case "image":
-            return Image(base64.b64decode(block.data), block.mime_type)
+            return _image(block.data, block.mime_type)
         case "audio":
             return f"[audio, {block.mime_type}, which cannot be shown]"
         case "resource_link":
@@ -188,5 +197,14 @@ def _shown(block: ContentBlock) -> str | Image:
         return str(text)
     kind = resource.mime_type or "of unknown type"
     if kind.startswith("image/"):
-        return Image(base64.b64decode(getattr(resource, "blob", "")), kind)
+        return _image(getattr(resource, "blob", ""), kind)
     return f"[{resource.uri}, {kind}, which cannot be shown]"
+
+
+def _image(written: str, kind: str) -> str | Image:
+    if not kind.startswith("image/"):
+        return f"[image, {kind}, which cannot be shown]"
+    try:
+        return Image(base64.b64decode("".join(written.split()), validate=True), kind)
+    except ValueError as error:
+        raise ResourceError(f"The answer of an MCP server holds an image that is no base64: {error}.") from error

@@ -16,7 +16,6 @@ from agentfly.errors import (
     ResourceDied,
     ResourceError,
     ResourceStartError,
-    ToolError,
     UsageError,
     message_of,
     say,
@@ -34,12 +33,11 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, Tool
 
-    from agentfly.resources.mcp.session import Session
+    from agentfly.resources.mcp.connection import Connection
 
 T = TypeVar("T")
 
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
-_MOST_PAGES = 100
 _TOLD_LOG = 4096
 _TELLING_S = 5.0  # for telling why a start failed, before the engine's own limit ends it unheard
 _LAST_WORDS_S = 1.0
@@ -58,11 +56,11 @@ class MCPServer(Resource):
         super().__init__(spec, instance)
         if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
             raise UsageError(f"{instance!r} cannot be the name of a server: use letters, digits, '.', '_' and '-'.")
-        self._session: Session | None = None
+        self._connection: Connection | None = None
         self._program: KeptProgram | None = None
-        self._tools: tuple[Tool, ...] = ()
         self._lost: str | None = "it has not been started."
         self._released = False
+        self._faults: list[str] = []
         self._calls = 0
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
@@ -98,18 +96,19 @@ class MCPServer(Resource):
     async def status(self) -> Status:
         """Ask the server whether it is there, unless it has a call to answer: many do one thing at a time."""
         known = self.quick_status()
-        if known is Status.BROKEN or self._calls or self._session is None:
+        if known is Status.BROKEN or self._calls or self._connection is None:
             return known
         try:
             async with asyncio.timeout(self.spec.reset_timeout_s / 2):
-                await self._session.ask(_greet)
+                await self._connection.greet()
         except Exception:
             return Status.BROKEN
         return Status.HEALTHY
 
     def quick_status(self) -> Status:
         """Say whether its program lives and its session goes on, as far as is known."""
-        if self._lost is not None or self._session is None or self._session.over:
+        connection = self._connection
+        if self._lost is not None or connection is None or connection.over or connection.unreachable:
             return Status.BROKEN
         gone = self._program is not None and (self._program.ended or not self._directory.exists())
         return Status.BROKEN if gone else Status.HEALTHY
@@ -133,23 +132,32 @@ class MCPServer(Resource):
     @property
     def tools(self) -> Sequence[Tool]:
         """The server's tools, as the package ``mcp`` describes them."""
-        return self._tools
+        return self._connection.tools if self._connection is not None else ()
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
+    async def call(self, tool: str, arguments: Mapping[str, Any], *, keeps_state: bool = True) -> CallToolResult:
         """Call one of the server's tools.
+
+        A server at an address may forget its sessions, for instance because it was started again. The call then goes
+        on in a new session, unless one before it has left something in the old one.
+
+        Args:
+            tool: the tool's name there.
+            arguments: its arguments, by name.
+            keeps_state: whether calls leave something in the session that later ones need.
 
         Returns:
             What the server answers. That the tool failed is said in it: ``is_error``.
 
         Raises:
             ToolError: the server refuses the call as it is: an unknown tool, arguments that do not fit.
-            ResourceDied: the server is gone.
-            ResourceError: it did not answer within ``call_timeout_s``, or not as the protocol wants it.
+            ResourceDied: the server is gone, or the session with what calls before have left in it.
+            ResourceError: it did not answer within ``call_timeout_s``, or not as the protocol wants it, or HTTP says
+                that something else is wrong than the call.
         """
         self._calls += 1
         try:
             async with asyncio.timeout(self.spec.call_timeout_s) as limit:
-                return await self._ask(lambda client: client.call_tool(tool, dict(arguments)))
+                return await self._ask(lambda client: client.call_tool(tool, dict(arguments)), keeps_state=keeps_state)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -168,40 +176,38 @@ class MCPServer(Resource):
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Callable[[Client], Awaitable[T]]) -> T:
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
-
+    async def _ask(self, request: Callable[[Client], Awaitable[T]], *, keeps_state: bool) -> T:
+        from agentfly.resources.mcp.connection import SessionForgotten
         from agentfly.resources.mcp.session import SessionOver
 
-        if self._lost is not None or self._session is None:
+        if self._lost is not None or self._connection is None:
             raise ResourceDied(f"{self._name} cannot be used: {self._lost}")
         try:
-            return await self._session.ask(request)
+            return await self._connection.ask(request, keeps_state=keeps_state)
         except SessionOver as error:
             raise await self._death(error) from error.__cause__
-        except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                raise await self._death(error) from error
-            if error.code == REQUEST_TIMEOUT:
-                raise ResourceError(f"{self._name} did not answer: {error.message}.") from error
-            raise ToolError(error.message) from error
-        except RuntimeError as error:  # what came back is not what the tool's own schema promises
-            raise ResourceError(f"{self._name} does not keep to the protocol: {message_of(error)}") from error
+        except SessionForgotten as error:
+            self._lost = self._lost or f"{error}."
+            raise ResourceDied(f"{self._name} cannot be used: {self._lost}") from error
 
     async def _death(self, error: Exception) -> ResourceDied:
         if self._released:
             return ResourceDied(f"{self._name} was released during a call.")
-        how = await self._how_it_ended(message_of(error))
+        how = await self._how_it_ended(error)
         self._lost = self._lost or f"it is gone ({how}).{self._last_words()}"
         return ResourceDied(f"{self._name} cannot be used: {self._lost}")
 
-    async def _how_it_ended(self, otherwise: str) -> str:
+    async def _how_it_ended(self, error: Exception) -> str:
+        from agentfly.resources.mcp.listing import EndlessListing
+        from agentfly.resources.mcp.session import SessionOver
+
+        if self._faults:
+            return self._faults[0]
         if self._program is not None and self._program.traces:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     return await self._program.wait()
-        return otherwise
+        return message_of(error) if isinstance(error, (SessionOver, EndlessListing)) else say(error)
 
     def _last_words(self) -> str:
         if not self.spec.command:
@@ -225,22 +231,22 @@ class MCPServer(Resource):
     # --- beginning and ending ---------------------------------------------------------------------------------------
 
     async def _begin(self, limit_s: float) -> None:
-        from agentfly.resources.mcp.session import Session, SessionOver
+        from agentfly.resources.mcp.connection import Connection
 
         self._program = KeptProgram() if self.spec.command else None
-        session = self._session = Session(self._transport(), f"session of {self.instance}")
+        self._faults = []
+        self._connection = Connection(self._transport, self.spec, self._name)
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                await session.start()
-                self._tools = await session.ask(_all_tools)
+                await self._connection.open()
         except PrerequisiteError:
             raise
         except Exception as error:
             if limit.expired():
                 why = f"it did not answer within {limit_s:g} s"
             else:
-                why = await self._how_it_ended(message_of(error) if isinstance(error, SessionOver) else say(error))
+                why = await self._how_it_ended(error)
             told = f"{self._name} did not start: {why}.{self._last_words()}{self._cure_of_place()}"
             raise ResourceStartError(told) from error
         if not self._released:
@@ -250,12 +256,12 @@ class MCPServer(Resource):
         from agentfly.resources.mcp import transports
 
         if self._program is not None:
-            return transports.of_program(self.spec, self._program, self._directory)
+            return transports.of_program(self.spec, self._program, self._directory, self._faults)
         return transports.of_address(self.spec)
 
     async def _end(self, grace_s: float) -> None:
-        if self._session is not None:
-            await self._session.stop(grace_s)
+        if self._connection is not None:
+            await self._connection.close(grace_s)
         if self._program is not None:
             if not self._program.ended:
                 with contextlib.suppress(TimeoutError):
@@ -270,29 +276,6 @@ class MCPServer(Resource):
     @property
     def _name(self) -> str:
         return f"{self.spec.label} {self.instance}"
-
-
-async def _greet(client: Client) -> None:
-    """Have the server answer something, as cheaply as its version of the protocol allows."""
-    from mcp.types import EmptyResult, PingRequest
-
-    if client.session.discover_result is not None:
-        await client.session.send_discover(client.protocol_version)
-    else:
-        await client.session.send_request(PingRequest(), EmptyResult)
-
-
-async def _all_tools(client: Client) -> tuple[Tool, ...]:
-    if client.server_capabilities.tools is None:
-        return ()
-    tools: list[Tool] = []
-    cursor: str | None = None
-    for _ in range(_MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        if not (cursor := page.next_cursor):
-            break
-    return tuple(tools)
 
 
 def _require_package() -> None:

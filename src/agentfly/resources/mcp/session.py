@@ -34,6 +34,7 @@ class Session:
         self._closing = asyncio.Event()
         self._ready: asyncio.Future[Client] | None = None
         self._life: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Future[Any]] = set()
 
     async def start(self) -> Client:
         """Begin it, and wait until the server has said what it is.
@@ -66,6 +67,8 @@ class Session:
         if self._life is None or self._ready is None or self._life.done() or not self._ready.done():
             raise self._failure()
         asking = asyncio.ensure_future(request(self._ready.result()))
+        self._asking.add(asking)
+        asking.add_done_callback(self._answered)
         try:
             await asyncio.wait({asking, self._life}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -75,6 +78,12 @@ class Session:
             if not asking.done():
                 asking.cancel()
                 await asyncio.wait({asking})
+
+    async def retire(self, within_s: float) -> None:
+        """End it once what is being asked has been answered, or after so many seconds."""
+        if self._asking:
+            await asyncio.wait({*self._asking}, timeout=within_s)
+        await self.stop(within_s)
 
     async def stop(self, within_s: float) -> None:
         """End it in good order, and if that takes too long in any."""
@@ -92,6 +101,11 @@ class Session:
             if not ready.done():
                 ready.set_result(client)
             await self._closing.wait()
+
+    def _answered(self, asking: asyncio.Future[Any]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have gone meanwhile
 
     def _failure(self) -> Exception:
         """Why it is over."""

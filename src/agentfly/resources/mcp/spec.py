@@ -39,6 +39,10 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
             holds its value.
         call_timeout_s: seconds that one call may take before it counts as a failure of the server. What a tool may
             take before the model is told that it took too long is ``mcp_tools(timeout_s=…)``.
+        tool_error_codes: with which of the codes that JSON-RPC reserves (-32768 to -32000) the server says that a call
+            was wrong, so that the model is told; with any other it says that something is wrong with itself. By
+            default those for wrong arguments and for what it does not know. Errors of other numbers, and results that
+            say ``isError``, are always told to the model.
         log_bytes: how much of the end of what the program writes to its standard error is kept.
 
     Raises:
@@ -52,6 +56,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     api_key_env: str | None = None
     headers_env: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     call_timeout_s: float = 300.0
+    tool_error_codes: tuple[int, ...] = (-32602, -32601)
     log_bytes: int | str = 2**18
     check_interval_s: float | None = 10.0
 
@@ -70,6 +75,9 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         settle_variables(self)
         settle_credentials(self)
         self._require_seconds("call_timeout_s")
+        self._settle_tuple("tool_error_codes")
+        if not all(type(code) is int for code in self.tool_error_codes):
+            raise self._wrong("tool_error_codes", "write a tuple of whole numbers, such as (-32602, -32601, -32603)")
         if self._require_size("log_bytes") < 4096:
             raise self._wrong("log_bytes", "the end of a log says too little below 4096 bytes")
 
@@ -86,8 +94,8 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         """``mcp`` and the program's or host's name."""
         if self.url:
             return f"mcp:{urlsplit(self.url).netloc.rpartition('@')[2]}"
-        names = [PurePath(word).name for word in self.command if not word.startswith("-")]
-        return f"mcp:{' '.join(names[:2])}"
+        names = [PurePath(word).name[:40] for word in self.command if not word.startswith("-")]
+        return f"mcp:{' '.join(' '.join(names[:2]).split())}"
 
     def _check_command(self) -> None:
         if isinstance(self.command, str):

@@ -1,0 +1,168 @@
+"""HTTPClient: speaks with a server at an address, and tells what HTTP says of a call from what the server says of it.
+
+The package ``mcp`` makes errors of both that look alike, and ends the whole session where one connection breaks. So
+what HTTP says is put into the form of an error of the protocol here, with a mark that `trouble_in` finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Any
+
+import httpx2
+from mcp import MCPError
+from mcp.types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+
+from agentfly.resources.credentials import Credentials
+
+LONGEST_MESSAGE = 2**26
+"""Bytes of the longest message that is taken from a server."""
+
+_MARK = "agentfly"
+_SESSION = "mcp-session-id"
+_KEPT_HEADERS = ("content-type", _SESSION)
+_NO_SESSION = re.compile(r"session", re.IGNORECASE)  # as servers say with status 400 that they know none of this id
+_NOT_OF_THE_CALL = frozenset({401, 403, 407, 408, 421, 429})
+_UNREACHABLE = frozenset({502, 503, 504})
+_SHOWN = 200  # characters of what a server says instead of an answer
+
+
+class Trouble(StrEnum):
+    """What kept HTTP from bringing an answer."""
+
+    SESSION_LOST = "session lost"  # the server knows nothing of the session any more
+    UNREACHABLE = "unreachable"  # nobody is there who could answer, now
+    FAILED = "failed"  # this call alone failed
+
+
+def trouble_in(error: Exception) -> Trouble | None:
+    """The trouble of which an error speaks; None for an error that the server itself, or the package, has made."""
+    data = error.data if isinstance(error, MCPError) else None
+    return Trouble(data[_MARK]) if isinstance(data, Mapping) and data.get(_MARK) in list(Trouble) else None
+
+
+class HTTPClient(httpx2.AsyncClient):
+    """The client of one session.
+
+    Until something has been answered, connections that fail raise, so that the start fails with their errors.
+
+    Args:
+        credentials: what goes out in the headers, and is taken out of what is told.
+        timeout: how long connecting, and one read, may take.
+    """
+
+    def __init__(self, credentials: Credentials, timeout: httpx2.Timeout) -> None:
+        super().__init__(headers=credentials.headers(), timeout=timeout)
+        self._credentials = credentials
+        self._has_answered = False
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """The response to a request, or one that says what went wrong."""
+        asked = _message(request)
+        if asked is None:
+            return await super().send(request, **options)
+        try:
+            response = await super().send(request, **options)
+            return await self._checked(request, asked, response) if "id" in asked else response
+        except httpx2.RequestError as error:
+            if not self._has_answered:
+                raise
+            if "id" not in asked:  # nobody waits for an answer to a notification
+                return httpx2.Response(202, request=request)
+            gone = isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
+            trouble = Trouble.UNREACHABLE if gone else Trouble.FAILED
+            return self._failure(request, asked, trouble, f"{type(error).__name__}: {error}")
+
+    async def _checked(
+        self, request: httpx2.Request, asked: Mapping[str, Any], response: httpx2.Response
+    ) -> httpx2.Response:
+        status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if status == 202 or 300 <= status < 400:
+            return response
+        if status < 400 and kind == "text/event-stream":
+            self._has_answered = True
+            return response
+        body = await _body(response)
+        if body is None:
+            said = f"it answered with more than {LONGEST_MESSAGE} bytes"
+            return self._failure(request, asked, Trouble.FAILED, said)
+        if status < 400 and kind == "application/json":
+            self._has_answered = True
+            return _buffered(request, response, body)
+        if status < 400:
+            said = f"it answered with {kind or 'something'} instead of JSON"
+            return self._failure(request, asked, Trouble.FAILED, said, body)
+        if _SESSION in request.headers and (status == 404 or (status == 400 and _is_about_sessions(body))):
+            return self._failure(request, asked, Trouble.SESSION_LOST, "it does not know the session any more", body)
+        if status < 500 and status not in _NOT_OF_THE_CALL and _is_error(body):
+            return _buffered(request, response, body)
+        trouble = Trouble.UNREACHABLE if status in _UNREACHABLE else Trouble.FAILED
+        return self._failure(request, asked, trouble, f"HTTP status {status}{_phrase(status)}", body)
+
+    def _failure(
+        self, request: httpx2.Request, asked: Mapping[str, Any], trouble: Trouble, said: str, body: bytes = b""
+    ) -> httpx2.Response:
+        told = " ".join(body[: 8 * _SHOWN].decode(errors="replace").split())
+        told = self._credentials.redact(f"{said}: {told[:_SHOWN]}" if told else said)
+        error = {"code": INTERNAL_ERROR, "message": told, "data": {_MARK: trouble.value}}
+        return httpx2.Response(200, json={"jsonrpc": "2.0", "id": asked["id"], "error": error}, request=request)
+
+
+def _message(request: httpx2.Request) -> Mapping[str, Any] | None:
+    """The message that a request carries; None if it carries none."""
+    if request.method != "POST":
+        return None
+    message = json.loads(request.content)
+    return message if isinstance(message, dict) and "method" in message else None
+
+
+async def _body(response: httpx2.Response) -> bytes | None:
+    """All bytes of a response; None where there are too many."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in response.aiter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > LONGEST_MESSAGE:
+                return None
+    finally:
+        await response.aclose()
+    return b"".join(parts)
+
+
+def _buffered(request: httpx2.Request, response: httpx2.Response, body: bytes) -> httpx2.Response:
+    headers = {name: response.headers[name] for name in _KEPT_HEADERS if name in response.headers}
+    return httpx2.Response(response.status_code, headers=headers, content=body, request=request)
+
+
+def _error_in(body: bytes) -> Mapping[str, Any] | None:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    error = message.get("error") if isinstance(message, dict) else None
+    return error if isinstance(error, dict) and isinstance(error.get("code"), int) else None
+
+
+def _is_error(body: bytes) -> bool:
+    """Whether a body is an error of the protocol."""
+    return _error_in(body) is not None
+
+
+def _is_about_sessions(body: bytes) -> bool:
+    error = _error_in(body)
+    if error is None:
+        return _NO_SESSION.search(body[: 8 * _SHOWN].decode(errors="replace")) is not None
+    return error["code"] not in (INVALID_PARAMS, METHOD_NOT_FOUND) and bool(_NO_SESSION.search(str(error)))
+
+
+def _phrase(status: int) -> str:
+    try:
+        return f" ({HTTPStatus(status).phrase})"
+    except ValueError:
+        return ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent as Agent
+    from agentfly.agents.grading.tests_pass import tests_pass as tests_pass
     from agentfly.agents.group_reward import group_reward as group_reward
     from agentfly.agents.memory.memory import FullHistory as FullHistory
     from agentfly.agents.memory.memory import Past as Past
@@ -89,6 +90,7 @@ _HOMES = {
     "mcp_tools": "agentfly.agents.mcp",
     "reward": "agentfly.agents.reward",
     "run": "agentfly.rollouts.run",
+    "tests_pass": "agentfly.agents.grading.tests_pass",
     "tool": "agentfly.agents.tool",
     "train": "agentfly.training.train",
     "trajectory_text": "agentfly.viewing.trajectory_text",

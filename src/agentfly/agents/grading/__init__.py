@@ -1,0 +1,1 @@
+"""Graders: what decides whether an agent's work is right."""

@@ -1,0 +1,248 @@
+"""tests_pass: hidden tests of an agent's work, run in a box that the agent has never touched."""
+
+# ruff: noqa: PT028  (a function whose name begins with test, and that is none)
+
+from __future__ import annotations
+
+import inspect
+import json
+import posixpath
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from agentfly.agents.grading import harness
+from agentfly.agents.grading.report import TestReport, none_passed, read_report
+from agentfly.agents.grading.work import Work
+from agentfly.contexts.context import Context
+from agentfly.errors import PrerequisiteError, ResourceDied, ToolError, UsageError, message_of
+from agentfly.resources.containers.command import require_type
+from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.spec import ContainerSpec
+
+SLACK_S = 30.0
+"""Seconds beyond the time for the tests that starting and ending them may take."""
+
+MOST_SAID = 64 * 2**20
+"""Bytes that the supervisor may say."""
+
+_CANARY_WORDS = ("again", "twice", "once_more", "in_order", "at_the_end", "of_nothing", "by_itself", "as_before")
+
+
+async def tests_pass(
+    context: Context,
+    work: Container,
+    *,
+    paths: Sequence[str],
+    tests: Mapping[str, str | bytes],
+    names: Sequence[str],
+    spec: ContainerSpec | None = None,
+    timeout_s: float = 300.0,
+    separately: bool = False,
+    plugins: Sequence[str] = (),
+    pytest_ini: str = "[pytest]\n",
+    import_from: Sequence[str] = (".",),
+    packages: Sequence[str] = (),
+    python: str = "python3",
+    max_bytes: int = 256 * 2**20,
+) -> TestReport:
+    """Run hidden tests on what an agent has left, and count which of them passed.
+
+    The agent's files are copied into a new box, in which nothing of the agent has ever run. The tests are laid over
+    them, and pytest runs those that are named. A test counts as passed if pytest says so of all its phases, by a
+    channel that the tested code is not told of, and only if the process of the tests came to its own end, nothing of
+    pytest was changed, and tests that cannot pass did fail. So ``os._exit(0)``, a report written by the tested code, a
+    ``conftest.py`` of the agent, and a pytest that lets everything pass all count as failed. What they cannot prevent
+    is code that runs in the process of the tests and is written to look for this very channel, and a value that claims
+    to equal any other. Tests that start the agent's program as a process of its own share nothing with it.
+
+    Args:
+        context: the reward's.
+        work: the box as the agent left it.
+        paths: the files and directories in it that are the agent's work; relative ones are below its workdir. Each
+            replaces what the new box has there.
+        tests: the hidden files, by their paths below the workdir: tests, and all that these need.
+        names: the tests that count, as pytest names them: ``tests/test_sum.py::test_adds``; without the part in
+            brackets for all cases of a test; or a class or file for all its tests.
+        spec: the new box; by default one as the agent had.
+        timeout_s: seconds that the tests may take, all together, without the start of boxes. Then they are killed, and
+            those that had passed do not count.
+        separately: run the tests of each name in a process of their own, so that one that ends it or takes for ever
+            costs only that name.
+        plugins: modules of pytest plugins that the tests need; none is loaded by itself.
+        pytest_ini: pytest's configuration; none of the agent's files is taken for it.
+        import_from: directories from which tests import, below the workdir. That of the tests is not among them.
+        packages: further directories of the box with packages, if pytest is not among those of its Python.
+        python: the Python in the box.
+        max_bytes: the most bytes that the agent's work may have. More counts as failed.
+
+    Raises:
+        UsageError: there are no names, or a file of theirs is not among ``tests``.
+        PrerequisiteError: the new box has no Python with pytest.
+        ResourceError: the new box could not be had.
+    """
+    _check(work, paths, tests, names)
+    fresh = replace(spec or work.spec, reuse="recreate", max_uses=1, warm=0)  # and so another pool than the agent's
+    order = _Order(names, tests, plugins, pytest_ini, import_from, packages, python)
+    found: list[TestReport] = []
+    with tempfile.TemporaryDirectory(prefix="agentfly-grading-") as folder:
+        taken = Work(Path(folder))
+        try:
+            for path in paths:
+                await taken.take(work, path, max_bytes)
+        except ToolError as error:  # it is not there, or too large: the agent's doing
+            return none_passed(names, f"The work could not be taken: {error}")
+        for some in [[name] for name in names] if separately else [list(names)]:
+            left = timeout_s - sum(each.seconds for each in found)
+            found.append(await _twice(context, fresh, taken, replace(order, names=some), left))
+    return TestReport(
+        tuple(name for each in found for name in each.passed),
+        tuple(name for each in found for name in each.failed),
+        "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
+        "\n".join(each.output for each in found if each.output),
+        tuple(taken.left_out),
+        sum(each.seconds for each in found),
+    )
+
+
+tests_pass.__test__ = False  # type: ignore[attr-defined]  # it is no test of pytest's, whatever its name begins with
+
+
+async def _twice(context: Context, fresh: ContainerSpec, work: Work, order: _Order, seconds: float) -> TestReport:
+    """The report of one run of tests. A box that dies may have died of the tested code: then it is tried once more."""
+    if seconds <= 0:
+        return none_passed(order.names, "The time was up before these tests began.")
+    for _ in range(2):
+        async with context.lease(fresh) as box:
+            await order.require_pytest(box)
+            try:
+                return await order.carried_out(box, work, seconds)
+            except ResourceDied as error:
+                cause = message_of(error)
+            except ToolError as error:  # the work leaves no room, or a file of it is where a directory should be
+                return none_passed(order.names, f"The tests could not be run on the work: {message_of(error)}")
+    return none_passed(order.names, f"The box died under the tests, twice: {cause}")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What is run in a box."""
+
+    names: Sequence[str]
+    tests: Mapping[str, str | bytes]
+    plugins: Sequence[str]
+    pytest_ini: str
+    import_from: Sequence[str]
+    packages: Sequence[str]
+    python: str
+
+    async def require_pytest(self, box: Container) -> None:
+        """Raise unless the box has what runs tests.
+
+        Raises:
+            PrerequisiteError: it has not.
+        """
+        source = f"import sys; sys.path += {list(self.packages)!r}; import pytest, {', '.join(['os', *self.plugins])}"
+        tried = await box.run(f"{self.python} -I -c {shlex.quote(source)}", timeout=60, new_process=True)
+        if tried.exit_code:
+            raise PrerequisiteError(
+                f"tests_pass(): the box for the tests has no {self.python} that imports pytest"
+                f"{' and ' + ', '.join(self.plugins) if self.plugins else ''}. Use an image that has them, or mount a "
+                f"directory with them and name it in packages=. It said: {str(tried)[-300:]}"
+            )
+
+    async def carried_out(self, box: Container, work: Work, seconds: float) -> TestReport:
+        """Lay out the work and the tests, run them, and read their report.
+
+        Raises:
+            ToolError: the work leaves no room for the tests.
+            ResourceDied: the box died.
+        """
+        place = f"/tmp/grading-{secrets.token_hex(8)}"
+        secret, key = secrets.token_hex(16), secrets.token_hex(16)
+        canaries = [_canary(self.names, self.tests) for _ in range(2)]
+        await work.lay(box)
+        laid = {**self.tests, **{canary.path: canary.text for canary in canaries}}
+        await _make_way(box, laid)
+        for path, content in laid.items():
+            await box.write_file(path, content)
+        files = dict.fromkeys(name.partition("::")[0] for name in self.names)
+        order = {
+            "secret": secret,
+            "root": box.workdir,
+            "timeout_s": seconds,
+            "tests": {
+                "key": key,
+                "names": [*self.names, *(canary.name for canary in canaries)],
+                "plugins": list(self.plugins),
+                "packages": list(self.packages),
+                "import_from": [posixpath.normpath(posixpath.join(box.workdir, each)) for each in self.import_from],
+                "arguments": [
+                    *("-c", f"{place}/pytest.ini", f"--rootdir={box.workdir}", "--import-mode=importlib"),
+                    *("-p", "no:cacheprovider", "--continue-on-collection-errors", "--color=no", "--tb=short", "-q"),
+                    *(word for plugin in self.plugins for word in ("-p", plugin)),
+                    *(canaries[0].path, *files, canaries[1].path),
+                ],
+            },
+        }
+        await box.write_file(f"{place}/harness.py", inspect.getsource(harness))
+        await box.write_file(f"{place}/pytest.ini", self.pytest_ini)
+        await box.write_file(f"{place}/order.json", json.dumps(order))
+        started = time.monotonic()
+        command = f"{self.python} -I -B {place}/harness.py supervise {place}/order.json"
+        ended = await box.run(command, timeout=seconds + SLACK_S, new_process=True, max_output=MOST_SAID)
+        said = [line for line in ended.stdout.splitlines() if line.startswith(f"{secret} ")]
+        if len(said) != 1:
+            output = str(ended)[-harness.MOST_OUTPUT :]
+            return none_passed(self.names, "What ran the tests was ended.", output, time.monotonic() - started)
+        return read_report(json.loads(said[0].partition(" ")[2]), self.names, [one.name for one in canaries], key)
+
+
+@dataclass(frozen=True)
+class _Canary:
+    """A test that cannot pass, named like the others and beside them."""
+
+    path: str
+    name: str
+    text: str
+
+
+def _canary(names: Sequence[str], tests: Mapping[str, str | bytes]) -> _Canary:
+    file, _, test = secrets.choice(list(names)).partition("::")
+    word, one = secrets.choice(_CANARY_WORDS), secrets.randbelow(1000)
+    function = f"{(test or 'test_all').rpartition('::')[2].partition('[')[0]}_{word}"
+    stem = f"{PurePosixPath(file).stem}_{word}_{secrets.token_hex(2)}"
+    path = str(PurePosixPath(file).with_name(f"{stem}.py"))
+    return _Canary(path, f"{path}::{function}", f"def {function}():\n    assert {one} == {one + 1}\n")
+
+
+async def _make_way(box: Container, laid: Mapping[str, object]) -> None:
+    """Remove what the work has in place of hidden files, and of the directories that these are in."""
+    commands = [f"rm -rf -- {shlex.quote(path)}" for path in laid]
+    parents = {str(parent) for path in laid for parent in PurePosixPath(path).parents if str(parent) != "."}
+    for parent in sorted(parents, key=len):
+        quoted = shlex.quote(parent)
+        commands.append(
+            f"if [ -L {quoted} ] || {{ [ -e {quoted} ] && [ ! -d {quoted} ]; }}; then rm -f -- {quoted}; fi"
+        )
+    await box.run("\n".join(reversed(commands)), new_process=True)
+
+
+def _check(work: Container, paths: Sequence[str], tests: Mapping[str, str | bytes], names: Sequence[str]) -> None:
+    require_type(
+        "work", work, Container, "the container as the agent left it: await context.acquire(SPEC)", of="tests_pass"
+    )
+    if not names or isinstance(names, str) or isinstance(paths, str):
+        raise UsageError("tests_pass(): give lists of paths and of names of tests, at least one name.")
+    for path in tests:
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or path.startswith("-") or not pure.parts:
+            raise UsageError(f"tests_pass(tests=…): {path!r} is no path below the workdir.")
+    for name in names:
+        file = name.partition("::")[0]
+        if file not in tests:
+            raise UsageError(f"tests_pass(names=…): {name!r} is in the file {file!r}, which is not among tests=….")

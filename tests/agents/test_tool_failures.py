@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from email.message import Message
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
+import anyio
 import httpx
 import pytest
+import requests
+import urllib3
 
 from agentfly.agents import invocation
 from agentfly.agents.tool import tool
@@ -63,6 +75,20 @@ def replaced() -> None:
         raise ValueError("no answer") from None
 
 
+GET = httpx.Request("GET", "http://a")
+
+
+def foreign(module: str, name: str, **attributes: Any) -> Exception:
+    """An exception as a package raises it that need not be installed."""
+    error: Exception = type(name, (Exception,), {"__module__": module, **attributes})("it failed")
+    return error
+
+
+@dataclass
+class Named:
+    name: str
+
+
 def raises(error: Exception) -> Callable[[], None]:
     def fail() -> None:
         raise error
@@ -92,6 +118,26 @@ async def failure_of(fail: Callable[[], None], context: Context) -> Exception:
         raises(socket.gaierror(socket.EAI_NONAME, "no such host")),
         raises(httpx.ConnectError("refused")),
         raises(httpx.ReadTimeout("slow")),
+        raises(httpx.HTTPStatusError("busy", request=GET, response=httpx.Response(503))),
+        raises(httpx.HTTPStatusError("slow down", request=GET, response=httpx.Response(429))),
+        raises(asyncio.IncompleteReadError(b"half", 10)),
+        raises(http.client.IncompleteRead(b"half")),
+        raises(http.client.RemoteDisconnected("gone")),
+        raises(urllib.error.HTTPError("http://a", 503, "busy", Message(), None)),
+        raises(ssl.SSLEOFError(8, "EOF")),
+        raises(anyio.BrokenResourceError()),
+        raises(aiohttp.ServerDisconnectedError()),
+        raises(aiohttp.ClientPayloadError("half")),
+        raises(aiohttp.ServerTimeoutError("slow")),
+        raises(requests.exceptions.ConnectionError("refused")),
+        raises(requests.exceptions.ReadTimeout("slow")),
+        raises(requests.exceptions.ChunkedEncodingError("half")),
+        raises(urllib3.exceptions.ProtocolError("gone")),
+        raises(foreign("redis.exceptions", "ConnectionError")),
+        raises(foreign("pymongo.errors", "ConnectionFailure")),
+        raises(foreign("grpc.aio._call", "AioRpcError", code=lambda _: Named("UNAVAILABLE"))),
+        raises(foreign("botocore.exceptions", "ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 503}})),
+        raises(foreign("openai", "APIConnectionError")),
         raises(ExceptionGroup("two", [ValueError("x"), ConnectionRefusedError("y")])),
         raises(ExceptionGroup("one", [AcquireTimeout("pool full")])),
         wrapped,
@@ -109,6 +155,55 @@ async def test_an_outage_is_infrastructure_and_says_what_to_do_if_the_model_can_
     assert "catch the exception in the tool and raise agentfly.ToolError" in str(failure)
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
+async def test_a_far_side_that_breaks_off_is_an_outage_whoever_asks_it(answer: bytes, context: Context) -> None:
+    async def breaks_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(breaks_off, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+
+        async def by_aiohttp() -> bytes:
+            async with aiohttp.ClientSession() as session, session.get(url) as response:
+                return await response.read()
+
+        async def by_streams() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            try:
+                return await reader.readexactly(100)
+            finally:
+                writer.close()
+
+        def by_requests() -> bytes:
+            return requests.get(url, timeout=30).content
+
+        def by_urllib() -> bytes:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                return bytes(response.read())
+
+        def by_httpx() -> bytes:
+            return httpx.get(url, timeout=30).content
+
+        for fetch in (by_aiohttp, by_streams, by_requests, by_urllib, by_httpx):
+            fetch.__doc__ = "Fetch."
+            with pytest.raises(ToolUnavailable):
+                await tool(fetch).call({}, context)
+
+
+def test_no_client_is_imported_to_know_its_exceptions() -> None:
+    """In a process of its own, since this one has them all."""
+    program = (
+        "import sys; from agentfly.agents.outage import outage_in; outage_in(ValueError('x'));"
+        "print(*{'aiohttp', 'requests', 'urllib3', 'grpc', 'openai', 'botocore'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
 async def test_an_outage_behind_an_exception_is_named(context: Context) -> None:
     failure = await failure_of(wrapped, context)
     assert "ValueError: no answer (because of ConnectionResetError: peer)" in str(failure)
@@ -122,6 +217,17 @@ async def test_an_outage_behind_an_exception_is_named(context: Context) -> None:
         raises(IsADirectoryError(errno.EISDIR, "a directory")),
         raises(OSError("something")),
         raises(httpx.InvalidURL("nowhere")),
+        raises(httpx.HTTPStatusError("not there", request=GET, response=httpx.Response(404))),
+        raises(httpx.HTTPStatusError("it fell over", request=GET, response=httpx.Response(500))),
+        raises(urllib.error.HTTPError("http://a", 403, "no", Message(), None)),
+        raises(urllib.error.URLError("unknown url type: xyz")),
+        raises(requests.exceptions.InvalidURL("nowhere")),
+        raises(aiohttp.InvalidURL("nowhere")),
+        raises(EOFError("no more")),
+        raises(foreign("redis.exceptions", "ResponseError")),
+        raises(foreign("of.a.user", "ConnectionError")),
+        raises(foreign("of.a.user", "Teapot", status_code=503)),
+        raises(foreign("grpc.aio._call", "AioRpcError", code=lambda _: Named("INVALID_ARGUMENT"))),
         raises(ExceptionGroup("two", [ValueError("x"), UnknownTool("y")])),
         replaced,
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-import sys
 
+from agentfly.agents.client_errors import is_client_failure
 from agentfly.errors import (
     AgentFlyError,
     EngineClosed,
@@ -37,8 +37,9 @@ def outage_in(error: BaseException) -> BaseException | None:
     """The outage that an exception is or came from, if there is one.
 
     An outage is a connection that was refused or broke, a host that cannot be reached or whose name is not known, too
-    little memory, disk, processes or open files, an error of transport of httpx, and any failure of AgentFly's that is
-    infrastructure. What came from an outage is one too: its cause, the exception that was being handled, and the
+    little memory, disk, processes or open files, what clients of HTTP, gRPC, databases and the like raise where the
+    network fails or the far side says that it cannot answer now (`client_errors`), and any failure of AgentFly's that
+    is infrastructure. What came from an outage is one too: its cause, the exception that was being handled, and the
     exceptions of a group are looked at. Everything else, for instance a missing file, may be the model's doing.
     """
     seen: set[int] = set()
@@ -74,6 +75,4 @@ def _is_outage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _MACHINE_OR_NETWORK:
         return True
-    # not imported: an exception of theirs can only come from one who has
-    clients = (sys.modules.get(name) for name in ("httpx", "httpx2"))
-    return any(client is not None and isinstance(error, client.TransportError) for client in clients)
+    return is_client_failure(error)

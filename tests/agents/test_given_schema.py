@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("jsonschema", reason="pip install 'agentfly-rl[mcp]'")
 
 from agentfly.agents.given_schema import GivenSchema
+from agentfly.agents.json_schema import BareText
 from agentfly.errors import InvalidArguments, ToolDefinitionError
 from tests.support.scale import scaled
 
@@ -55,7 +56,8 @@ SCHEMA: dict[str, Any] = {
         ("tags", '["a"]', ["a"]),
         ("query", "0123", "0123"),
         ("query", "null", "null"),
-        ("note", "null", None),
+        ("note", "null", "null"),
+        ("note", BareText("null"), None),
         ("note", "none", "none"),
         ("near", "null", None),
         ("near", '{"x": "1"}', {"x": 1}),

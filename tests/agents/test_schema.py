@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 from pydantic import BaseModel, Field
 
+from agentfly.agents.json_schema import BareText
 from agentfly.agents.schema import Argument, ArgumentSchema
 from agentfly.errors import InvalidArguments
 
@@ -65,7 +66,11 @@ def schema_of(**types: Any) -> ArgumentSchema:
         (str, 123, "123"),
         (str, "null", "null"),
         (str, '["a"]', '["a"]'),
-        (str | None, "null", None),
+        (str | None, "null", "null"),
+        (str | None, BareText("null"), None),
+        (str, BareText("null"), "null"),
+        (int | str, BareText("5"), "5"),
+        (int, BareText("5"), 5),
         (str | None, None, None),
         (str | None, "none", "none"),
         (int | None, "null", None),

@@ -189,6 +189,20 @@ def test_what_qwen3_coder_writes_is_read_back_exactly(arguments: dict[str, Any])
 
 
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN], ids=identity)
+def test_null_and_the_text_null_are_told_apart_where_the_format_can(one: ToolCallFormat) -> None:
+    @tool
+    def note(text: str | None = "") -> None:
+        """Note."""
+
+    for value in (None, "null"):
+        (call,) = one.parse(one.write("note", {"text": value}), [note])
+        assert call.arguments is not None
+        read_as = note.schema.validate(call.arguments)["text"]
+        assert read_as == value or one.name == "qwen3_coder"  # whose values are all texts
+        assert read_as is None or type(read_as) is str
+
+
+@pytest.mark.parametrize("one", [*NATIVE, *PLAIN], ids=identity)
 def test_parallel_calls_keep_their_order_and_have_ids_of_their_own(one: ToolCallFormat) -> None:
     written = "\n".join([one.write("say", {"text": "a"}), one.write("look", {}), one.write("say", {"text": "b"})])
     calls = one.parse(f"I do this.\n{written}\n", TOOLS, first_call=7)

@@ -21,6 +21,12 @@ _MOST_INLINED = 1_000  # references: types that hold one another would else be w
 _NOTHING: Schema = {"not": {}}
 
 
+class BareText(str):
+    """A text of a format that writes all values as texts, so that null cannot be told from the text ``null``."""
+
+    __slots__ = ()
+
+
 def plain(schema: Schema) -> dict[str, Any]:
     """A schema without references, constants, the schemas ``true`` and ``false``, or titles.
 
@@ -107,8 +113,9 @@ def in_words(schema: Schema) -> str:
 def read_as(value: Any, schema: Schema) -> Any:
     """A value as its schema wants it, where a model wrote it in another form and nothing is lost by reading it.
 
-    Texts are read as JSON where the schema wants no text, so ``"5"``, ``"True"`` and ``'["a"]'`` become a number, a
-    boolean and a list; ``"null"`` becomes null where null may be. What may be a text stays as it was written. What
+    Texts are read as JSON where the schema wants no text, so ``"5"``, ``"True"``, ``'["a"]'`` and ``"null"`` become a
+    number, a boolean, a list and null. What may be a text stays as it was written, except that a `BareText` of ``null``
+    becomes null where that may be. What
     cannot be read stays too: whoever validates says so.
 
     Args:
@@ -118,9 +125,11 @@ def read_as(value: Any, schema: Schema) -> Any:
     if not isinstance(value, (str, dict, list, float)):
         return value
     if isinstance(value, str):
-        if value == "null" and _allows(schema, "null"):
+        may_be_text = _may_be_text(schema)
+        if value == "null" and _allows(schema, "null") and (isinstance(value, BareText) or not may_be_text):
             return None
-        if _may_be_text(schema):
+        value = str(value)
+        if may_be_text:
             return value
         value = _read_text(value, schema)
     if isinstance(value, float) and value.is_integer() and _allows(schema, "integer") and not _allows(schema, "number"):

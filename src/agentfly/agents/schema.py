@@ -94,8 +94,9 @@ class ArgumentSchema(ToolSchema):
     """The arguments of a tool: their JSON schema, and their validation.
 
     A value that the model wrote in another form than the type's is read as the type where that loses nothing: the
-    texts ``"5"``, ``"True"`` and ``'["a"]'`` as a number, a boolean and a list, and ``"null"`` as null where null is
-    allowed. What is a string by its type stays as it was written: ``"0123"``, and ``"none"`` of an enumeration.
+    texts ``"5"``, ``"True"``, ``'["a"]'`` and ``"null"`` as a number, a boolean, a list and null. What may be a string
+    by its type stays as it was written: ``"0123"``, and ``"none"`` of an enumeration. Only where a tool-call format
+    writes all values as texts is ``null`` read as null if that is allowed, too.
 
     Args:
         tool: name of the tool, for messages.

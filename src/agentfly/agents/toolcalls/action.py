@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
+from agentfly.agents.json_schema import BareText
 from agentfly.agents.toolcalls.block import misplaced
 from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id
@@ -32,7 +33,7 @@ _END_OF_VALUE = re.compile(r"\s*(,|$)")
 _ONE_LINE = (
     "it is unclear where it ends, because a line behind it ends with ']'; a text of several lines must be a JSON string"
 )
-_BARE = re.compile(r'[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
+_BARE = re.compile(r'(?!null$)[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,9 @@ def _single(name: str, inside: str) -> Any:
         try:
             value, end = decode_value(text, 0)
         except NotJSON:
-            return text
-        return value if end == len(text) else text
-    return text
+            return BareText(text)
+        return value if end == len(text) else BareText(text)
+    return BareText(text)
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
@@ -207,7 +208,7 @@ def _value(text: str, start: int) -> tuple[Any, int]:
             raise Unreadable("there must be a comma after a value in quotes or brackets")
     following = _NEXT_ARGUMENT.search(text, start)
     stop, resume = following.span() if following else (len(text), len(text))
-    return text[start:stop].strip(), resume
+    return BareText(text[start:stop].strip()), resume
 
 
 def _bare(argument: str, value: Any) -> str:
@@ -215,7 +216,7 @@ def _bare(argument: str, value: Any) -> str:
     if not isinstance(value, str):
         return dump(value)
     plain = (
-        value
+        value not in ("", "null")
         and value == value.strip()
         and "\n" not in value
         and not value.startswith(('"', "[", "{", f"{argument}="))

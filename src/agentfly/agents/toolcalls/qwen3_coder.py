@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly.agents.json_schema import BareText
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import (
     Block,
@@ -145,7 +146,7 @@ def _arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
             raise Unreadable(f"the parameter {name[:100]!r} is given twice")
         stop, position = _end_of_value(text, opened.end(), name)
         value = text[opened.end() : stop]
-        arguments[name] = value.removesuffix("\n")
+        arguments[name] = BareText(value.removesuffix("\n"))
 
 
 def _end_of_value(text: str, start: int, name: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.definition import TOOL_NAME
+from agentfly.agents.json_schema import BareText
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import (
     LINE_START,
@@ -162,24 +163,25 @@ def _arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any]
     limit = rest_of(text, line.end(), label.start() if label else None)
     if text[line.end() : limit].strip():
         raise Unreadable("an input of several lines must be written as a JSON object")
-    return plain_arguments(_unquoted(line.group().strip()), tool), line.end()
+    written = line.group().strip()
+    quoted = _quoted(written)
+    return plain_arguments(BareText(written) if quoted is None else quoted, tool), line.end()
 
 
-def _unquoted(written: str) -> str:
-    """What a JSON string says; any other text as it stands."""
-    if written.startswith('"'):
-        try:
-            value, end = decode_value(written, 0)
-        except NotJSON:
-            return written
-        if end == len(written):
-            return str(value)
-    return written
+def _quoted(written: str) -> str | None:
+    """What a JSON string says; None for any other text."""
+    if not written.startswith('"'):
+        return None
+    try:
+        value, end = decode_value(written, 0)
+    except NotJSON:
+        return None
+    return str(value) if end == len(written) else None
 
 
 def _stands_for_itself(value: str) -> bool:
     return bool(
-        value
+        value not in ("", "null")
         and value == value.strip()
         and "\n" not in value
         and not value.startswith(("{", '"'))

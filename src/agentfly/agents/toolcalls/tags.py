@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.definition import TOOL_NAME
+from agentfly.agents.json_schema import BareText
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.block import Block, BlockFormat, Known, WrittenCall, blocks_at, rest_of, unreadable
 from agentfly.agents.toolcalls.json_text import dump
@@ -128,11 +129,11 @@ def _arguments(text: str, position: int, tool: Tool) -> tuple[dict[str, Any], in
         return found
     body, stop = _body(text, tag.end(), tool)
     if not attributes:
-        return plain_arguments(body, tool), stop
+        return plain_arguments(BareText(body), tool), stop
     missing = [one.name for one in tool.schema.arguments if one.required and one.name not in attributes]
     if body and len(missing) != 1:
         raise Unreadable("it is unclear which argument stands between the tags; write all as a JSON object there")
-    return ({**attributes, missing[0]: body} if body else attributes), stop
+    return ({**attributes, missing[0]: BareText(body)} if body else attributes), stop
 
 
 def _attributes(written: str) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _attributes(written: str) -> dict[str, Any]:
     for one in _NAMED.finditer(written):
         if one.group(1) in attributes:
             raise Unreadable(f"the attribute {one.group(1)[:100]!r} is given twice")
-        attributes[one.group(1)] = one.group(2) if one.group(2) is not None else one.group(3)
+        attributes[one.group(1)] = BareText(one.group(2) if one.group(2) is not None else one.group(3))
     return attributes
 
 
@@ -188,7 +189,7 @@ def _trimmed(body: str) -> str:
 
 def _stands_for_itself(value: str, name: str) -> bool:
     tag = re.search(rf"</?{re.escape(name)}(?=[\s/>])", value)
-    return bool(value) and value == _trimmed(value) and not value.lstrip().startswith("{") and not tag
+    return value not in ("", "null") and value == _trimmed(value) and not value.lstrip().startswith("{") and not tag
 
 
 def _example(tool: Tool) -> str:

@@ -72,6 +72,7 @@ class Laboratory:
 LABORATORY = af.EnvironmentSpec(
     factory=Laboratory,
     runs="process",
+    reuse="reset",  # loading another task is enough, and a virtual machine takes seconds to start
     capacity=3,
     memory="768MiB",
     start_timeout_s=120,

@@ -201,9 +201,9 @@ PROGRAM = """
 import asyncio, os
 import agentfly as af
 
-@af.reward(process=True, timeout_s=600, workers=1)
+@af.reward(process=True, timeout_s=600, workers=1, env={"STARTED": os.path.abspath("started")})
 def hanging() -> float:
-    print(os.getpid(), file=open("started", "w"), flush=True)
+    print(os.getpid(), file=open(os.environ["STARTED"], "w"), flush=True)
     while True:
         pass
 

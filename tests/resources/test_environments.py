@@ -205,7 +205,8 @@ async def test_a_simulator_without_reset_is_closed_and_made_anew_for_the_next_ow
 
 @everywhere
 async def test_an_exception_of_the_simulator_comes_back_as_itself_and_the_simulator_lives_on(runs: Runs) -> None:
-    counter = environment(factory=Counter, runs=runs)
+    declared = {"result_types": (IllegalMove,)} if runs == "process" else {}
+    counter = environment(factory=Counter, runs=runs, **declared)
     await counter.start()
     with pytest.raises(IllegalMove, match="e9 is illegal") as caught:
         await counter.illegal("e9")

@@ -72,8 +72,7 @@ Make = Callable[..., Environment]
 
 
 @pytest.fixture
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+def notes(tmp_path: Path) -> Path:
     return tmp_path / "notes"
 
 
@@ -85,6 +84,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: Path) -> Make:
     def of(also: str = "", **fields: Any) -> Environment:
         name = f"simulator_{abs(hash((str(tmp_path), also)))}"
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(SIMULATOR) + textwrap.dedent(also))
+        fields["env"] = {"NOTES": str(notes), **fields.get("env", {})}
         spec = EnvironmentSpec(factory=f"{name}:Simulator", runs="process", **fields)
         return Environment(spec, f"forked-{random.randrange(10**9)}")
 
@@ -239,17 +239,17 @@ async def test_a_simulator_has_the_signal_handling_of_a_fresh_process(make: Make
     await released([forked, spawned])
 
 
-async def test_directory_and_environment_are_those_of_the_moment_of_its_making(
+async def test_a_simulator_looks_for_modules_where_this_process_does_when_it_is_made(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = make(), make()
+    first = make()
     await first.start()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setenv("SAID", "later")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "beside", *sys.path])
+    second = make()
     await second.start()
-    assert await second.where() == (str(tmp_path / "elsewhere"), "later", sys.path[0])
-    assert (await first.where())[1] is None
+    assert (await second.where())[2] == str(tmp_path)
+    assert (await first.where())[2] != str(tmp_path / "beside")
     await released([first, second])
 
 

@@ -62,7 +62,7 @@ def catalogue(path: Path, **fields: Any) -> EnvironmentSpec:
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", ["loop", "thread", "process"])
 async def test_500_episodes_load_a_catalogue_once_a_slot_and_leave_none_open(runs: Any, tmp_path: Path) -> None:
-    spec = catalogue(tmp_path / "lines", runs=runs, capacity=8)
+    spec = catalogue(tmp_path / "lines", runs=runs, capacity=8, reuse="reset")
     async with ResourceEngine(ledger=tmp_path / "state") as engine:
 
         async def episode(number: int) -> None:
@@ -158,7 +158,7 @@ async def test_a_crashed_simulator_is_replaced_for_the_next_owner(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", ["thread", "process"])
 async def test_a_cancelled_owner_does_not_cost_the_simulator(runs: Any, tmp_path: Path) -> None:
-    spec = catalogue(tmp_path / "lines", runs=runs, capacity=1)
+    spec = catalogue(tmp_path / "lines", runs=runs, capacity=1, reuse="reset")
     async with ResourceEngine(ledger=tmp_path / "state") as engine:
         for number in range(3):
             lease = await engine.acquire(spec, f"rollout-{number}")

@@ -198,7 +198,7 @@ async def resting(engine: ResourceEngine) -> Any:
 
 
 async def test_a_simulator_whose_process_was_killed_while_idle_costs_the_next_owner_nothing(tmp_path: Path) -> None:
-    spec = af.EnvironmentSpec(factory=Simulator, runs="process", capacity=1, check_interval_s=None)
+    spec = af.EnvironmentSpec(factory=Simulator, runs="process", reuse="reset", capacity=1, check_interval_s=None)
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(spec, "first")
         await engine.release(lease)

@@ -14,6 +14,7 @@ from agentfly.agents.reward_function import RewardFunction, make
 from agentfly.agents.reward_result import RewardResult, as_list, read_result
 from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError, UsageError
+from agentfly.resources.variables import Variables
 from agentfly.trajectory import Trajectory
 
 Outcome = RewardResult | Exception | None
@@ -103,6 +104,7 @@ def group_reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
+    env: Variables = (),
 ) -> Callable[[Callable[..., Any]], GroupReward]: ...
 
 
@@ -116,6 +118,7 @@ def group_reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
+    env: Variables = (),
 ) -> GroupReward | Callable[[Callable[..., Any]], GroupReward]:
     """Make a reward of a function that sees all attempts at a task: ``@group_reward``, for instance to rank them.
 
@@ -137,7 +140,7 @@ def group_reward(
         after: scores each attempt as it ends, while what the agent left is still there. Its scores are the rewards of
             the trajectories that the function is given, and a metric under its name; what the function returns is the
             score. An attempt that it gives no score is none of the group.
-        process, workers, memory: as of `reward`.
+        process, workers, memory, env: as of `reward`.
 
     Raises:
         RewardDefinitionError: the function cannot become a group reward.
@@ -154,6 +157,7 @@ def group_reward(
         "process": process,
         "workers": workers,
         "memory": memory,
+        "env": env,
     }
     if function is not None:
         return make(GroupReward, function, names_at(1), **settings)

@@ -14,6 +14,7 @@ from agentfly.agents.reward_result import RewardResult, read_result, sum_of
 from agentfly.agents.together import together
 from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError
+from agentfly.resources.variables import Variables
 from agentfly.trajectory import Trajectory, Turn
 
 
@@ -85,6 +86,7 @@ def reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
+    env: Variables = (),
 ) -> Callable[[Callable[..., Any]], Reward]: ...
 
 
@@ -99,6 +101,7 @@ def reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
+    env: Variables = (),
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
@@ -121,6 +124,8 @@ def reward(
             ``timeout_s``, whatever it does, the process is killed. The function cannot ask for the context.
         workers: how many such processes there are at most; one for each processor if not given.
         memory: what such a process may use, with all that it starts, for instance ``"1GiB"``; 0 for any amount.
+        env: environment variables of such a process, as a mapping or as pairs. Of this process's it has only what
+            programs need in order to run, so that no key of an API is in it unless it is given here.
 
     Raises:
         RewardDefinitionError: the function cannot become a reward.
@@ -133,6 +138,7 @@ def reward(
         "process": process,
         "workers": workers,
         "memory": memory,
+        "env": env,
     }
     if function is not None:
         return make(Reward, function, names_at(1), **settings)

@@ -17,6 +17,7 @@ from agentfly.contexts.context import Context
 from agentfly.durations import is_duration
 from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, UsageError, say
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.variables import Variables
 from agentfly.task import Task
 
 F = TypeVar("F", bound="RewardFunction")
@@ -34,6 +35,7 @@ class RewardFunction(UserFunction):
         process: whether it runs in processes of its own, which are killed when it takes too long.
         workers: how many such processes there are at most; None for one for each processor.
         memory: what such a process may use.
+        env: its environment variables, besides those that programs need in order to run.
     """
 
     parameters: tuple[Parameter, ...]
@@ -41,6 +43,7 @@ class RewardFunction(UserFunction):
     process: bool = False
     workers: int | None = None
     memory: int | str = 0
+    env: Variables = ()
 
     _decorator: ClassVar[str]
     given: ClassVar[tuple[str, ...]]
@@ -84,7 +87,7 @@ class RewardFunction(UserFunction):
             UsageError: it cannot travel to another process. The message names the part of it that cannot.
         """
         assert self.timeout_s is not None  # `make` has seen to it
-        return reward_process(self, timeout_s=self.timeout_s, workers=self.workers, memory=self.memory)
+        return reward_process(self, timeout_s=self.timeout_s, workers=self.workers, memory=self.memory, env=self.env)
 
     async def _call(self, given: Mapping[str, Any], context: Context) -> Any:
         """What the function returns, with all that it raises typed."""
@@ -128,6 +131,7 @@ def make(
     process: bool,
     workers: int | None,
     memory: int | str,
+    env: Variables,
     **others: Any,
 ) -> F:
     """Make a reward of a function, as its decorator does.
@@ -148,12 +152,12 @@ def make(
     except ValueError as error:
         raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
     if process:
-        _require_process(name, parameters, timeout_s, workers, memory)
-    elif workers is not None or memory:
+        _require_process(name, parameters, timeout_s, workers, memory, env)
+    elif workers is not None or memory or env:
         raise RewardDefinitionError(
-            f"The reward {name!r} has workers= or memory=, which are of processes, but process=True is not set."
+            f"The reward {name!r} has workers=, memory= or env=, which are of processes, but process=True is not set."
         )
-    return kind(function, name, parameters, timeout_s, process, workers, memory, resources=resources, **others)
+    return kind(function, name, parameters, timeout_s, process, workers, memory, env, resources=resources, **others)
 
 
 def _require_process(
@@ -162,6 +166,7 @@ def _require_process(
     timeout_s: float | None,
     workers: int | None,
     memory: int | str,
+    env: Variables,
 ) -> None:
     if timeout_s is None:
         raise RewardDefinitionError(
@@ -173,7 +178,9 @@ def _require_process(
             "Leave one of them out: what is asked of a resource is bounded by the resource's own time limits."
         )
     try:
-        ResourceSpec(capacity=1 if workers is None else workers, memory=memory)
+        RewardProcessSpec(
+            factory=dict, runs="process", capacity=1 if workers is None else workers, memory=memory, env=env
+        )
     except ConfigError as error:
         cure = str(error).partition(": ")[2]
         raise RewardDefinitionError(f"The reward {name!r} has workers={workers!r}, memory={memory!r}: {cure}") from None

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.agents.invocation import FunctionFailed, Overrun
+from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
 from agentfly.errors import ResourceDied
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.variables import Variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +62,9 @@ class Scorer:
 
 
 def reward_process(
-    reward: Callable[..., Any], *, timeout_s: float, workers: int | None, memory: int | str
+    reward: Callable[..., Any], *, timeout_s: float, workers: int | None, memory: int | str, env: Variables
 ) -> RewardProcessSpec:
-    """The spec of a reward's processes.
+    """The spec of a reward's processes. Each serves one score after the other.
 
     Raises:
         UsageError: the reward cannot travel to another process. The message names the part of it that cannot.
@@ -71,6 +73,9 @@ def reward_process(
     return RewardProcessSpec(
         factory=Scorer(reward),
         runs="process",
+        reuse="reset",
+        env=env,
+        result_types=(RewardResult,),
         call_timeout_s=timeout_s,
         capacity=workers if workers is not None else len(os.sched_getaffinity(0)),
         memory=memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 
@@ -26,8 +27,15 @@ def fresh_python(address: str, *arguments: int | str) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Where Python looks for modules here, without what it passes over, such as a `Path` that somebody appended."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
+    """Where Python looks for modules here, in words that mean the same in another directory.
+
+    What Python passes over, such as a `Path` that somebody appended, is left out.
+    """
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except OSError:  # it was removed
+        return [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]  # noqa: PTH117
+    return [os.path.join(here, entry) if entry else here for entry in sys.path if isinstance(entry, str)]  # noqa: PTH118
 
 
 def end_in_words(status: int) -> str:

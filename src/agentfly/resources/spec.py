@@ -12,6 +12,7 @@ from agentfly.errors import ConfigError, did_you_mean
 from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.resource import Resource
 from agentfly.resources.spec_identity import typed_key
+from agentfly.resources.variables import repr_without_values
 
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
@@ -35,6 +36,7 @@ class ResourceSpec(Generic[R_co]):
             have no limit, as soon as each has an owner, and nobody waits for it.
         max_concurrency: how many owners may hold one ``global`` instance at a time; None means any number.
         reuse: ``reset`` gives an instance to the next owner after a reset; ``recreate`` replaces it after each owner.
+            By default ``reset``, unless the kind says otherwise.
         max_uses: an instance is replaced after this many owners; None means never.
         idle: what an instance does while nobody uses it, though it may be leased, as when the model thinks: ``run`` on,
             or ``freeze``, which stops its processes until the next use so that they take no processor time.
@@ -59,7 +61,7 @@ class ResourceSpec(Generic[R_co]):
     gpus: float = 0.0
     replicas: int = 1
     max_concurrency: int | None = None
-    reuse: Literal["reset", "recreate"] = "reset"
+    reuse: Literal["reset", "recreate"] | None = None
     max_uses: int | None = None
     idle: Literal["run", "freeze"] = "run"
     prepare_timeout_s: float = 1800.0
@@ -85,11 +87,19 @@ class ResourceSpec(Generic[R_co]):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Have a kind's specs told apart as these are; `dataclass` would write an equality that ignores types."""
+        """Have a kind's specs told apart and shown as these are.
+
+        `dataclass` would write an equality that ignores types, and show the values of environment variables.
+        """
         super().__init_subclass__(**arguments)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = ResourceSpec.__repr__  # type: ignore[method-assign]
         if not {"__eq__", "__hash__"} & vars(cls).keys():
             cls.__eq__ = ResourceSpec.__eq__  # type: ignore[method-assign]
             cls.__hash__ = ResourceSpec.__hash__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return repr_without_values(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -142,7 +152,8 @@ class ResourceSpec(Generic[R_co]):
         for name in ("idle_timeout_s", "check_interval_s"):
             if getattr(self, name) is not None:
                 self._require_seconds(name, otherwise=", or None for never")
-        self._require_one_of("reuse", "reset", "recreate")
+        if self.reuse is not None:
+            self._require_one_of("reuse", "reset", "recreate")
         self._require_one_of("idle", "run", "freeze")
         self._require_size("memory")
 
@@ -198,6 +209,11 @@ class ResourceSpec(Generic[R_co]):
         Specs of one kind with the same key share one preparation, done by the resource's ``prepare``.
         """
         return None
+
+    @property
+    def is_recreated(self) -> bool:
+        """Whether each owner gets an instance of its own, except of shared ones."""
+        return self.reuse == "recreate"
 
     @property
     def start_places(self) -> int:

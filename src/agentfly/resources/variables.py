@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
@@ -38,8 +39,29 @@ def settle_variables(spec: Any) -> None:
     object.__setattr__(spec, "env", tuple(sorted(variables.items())))
 
 
+PASSED_ON = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "LANGUAGE"),
+        *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
+        *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONUTF8"),
+    }
+)
+"""What programs and interpreters need in order to be found and to start; further ``LC_…``, for the locale."""
+
+
+def basic_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process is given of this one's environment that is not to have the secrets in it."""
+    return {name: value for name, value in environment.items() if name in PASSED_ON or name.startswith("LC_")}
+
+
 def repr_without_values(spec: Any) -> str:
     """A spec as text, with the names of its variables and without their values, which may be secrets."""
-    shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec)}
-    shown["env"] = "{" + ", ".join(f"{name!r}: …" for name in dict(spec.env)) + "}"
+    shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.repr}
+    if "env" in shown:
+        try:
+            names = [*dict(spec.env)]
+        except (TypeError, ValueError):  # a kind's own, of another form
+            shown["env"] = "…"
+        else:
+            shown["env"] = "{" + ", ".join(f"{name!r}: …" for name in names) + "}"
     return f"{type(spec).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

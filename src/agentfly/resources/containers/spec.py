@@ -13,7 +13,7 @@ from agentfly.resources.byte_size import parse_bytes
 from agentfly.resources.containers.snapshot import PREFIX as SNAPSHOT
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, repr_without_values, settle_variables
+from agentfly.resources.variables import Variables, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.container import Container  # noqa: F401  (named in the base class)
@@ -113,9 +113,6 @@ class ContainerSpec(ResourceSpec["Container"]):
         self._check_image()
         self._check_limits()
         self._check_paths()
-
-    def __repr__(self) -> str:
-        return repr_without_values(self)
 
     @property
     def start_places(self) -> int:

@@ -23,6 +23,9 @@ T = TypeVar("T")
 SLOW_S = 10.0
 """Seconds after which it is logged that a start goes on."""
 
+COSTLY_S = 2.0
+"""Seconds that the making of a simulator may take without a word about how often that happens."""
+
 ABANDONED_CALL_S = 1.0
 """Seconds that a release waits for a call that nobody waits for any more, so that the simulator can be closed."""
 
@@ -47,6 +50,7 @@ class Environment(Resource):
     """
 
     can_freeze: ClassVar[bool] = True  # where the spec allows it
+    _told_costly: ClassVar[set[str]] = set()  # of which kinds it was said what they cost
 
     spec: EnvironmentSpec
 
@@ -89,11 +93,13 @@ class Environment(Resource):
                     f"{self.spec.label} {self.instance} is started, and only the engine starts it. If its object has a "
                     "start() of its own, write call('start')."
                 )
+            began = asyncio.get_running_loop().time()
             with self._told_while_slow():
                 self._resets_freely = await self._home.start()
                 if self._resets_freely:
                     await self._ask("reset", (), {})
             self._lost = None
+            self._tell_cost(asyncio.get_running_loop().time() - began)
 
     async def reset(self, *args: Any, **kwargs: Any) -> Any:
         """Make the simulator fresh: by its own ``reset``, whose result comes back, or by making it anew.
@@ -227,6 +233,20 @@ class Environment(Resource):
             yield
         finally:
             timer.cancel()
+
+    def _tell_cost(self, seconds: float) -> None:
+        """Say once of a simulator that is costly to make that it is made anew for each owner, though it has a reset."""
+        spec = self.spec
+        if spec.reuse is not None or not (spec.is_recreated and self._resets_freely) or seconds < COSTLY_S:
+            return
+        if spec.label not in self._told_costly:
+            self._told_costly.add(spec.label)
+            logger.warning(
+                "Each owner of %s gets a process of its own, and making it took %.1f s. If its reset() leaves nothing "
+                "behind that matters to the next, write reuse='reset'; or keep some ready, warm=….",
+                spec.label,
+                seconds,
+            )
 
     async def _ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         limit = self.spec.call_timeout_s

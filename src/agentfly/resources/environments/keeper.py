@@ -6,7 +6,8 @@ When the simulator's process ends, when it runs into its limit of memory, when t
 process that the simulator belongs to is gone, however it went, the keeper kills all of it and ends.
 
 The keeper holds one end of the life line, a socket: end-of-file on it says that the keeper must end, and what the
-keeper writes into it (an `Obituary`, in JSON) says why it did.
+keeper writes into it (an `Obituary`, in JSON) says why it did. A byte before the end-of-file says that somebody is
+there to tidy up; otherwise the keeper removes the simulator's directory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from agentfly.resources.descendants import (
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.worker import serve
 from agentfly.resources.identity import start_time
+from agentfly.resources.tree_removal import remove_tree
 
 OWNER_S = 1.0
 """Seconds between two looks at the process that the simulator belongs to. The life line shows its end at once, unless
@@ -46,12 +48,14 @@ class Charge:
         life: descriptor of the life line.
         owner: id and start time of the process that the simulator belongs to.
         bound: the limit on the memory of the simulator's processes, if there is one.
+        directory: what is to be removed in the end, should the process that the simulator belongs to be gone.
     """
 
     calls: int
     life: int
     owner: tuple[int, int | None]
     bound: MemoryBound | None
+    directory: str
 
     @classmethod
     def from_json(cls, text: str) -> Charge:
@@ -77,6 +81,18 @@ class Obituary:
     exit: int | None
     out_of_memory: bool
 
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Obituary:
+        """The obituary that a keeper wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match json.loads(text):
+            case {"exit": int() | None as exit, "out_of_memory": bool() as out_of_memory}:
+                return cls(exit, out_of_memory)
+        raise ValueError("a keeper says how its process ended")
+
 
 def main(charge: str) -> NoReturn:
     """Be a keeper in an interpreter of its own, with a charge as text."""
@@ -98,6 +114,9 @@ def keep(charge: Charge) -> NoReturn:
     with socket.socket(fileno=charge.life) as life:
         obituary = _watch(worker, life, charge)
         end_descendants()
+        if _is_alone(life, charge):
+            with contextlib.suppress(OSError):
+                remove_tree(charge.directory)
         if charge.bound is not None:
             with contextlib.suppress(OSError):  # whoever gave the charge clears it too
                 charge.bound.clear()
@@ -128,6 +147,17 @@ def _work(keeper: int, charge: Charge) -> NoReturn:
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(code)
+
+
+def _is_alone(life: socket.socket, charge: Charge) -> bool:
+    """Whether nobody is there to tidy up."""
+    owner, owner_started = charge.owner
+    if start_time(owner) != owner_started:
+        return True
+    try:
+        return life.recv(1, socket.MSG_DONTWAIT) == b""
+    except OSError:  # nothing was said: it lives
+        return False
 
 
 def _watch(worker: int, life: socket.socket, charge: Charge) -> Obituary | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,17 +18,22 @@ from agentfly.errors import ResourceError
 from agentfly.resources.environments.keeper import Charge, Obituary
 from agentfly.resources.environments.memory_bound import MemoryBound
 from agentfly.resources.environments.nursery import Nursery
+from agentfly.resources.environments.plain_data import MOST_BYTES, Malformed
 from agentfly.resources.environments.worker import LENGTH
 from agentfly.resources.fresh_python import fresh_python
 from agentfly.resources.hang_up import hung_up
 from agentfly.resources.identity import start_time
 from agentfly.resources.processes import signal_below
+from agentfly.resources.tree_removal import remove_tree
 from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 4096
 """How much of the end of a simulator's output is kept for the message about its death."""
+
+MOST_ANSWER_BYTES = MOST_BYTES + (1 << 20)
+"""The longest answer that is read: a result, and what tells that it is one."""
 
 FORCE_S = 5.0
 """Seconds a keeper may take to end everything below it before it is killed itself."""
@@ -75,11 +79,17 @@ class KeptProcess:
     Args:
         nursery: what has it forked; None to begin with a fresh interpreter.
         bound: the limit on its memory, with all that it starts, if there is one.
+        directory: a directory that is its alone.
+        environment: the environment variables of an interpreter that it begins with.
     """
 
-    def __init__(self, nursery: Nursery | None, bound: MemoryBound | None) -> None:
+    def __init__(
+        self, nursery: Nursery | None, bound: MemoryBound | None, directory: str, environment: dict[str, str]
+    ) -> None:
         self._nursery = nursery
         self._bound = bound
+        self._directory = directory
+        self._environment = environment
         self._claimed = False
         self._birth: asyncio.Task[Keeper] | None = None
         self._keeper: Keeper | None = None
@@ -89,6 +99,7 @@ class KeptProcess:
         self._last_words: asyncio.Task[bytes] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._tail = b""
+        self._told_to_end = False
 
     async def start(self) -> None:
         """Start the keeper and, by it, the process."""
@@ -102,20 +113,24 @@ class KeptProcess:
                     await self._begin(self._fork)
                     return
                 self._hang_up()
-        await self._begin(_spawn)  # by which an import that kills is told
+        await self._begin(self._spawn)  # by which an import that kills is told
 
     async def ask(self, request: bytes) -> bytes:
-        """Send a parcel and get the one that answers it.
+        """Send a request and get the bytes that answer it.
 
         Raises:
             EOFError: the process is gone.
+            Malformed: the answer is longer than any may be; the process can be asked nothing more.
         """
         assert self._calls is not None
         reader, writer = self._calls
         try:
             writer.writelines([LENGTH.pack(len(request)), request])
             await writer.drain()
-            return await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0])
+            length = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+            if length > MOST_ANSWER_BYTES:
+                raise Malformed(f"it is {length} bytes long")
+            return await reader.readexactly(length)
         except ConnectionError as error:
             raise EOFError from error
 
@@ -155,7 +170,7 @@ class KeptProcess:
         words = self._last_words
         if words is not None and words.done() and not words.cancelled():
             with contextlib.suppress(OSError, ValueError):
-                return Obituary(**json.loads(words.result()))
+                return Obituary.from_json(words.result())
         return None
 
     async def obituary(self) -> Obituary:
@@ -166,7 +181,7 @@ class KeptProcess:
                 assert self._listening is not None
                 words = await asyncio.shield(self._last_words)
                 await asyncio.shield(self._listening)
-                return Obituary(**json.loads(words))
+                return Obituary.from_json(words)
         return Obituary(None, False)
 
     @property
@@ -200,10 +215,10 @@ class KeptProcess:
             reading, errors = os.pipe()
             far_ends.callback(os.close, errors)
             output = await self._open_output(reading)
-            self._last_words = asyncio.create_task(words.read())
+            self._last_words = asyncio.create_task(_end_of(words))
             self._listening = asyncio.create_task(self._listen(output))
             me = os.getpid()
-            charge = Charge(calls.fileno(), life.fileno(), (me, start_time(me)), self._bound)
+            charge = Charge(calls.fileno(), life.fileno(), (me, start_time(me)), self._bound, self._directory)
             self._birth = asyncio.ensure_future(bear(charge, errors))
         self._keeper = await asyncio.shield(self._birth)
 
@@ -217,11 +232,30 @@ class KeptProcess:
 
         return keeper()
 
+    def _spawn(self, charge: Charge, output: int) -> Awaitable[Keeper]:
+        """Start a keeper in a fresh interpreter."""
+        child = subprocess.Popen(
+            fresh_python("agentfly.resources.environments.keeper:main", charge.to_json()),
+            cwd=self._directory,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(charge.calls, charge.life),
+            start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
+        )
+        born: Birth = asyncio.get_running_loop().create_future()
+        born.set_result(Keeper(child.pid, start_time(child.pid), child))
+        return born
+
     async def _end(self, keeper: Keeper) -> None:
         assert self._life is not None
         assert self._last_words is not None
-        with contextlib.suppress(OSError):
-            self._life.write_eof()
+        if not self._told_to_end:
+            self._told_to_end = True
+            with contextlib.suppress(OSError):
+                self._life.write(b".")  # this side tidies up
+                self._life.write_eof()
         try:
             async with asyncio.timeout(FORCE_S):
                 await asyncio.shield(self._last_words)
@@ -256,28 +290,22 @@ class KeptProcess:
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 
 
-def _spawn(charge: Charge, output: int) -> Awaitable[Keeper]:
-    """Start a keeper in a fresh interpreter."""
-    child = subprocess.Popen(
-        fresh_python("agentfly.resources.environments.keeper:main", charge.to_json()),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(charge.calls, charge.life),
-        start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
-    )
-    born: Birth = asyncio.get_running_loop().create_future()
-    born.set_result(Keeper(child.pid, start_time(child.pid), child))
-    return born
+async def _end_of(words: asyncio.StreamReader) -> bytes:
+    """What is written until the end, as far as it is no more than a keeper writes."""
+    text = b""
+    while chunk := await words.read(1 << 16):
+        text = (text + chunk)[:TAIL_BYTES]
+    return text
 
 
 def reap(traces: Mapping[str, Any]) -> None:
-    """End a keeper that a dead process left, and all below it. The `reap` of the kind; traces as of `KeptProcess`.
+    """End a keeper that a dead process left, and all below it, and remove its directory. The `reap` of the kind.
 
     A keeper ends by itself within a second of its process's death; this is for one that could not.
 
     Raises:
         ResourceError: it does not end.
+        OSError: something in its directory cannot be removed.
     """
     pid, started = traces.get("pid"), traces.get("start_time")
     for sent in (signal.SIGTERM, signal.SIGKILL):
@@ -290,6 +318,8 @@ def reap(traces: Mapping[str, Any]) -> None:
             if pid is None or start_time(pid) != started:
                 if (bound := traces.get("bound")) is not None:
                     MemoryBound(**bound).clear()
+                if (directory := traces.get("directory")) is not None:
+                    remove_tree(directory)
                 return
             time.sleep(0.01)
     raise ResourceError(

@@ -11,14 +11,18 @@ import socket
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import pack
+from agentfly.resources.environments.private_directory import PrivateDirectory
+from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.fresh_python import fresh_python, search_path
 from agentfly.resources.identity import start_time
+from agentfly.resources.spec_identity import typed_key
+from agentfly.resources.tree_removal import remove_tree
+from agentfly.resources.variables import basic_variables
 from agentfly.threads.pool import THREADS
 
 logger = logging.getLogger(__name__)
@@ -30,7 +34,6 @@ ANSWER_S = 10.0
 """Seconds after which a zygote that has not forked is taken for stuck and is replaced."""
 
 
-Factory = Callable[..., Any] | str
 Reply = asyncio.Future[dict[str, Any]]
 
 
@@ -38,13 +41,15 @@ class Nursery:
     """Has a zygote while somebody needs it: warms it up, passes requests on, replaces it if it dies.
 
     Args:
-        factory: what makes the simulators.
-        label: what they are called in messages.
+        spec: what the simulators are; its factory is what is imported.
     """
 
-    def __init__(self, factory: Factory, label: str) -> None:
-        self._factory = factory
-        self._label = label
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._factory = spec.factory
+        self._label = spec.label
+        self._variables = dict(spec.env)
+        self._workdir = spec.workdir
+        self._directory: PrivateDirectory | None = None
         self._claims = 0
         self._lingering: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -112,10 +117,12 @@ class Nursery:
         try:
             with far:
                 _write(parcel, pack((self._factory,), ("factory",)))
-                self._zygote = _spawn(far, parcel)
+                self._directory = PrivateDirectory("imports")
+                self._directory.make()
+                self._zygote = self._spawn(self._directory, far, parcel)
         except BaseException:
             near.close()
-            self._warming = None
+            self.close()
             raise
         finally:
             os.close(parcel)
@@ -158,46 +165,69 @@ class Nursery:
                 self.close()
 
     def close(self) -> None:
-        """End the zygote. What it has forked lives on."""
+        """End the zygote. What it has forked lives on. One that waits for requests ends, and tidies up, by itself."""
+        waits = self._warming is not None and self._warming.done() and self._obstacle is None
         control, self._control = self._control, None
         zygote, self._zygote = self._zygote, None
+        directory, self._directory = self._directory, None
         self._warming = None
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
             control.close()
-        if zygote is not None:
+        if zygote is not None and not waits:
             zygote.kill()
-            THREADS.submit(zygote.wait)  # one that has imported gigabytes takes a while to be gone
+        if directory is not None and not directory.is_removed_at_once():
+            THREADS.submit(_tidy_up, zygote, directory)  # one that has imported gigabytes takes a while to be gone
+        elif zygote is not None:
+            THREADS.submit(_end, zygote)
         while self._awaited:
             if not (reply := self._awaited.popleft()).done():
                 reply.set_exception(ConnectionError(f"The zygote of {self._label} has ended."))
+
+    def _spawn(self, directory: PrivateDirectory, control: socket.socket, parcel: int) -> subprocess.Popen[bytes]:
+        me, main = os.getpid(), "agentfly.resources.environments.zygote:main"
+        return subprocess.Popen(
+            fresh_python(main, control.fileno(), parcel, me, start_time(me) or 0, str(directory.path)),
+            cwd=self._workdir or directory.work,
+            env={**basic_variables(), "TMPDIR": directory.temporary, **self._variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(control.fileno(), parcel),
+            start_new_session=True,  # Ctrl-C at the terminal is for the user's program
+        )
+
+
+def _end(zygote: subprocess.Popen[bytes]) -> None:
+    try:
+        zygote.wait(ANSWER_S)
+    except subprocess.TimeoutExpired:  # it is stopped, or stuck
+        zygote.kill()
+        zygote.wait()
+
+
+def _tidy_up(zygote: subprocess.Popen[bytes] | None, directory: PrivateDirectory) -> None:
+    if zygote is not None:
+        _end(zygote)
+    try:
+        remove_tree(directory.path)
+    except OSError as error:
+        logger.warning("What an import left in %s cannot be removed: %s", directory.path, error)
 
 
 _nurseries: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[Any, Nursery]] = WeakKeyDictionary()
 _looking = threading.Lock()
 
 
-def nursery_of(factory: Factory, label: str) -> Nursery:
-    """The nursery that all simulators of a factory share in this event loop."""
-    key = (factory, tuple(search_path()))
+def nursery_of(spec: EnvironmentSpec) -> Nursery:
+    """The nursery that all simulators share in this event loop whose imports mean the same."""
+    key = (typed_key(spec.factory), spec.env, spec.workdir, tuple(search_path()))
     with _looking:
         mine = _nurseries.setdefault(asyncio.get_running_loop(), WeakValueDictionary())
     nursery = mine.get(key)
     if nursery is None:
-        nursery = mine[key] = Nursery(factory, label)
+        nursery = mine[key] = Nursery(spec)
     return nursery
-
-
-def _spawn(control: socket.socket, parcel: int) -> subprocess.Popen[bytes]:
-    me = os.getpid()
-    return subprocess.Popen(
-        fresh_python("agentfly.resources.environments.zygote:main", control.fileno(), parcel, me, start_time(me) or 0),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(control.fileno(), parcel),
-        start_new_session=True,  # Ctrl-C at the terminal is for the user's program
-    )
 
 
 def _write(descriptor: int, content: bytes) -> None:

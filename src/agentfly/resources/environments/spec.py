@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly.errors import ConfigError
 from agentfly.resources.environments import simulator
+from agentfly.resources.environments.declared_types import DeclaredTypes
 from agentfly.resources.environments.parcel import pack
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.variables import Variables, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.environments.environment import Environment  # noqa: F401  (in the base's brackets)
@@ -36,11 +39,25 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             millisecond or is async. ``thread``: on a thread of its own, for blocking calls that wait (a socket, a
             database); no thread can be ended from outside, so a call that hangs keeps its place. ``process``: in a
             process of its own, for code that computes, hangs, crashes, leaks or keeps its state in modules.
+        reuse: for a ``process``, ``recreate`` unless said otherwise: each owner gets a process of its own, in which
+            nobody left anything: no state of modules, no variable, no file, no process. ``reset`` says that the
+            object's own ``reset`` is enough, right where making it takes long; in the loop and on threads it has to be.
         starts: how a ``process`` comes about. ``fork``: the factory's module is imported once, in a process that does
             nothing else, and each simulator is a fork of that, which takes milliseconds whatever the import takes.
             If the import starts threads, opens files or starts processes, which forks cannot share, each simulator
             imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
             libraries that cannot be forked.
+        env: environment variables of a ``process``, as a mapping or as pairs. Of this process's it has only what
+            programs need in order to run (`agentfly.resources.variables.PASSED_ON`), and so none that holds a secret.
+            Their values are not shown where the spec is.
+        workdir: the directory that a ``process`` works in; by default one of its own, empty at first, which is removed
+            when it is gone. Temporary files are always in one of its own.
+        result_types: dataclasses, named tuples, enums, pydantic models, classes of attrs and exceptions that may come
+            out of a ``process``. They arrive with their fields as they are, and no code of theirs is run for it.
+            Everything else that comes out is plain data: numbers, texts, bytes, lists, tuples, dicts, sets, times,
+            paths, images (`agentfly.Image`) and NumPy arrays.
+        allow_pickle: whether any object may come out of a ``process``, as a pickle. Reading a pickle runs what it says,
+            so this gives the simulator's process, and whoever can make it say things, all that this process can do.
         call_timeout_s: seconds that one call may take before the instance counts as lost. A sync call in the loop
             cannot be interrupted.
 
@@ -61,6 +78,10 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
     kwargs: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     runs: Literal["loop", "thread", "process"] = "loop"
     starts: Literal["fork", "spawn"] = "fork"
+    env: Variables = ()
+    workdir: str | None = None
+    result_types: tuple[type, ...] = ()
+    allow_pickle: bool = False
     call_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -68,12 +89,20 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         self._require_one_of("runs", "loop", "thread", "process")
         self._require_one_of("starts", "fork", "spawn")
         self._require_seconds("call_timeout_s")
+        settle_variables(self)
         self._check_combinations()
         self._check_factory()
+        self._check_results()
+        self._check_workdir()
         self._settle_arguments()
         self._require_hashable()
         if self.runs == "process":
             self.parcel()
+
+    @property
+    def is_recreated(self) -> bool:
+        """Whether each owner gets an instance of its own: in a process, unless ``reuse`` says otherwise."""
+        return self.reuse == "recreate" or (self.reuse is None and self.runs == "process")
 
     @property
     def label(self) -> str:
@@ -97,12 +126,13 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         return dict(self.kwargs)
 
     def parcel(self) -> bytes:
-        """The factory and its arguments as bytes that another process of this machine can open.
+        """The factory, its arguments and the declared types as bytes that another process of this machine can open.
 
         Raises:
             UsageError: something in it cannot travel; the message names it.
         """
-        return pack((self.factory, self.args, self.keywords), ("factory", "args", "kwargs"))
+        parts = (self.factory, self.args, self.keywords, self.result_types)
+        return pack(parts, ("factory", "args", "kwargs", "result_types"))
 
     def _check_combinations(self) -> None:
         if self.starts == "spawn" and self.runs != "process":
@@ -115,6 +145,31 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 f"EnvironmentSpec(idle='freeze', runs={self.runs!r}): only a process can be frozen. Write "
                 "runs='process', or leave out idle."
             )
+        for name in ("env", "workdir", "result_types", "allow_pickle"):
+            if getattr(self, name) and self.runs != "process":
+                raise ConfigError(
+                    f"EnvironmentSpec({name}=…, runs={self.runs!r}): it is for a simulator in a process of its own; "
+                    f"elsewhere nothing lies between it and this process. Write runs='process', or leave out {name}."
+                )
+
+    def _check_results(self) -> None:
+        self._settle_tuple("result_types")
+        try:
+            DeclaredTypes(self.result_types)
+        except TypeError as error:
+            raise ConfigError(
+                f"EnvironmentSpec(result_types=…): {error}. Give the types that results are made of; of other objects, "
+                "have the simulator return the parts that matter."
+            ) from None
+        if not isinstance(self.allow_pickle, bool):
+            raise self._wrong("allow_pickle", "write True or False")
+
+    def _check_workdir(self) -> None:
+        if self.workdir is None:
+            return
+        if not isinstance(self.workdir, str | os.PathLike) or not self.workdir:
+            raise self._wrong("workdir", "write the path of a directory, or None for one of its own")
+        object.__setattr__(self, "workdir", os.path.abspath(self.workdir))  # noqa: PTH100  (links stay as they are)
 
     def _check_factory(self) -> None:
         if isinstance(self.factory, str):

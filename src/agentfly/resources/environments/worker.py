@@ -1,27 +1,31 @@
 """The inside of a simulator's process: it makes the simulator and answers calls, one frame each way.
 
-Frames are a length in 8 bytes, big-endian, and that many bytes of parcel. A request is ``(what, ...)``; an answer is
-``("value", value)``, ``("error", ...)`` with what `pack_error` gives, or ``("memory", message)``, which is the last.
+Frames are a length in 8 bytes, big-endian, and that many bytes. A request is a pickle of ``(what, ...)``. An answer is
+plain data, because nothing that comes out of here is to run code where it is read: ``("value", value)``, or
+``("error", told, None)`` with what `tell_error` told, or ``("memory", message)``, which is the last. Of one that is
+trusted with that, it is ``("pickled", bytes)``, and the last part of an error is a pickle too.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
-import pickle
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import UsageError
 from agentfly.resources.environments import simulator
+from agentfly.resources.environments.data_writer import encode
+from agentfly.resources.environments.declared_types import DeclaredTypes
 from agentfly.resources.environments.memory_bound import MemoryBound
-from agentfly.resources.environments.parcel import pack_quickly, unpack
-from agentfly.resources.environments.returned_error import pack_error
-from agentfly.resources.fresh_python import search_path
+from agentfly.resources.environments.parcel import blame, pack_quickly, unpack
+from agentfly.resources.environments.plain_data import NotData
+from agentfly.resources.environments.returned_error import pickle_error, tell_error
 
 LENGTH = struct.Struct(">Q")
 
@@ -29,49 +33,63 @@ LENGTH = struct.Struct(">Q")
 def serve(calls: socket.socket, bound: MemoryBound | None) -> None:
     """Answer requests, under a bound of memory, until the other side hangs up."""
     os.dup2(2, 1)  # what the simulator prints goes where its errors go
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # else what it printed last would be lost in a crash
     if bound is not None:
         bound.enter()
     subject, own = _Subject(), os.getpid()
     while (request := _receive(calls)) is not None:
-        try:
-            answer = pack_quickly(("value", subject.do(*_opened(request))))
-        except MemoryError as error:
-            answer = pickle.dumps(("memory", str(error)))
-        except KeyboardInterrupt:  # sent to this process, to end it
-            raise
-        except BaseException as error:
-            answer = pickle.dumps(("error", *pack_error(simulator.as_exception(error))))
+        answer = subject.answer(request)
         if os.getpid() != own:  # a fork that the simulator made and forgot to end: one process must answer, not two
             os._exit(0)
         if bound is not None and bound.kills():  # of what it had started, which it may take for any kind of failure
-            answer = pickle.dumps(("memory", "A process that it had started was killed."))
+            answer = _memory("A process that it had started was killed.")
         calls.sendall(LENGTH.pack(len(answer)) + answer)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process takes over from the one that the simulator belongs to, as it is when the simulator is made."""
+    """What a process is given before the simulator is made in it.
+
+    Args:
+        path: where it looks for modules.
+        directory: where it works.
+        environment: all of its environment variables.
+    """
 
     path: list[str]
     directory: str
     environment: dict[str, str]
 
-    @classmethod
-    def here(cls) -> Surroundings:
-        """Those of this process."""
-        try:
-            directory = os.getcwd()  # noqa: PTH109
-        except OSError:  # it was removed
-            directory = "/"
-        return cls(search_path(), directory, dict(os.environ))
-
     def enter(self) -> None:
-        """Make them those of this process."""
+        """Make them those of this process.
+
+        Raises:
+            UsageError: its directory cannot be entered.
+        """
         sys.path[:] = self.path
-        with contextlib.suppress(OSError):
-            os.chdir(self.directory)
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # an import may have asked where it is, before the fork
+        try:
+            os.chdir(self.directory)
+        except OSError as error:
+            raise UsageError(f"EnvironmentSpec(workdir={self.directory!r}) cannot be entered: {error}") from error
+
+
+@dataclass(frozen=True)
+class Making:
+    """How a simulator is made, and what may come out of its process.
+
+    Args:
+        parcel: the factory, its arguments, and the types that are declared of results.
+        surroundings: the process's.
+        pickles: whether results may be pickles.
+    """
+
+    parcel: bytes
+    surroundings: Surroundings
+    pickles: bool
 
 
 class _Subject:
@@ -80,19 +98,76 @@ class _Subject:
     def __init__(self) -> None:
         self._simulator: Any = None
         self._runner: Any = None
+        self._types = DeclaredTypes()
+        self._pickles = False
 
-    def do(self, what: str, *details: Any) -> Any:
+    def answer(self, request: bytes) -> bytes:
+        """Do what is asked; the answer, as bytes."""
+        try:
+            return self._packed(self._do(*_opened(request)))
+        except MemoryError as error:
+            return _memory(str(error))
+        except KeyboardInterrupt:  # sent to this process, to end it
+            raise
+        except BaseException as error:
+            return self._failure(simulator.as_exception(error))
+
+    def _failure(self, error: Exception) -> bytes:
+        told = tell_error(error)
+        parcel = pickle_error(error) if self._pickles else None
+        try:
+            return encode(("error", told, parcel), self._types)
+        except NotData:  # too much of it
+            name, base, _, _, message, trace = told
+            return encode(("error", (name, base, None, {}, message[:10_000], trace[-10_000:]), None), self._types)
+
+    def _packed(self, value: Any) -> bytes:
+        """A result as bytes.
+
+        Raises:
+            UsageError: it cannot travel. The message has the path of the part that is to blame.
+        """
+        if self._pickles:
+            return encode(("pickled", pack_quickly(value)), self._types)
+        try:
+            return encode(("value", value), self._types)
+        except NotData as error:
+            path, culprit = blame(value, "the result", self._is_data)
+            why = self._why_not(culprit) or error.why
+            kind = type(culprit)
+            raise UsageError(
+                f"{path} is a {kind.__module__}.{kind.__qualname__} and cannot leave the simulator's process: it "
+                f"{why}. Return numbers, texts, bytes, lists, tuples, dicts, sets, times or NumPy arrays; or declare "
+                "its type in result_types=(…,), if it is a dataclass, named tuple, enum or pydantic model. "
+                "allow_pickle=True lets any object pass, and the simulator's process run any code in this one."
+            ) from None
+
+    def _why_not(self, value: Any) -> str | None:
+        try:
+            encode(value, self._types)
+        except NotData as error:
+            return error.why
+        return None
+
+    def _is_data(self, value: Any) -> bool:
+        return self._why_not(value) is None
+
+    def _do(self, what: str, *details: Any) -> Any:
         if what == "make":
-            surroundings, parcel = details
-            surroundings.enter()
-            factory, args, kwargs = unpack(parcel)
-            self._simulator = self._resolve(simulator.make(factory, args, kwargs))
-            simulator.require_made(self._simulator, factory)
-            return simulator.resets_freely(self._simulator)
+            return self._make(*details)
         if what == "close":
             return self._resolve(self._simulator.close()) if hasattr(self._simulator, "close") else None
         method, args, kwargs = details  # of a "call"
         return self._resolve(simulator.call(self._simulator, method, args, kwargs))
+
+    def _make(self, making: Making) -> bool:
+        making.surroundings.enter()
+        self._pickles = making.pickles
+        factory, args, kwargs, types = unpack(making.parcel)
+        self._types = DeclaredTypes(types)
+        self._simulator = self._resolve(simulator.make(factory, args, kwargs))
+        simulator.require_made(self._simulator, factory)
+        return simulator.resets_freely(self._simulator)
 
     def _resolve(self, result: Any) -> Any:
         if not isinstance(result, Awaitable):
@@ -102,6 +177,10 @@ class _Subject:
 
             self._runner = asyncio.Runner()
         return self._runner.run(simulator.outcome(result))
+
+
+def _memory(message: str) -> bytes:
+    return encode(("memory", message), DeclaredTypes())
 
 
 def _opened(request: bytes) -> Any:

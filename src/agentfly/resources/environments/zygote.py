@@ -29,6 +29,7 @@ from agentfly.resources.environments.keeper import Charge
 from agentfly.resources.environments.parcel import unpack
 from agentfly.resources.identity import start_time
 from agentfly.resources.processes import children
+from agentfly.resources.tree_removal import remove_tree
 
 MESSAGE_BYTES = 1 << 16
 """The longest request."""
@@ -36,7 +37,7 @@ MESSAGE_BYTES = 1 << 16
 _HARMLESS = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
 
 
-def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int) -> NoReturn:
+def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int, directory: str) -> NoReturn:
     """Warm up, say what is in the way of forking, and fork until nobody can ask any more.
 
     Args:
@@ -44,6 +45,7 @@ def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int) -> NoR
         parcel_fd: descriptor of a file with the parcel of the factory.
         owner: id of the process that asks.
         owner_started: its start time.
+        directory: a directory of this process, to be removed in the end.
     """
     descendants.adopt_descendants()
     with open(parcel_fd, "rb") as file:
@@ -56,6 +58,8 @@ def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int) -> NoR
             _fork_on_request(control, owner, owner_started)
     if obstacle is not None:
         descendants.end_descendants()  # what the import started
+    with contextlib.suppress(OSError):  # who asks removes it too
+        remove_tree(directory)
     os._exit(0)  # keepers that there still are end with their owner
 
 

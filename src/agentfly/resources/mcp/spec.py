@@ -13,7 +13,7 @@ from agentfly.errors import ConfigError
 from agentfly.resources.credentials import settle_credentials
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, repr_without_values, settle_variables
+from agentfly.resources.variables import Variables, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.mcp.server import MCPServer  # noqa: F401  (named in the base class)
@@ -80,9 +80,6 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
             raise self._wrong("tool_error_codes", "write a tuple of whole numbers, such as (-32602, -32601, -32603)")
         if self._require_size("log_bytes") < 4096:
             raise self._wrong("log_bytes", "the end of a log says too little below 4096 bytes")
-
-    def __repr__(self) -> str:
-        return repr_without_values(self)
 
     @property
     def start_places(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, repr_without_values, settle_variables
+from agentfly.resources.variables import Variables, settle_variables
 
 if TYPE_CHECKING:
     from agentfly.resources.models.server import ModelServer  # noqa: F401  (named in the base class)
@@ -109,9 +109,6 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             object.__setattr__(self, "gpus", float(self.devices))
         if not self.served_name:
             object.__setattr__(self, "served_name", self.model.rstrip("/").rpartition("/")[2])
-
-    def __repr__(self) -> str:
-        return repr_without_values(self)
 
     @property
     def start_places(self) -> int:

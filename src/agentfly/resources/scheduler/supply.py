@@ -197,7 +197,7 @@ class Supply:
     def is_spent(self, instance: Instance, now: float) -> bool:
         """Whether an instance that has just lost its last owner should go rather than stay."""
         pool = instance.pool
-        if pool.worn_out(instance) or (pool.spec.reuse == "recreate" and not instance.shared):
+        if pool.worn_out(instance) or (pool.spec.is_recreated and not instance.shared):
             return True
         hungry = self._lines[True].first()
         if hungry is None or hungry is pool or not _eases(self.account.short(hungry.cost), pool.cost):

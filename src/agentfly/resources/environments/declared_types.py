@@ -1,0 +1,120 @@
+"""DeclaredTypes: types of which it was said that values of them may come out of a simulator's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from agentfly.images import Image
+
+Parts = tuple[Any, ...]
+
+KNOWN: tuple[type, ...] = (Image,)
+"""Types that need not be declared."""
+
+
+class DeclaredTypes:
+    """Takes values of some types apart, and puts them together without calling any code of theirs.
+
+    Args:
+        types: dataclasses, classes of attrs, pydantic models, named tuples, enums and exceptions. Others have no parts
+            that anybody knows of.
+
+    Raises:
+        TypeError: one is nothing of this.
+    """
+
+    def __init__(self, types: Iterable[type] = ()) -> None:
+        given = (*KNOWN, *types)
+        for one in given:
+            if not (isinstance(one, type) and issubclass(one, Exception)):
+                _fields_of(one)
+        self._types = {name_of(one): one for one in given}
+
+    def name_of(self, kind: type) -> str | None:
+        """The name by which a type is known, if it is declared. One of the same name is the same: a class of a notebook
+        is another object in another process."""
+        name = name_of(kind)
+        return name if name in self._types and not issubclass(kind, BaseException) else None
+
+    def parts_of(self, value: Any) -> Parts:
+        """What a value of a declared type is made of."""
+        if isinstance(value, Enum):
+            return (value.name,) if value.name in type(value).__members__ else (None, value.value)
+        if isinstance(value, tuple):
+            return tuple(value)
+        return tuple(getattr(value, name) for name in _fields_of(type(value)))
+
+    def made(self, name: str, parts: Parts) -> Any:
+        """The value of a declared type that has these parts.
+
+        Raises:
+            ValueError: there is none, or the type is not declared.
+        """
+        kind = self._types.get(name)
+        if kind is None or issubclass(kind, BaseException):
+            raise ValueError(f"the type {name[:100]!r} is not declared")
+        if issubclass(kind, Enum):
+            return _member(kind, *parts)
+        names = _fields_of(kind)
+        if len(parts) != len(names):
+            raise ValueError(f"a {name} has {len(names)} parts, and not {len(parts)}")
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, parts)
+        if hasattr(kind, "__pydantic_fields__"):
+            return _model(kind, dict(zip(names, parts, strict=True)))
+        made = object.__new__(kind)
+        for field, part in zip(names, parts, strict=True):
+            object.__setattr__(made, field, part)
+        return made
+
+    def error(self, name: str) -> type[Exception] | None:
+        """The declared type of an exception, if it is one."""
+        kind = self._types.get(name)
+        return kind if kind is not None and issubclass(kind, Exception) else None
+
+
+def name_of(kind: type) -> str:
+    """What a type is called: its module and its name in it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _member(kind: type[Enum], name: Any = None, value: Any = None) -> Enum:
+    if name is not None:
+        return kind.__members__[name]
+    return kind(value)  # a combination of flags
+
+
+def _model(kind: Any, values: dict[str, Any]) -> Any:
+    """A pydantic model as it is restored from a copy, without being validated again."""
+    made = kind.__new__(kind)
+    made.__setstate__(
+        {
+            "__dict__": values,
+            "__pydantic_fields_set__": set(values),
+            "__pydantic_extra__": None,
+            "__pydantic_private__": None,
+        }
+    )
+    return made
+
+
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """The names of what values of a type are made of."""
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind!r} is no type")
+    if issubclass(kind, Enum):
+        return ()
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return tuple(kind._fields)
+    if hasattr(kind, "__pydantic_fields__"):
+        return tuple(kind.__pydantic_fields__)
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
+        return tuple(attribute.name for attribute in attributes)
+    raise TypeError(
+        f"{kind.__qualname__} is no dataclass, named tuple, enum, pydantic model, class of attrs or exception"
+    )

@@ -22,6 +22,7 @@ NO_VERSION = -1
 """The policy version of a token that no policy sampled."""
 
 _UNKNOWN = array("d", [math.nan])
+_NO_VERSIONS = array("i", [NO_VERSION])
 
 
 class Origin(IntEnum):
@@ -39,6 +40,9 @@ class Span:
     origin: Origin
     start: int
     stop: int
+
+
+_ORIGINS = {origin: array("b", [origin]) for origin in Origin}
 
 
 class TokenSequence:
@@ -105,7 +109,8 @@ class TokenSequence:
         self._require_open()
         try:
             count = len(ids)
-            columns = array("i", ids), array("i", [version] * count if isinstance(version, int) else version)
+            versions = array("i", [version]) * count if isinstance(version, int) else array("i", version)
+            columns = array("i", ids), versions
         except (TypeError, OverflowError) as error:
             raise TokenInvariantError(f"Sampled ids and their versions are to be 32-bit integers: {error}.") from error
         for values in (logprobs, raw_logprobs):
@@ -116,7 +121,7 @@ class TokenSequence:
         if len(columns[1]) != count:
             raise TokenInvariantError(f"{count} sampled ids came with {len(columns[1])} versions; refusing them.")
         self.ids.extend(columns[0])
-        self.origins.extend(array("b", [Origin.SAMPLED]) * count)
+        self.origins.extend(_ORIGINS[Origin.SAMPLED] * count)
         self.logprobs.extend(logprobs if logprobs is not None else _UNKNOWN * count)
         self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else _UNKNOWN * count)
         self.versions.extend(columns[1])
@@ -243,10 +248,10 @@ class TokenSequence:
         count = len(ids)
         self.images.extend(image.moved(len(self.ids)) for image in images)
         self.ids.extend(ids)
-        self.origins.extend(array("b", [origin]) * count)
+        self.origins.extend(_ORIGINS[origin] * count)
         self.logprobs.extend(_UNKNOWN * count)
         self.raw_logprobs.extend(_UNKNOWN * count)
-        self.versions.extend(array("i", [NO_VERSION]) * count)
+        self.versions.extend(_NO_VERSIONS * count)
 
     def _require_open(self) -> None:
         if self._frozen:

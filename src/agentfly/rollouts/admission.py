@@ -74,7 +74,6 @@ class Admission:
         self._generations = math.inf if generations is None else generations
         self._policy_places = math.inf if max_concurrent is not None else _with_a_line(self._generations)
         self._at_policy: Counter[int] = Counter()
-        self._generating = 0
         self.max_concurrent = max_concurrent = limit_by_memory() if max_concurrent is None else max_concurrent
         self._running = 0
         self._arrivals = count()
@@ -107,8 +106,13 @@ class Admission:
             return
         self._opening = True
         try:
-            while self._waiting and self._obstacle() is None:
+            while self._waiting:
                 source = self._waiting[0][2]
+                if not source.waits:
+                    heapq.heappop(self._waiting)
+                    continue
+                if self._obstacle() is not None:
+                    return
                 guest = Guest(self, source.priority)
                 if not source.begin_next(guest):
                     guest.leave()
@@ -131,8 +135,8 @@ class Admission:
         return None
 
     def _note(self) -> None:
-        waits = bool(self._waiting) and self._waiting[0][2].waits
-        self.meter.note(self._running, self._generating, self._obstacle() if waits else None)
+        obstacle = self._obstacle() if self._waiting and self._waiting[0][2].waits else None
+        self.meter.note(self._running, obstacle)
 
     def _join(self, specs: tuple[ResourceSpec[Any], ...], scope: Scope) -> None:
         for spec in specs:
@@ -196,18 +200,20 @@ class Guest:
 
     def _begin_generation(self) -> None:
         admission = self._admission
-        admission._generating += 1
+        admission.meter.begin_generation()
         if self._is_new:
             self._is_new = False
         else:
             admission._at_policy[self._priority] += 1
-        admission._note()
+            if admission._waiting:
+                admission._note()
 
     def _end_generation(self) -> None:
         admission = self._admission
-        admission._generating -= 1
+        admission.meter.end_generation()
         admission._at_policy[self._priority] -= 1
-        admission._open()
+        if admission._waiting:
+            admission._open()
 
     def _go_ahead(self, ahead: bool) -> None:
         if ahead is not self._is_ahead:

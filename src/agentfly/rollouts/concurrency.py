@@ -78,28 +78,39 @@ class ConcurrencyMeter:
         self._began = self._last = clock()
         self._rollouts = self._generations = 0
         self._obstacle: Obstacle | None = None
-        self._rollout_seconds = self._generation_seconds = 0.0
+        self._rollout_seconds = 0.0
+        self._generation_times = 0.0  # those of ends less those of begins
         self._held = dict.fromkeys(Obstacle, 0.0)
         self.most = 0
         """How many rollouts ran at a time at most."""
 
-    def note(self, rollouts: int, generations: int, obstacle: Obstacle | None) -> None:
-        """From now on so many run, and the next is kept from beginning by this."""
+    def begin_generation(self) -> None:
+        """A generation begins."""
+        self._generation_times -= self._clock()
+        self._generations += 1
+
+    def end_generation(self) -> None:
+        """A generation has ended."""
+        self._generation_times += self._clock()
+        self._generations -= 1
+
+    def note(self, rollouts: int, obstacle: Obstacle | None) -> None:
+        """From now on so many rollouts run, and the next is kept from beginning by this."""
         self._add_up()
-        self._rollouts, self._generations, self._obstacle = rollouts, generations, obstacle
+        self._rollouts, self._obstacle = rollouts, obstacle
         if rollouts > self.most:
             self.most = rollouts
 
     def read(self) -> Concurrency:
         """What came together so far."""
         self._add_up()
-        return Concurrency(self._last - self._began, self._rollout_seconds, self._generation_seconds, dict(self._held))
+        generation_seconds = self._generation_times + self._generations * self._last
+        return Concurrency(self._last - self._began, self._rollout_seconds, generation_seconds, dict(self._held))
 
     def _add_up(self) -> None:
         now = self._clock()
         passed, self._last = now - self._last, now
         self._rollout_seconds += passed * self._rollouts
-        self._generation_seconds += passed * self._generations
         if self._obstacle is not None:
             self._held[self._obstacle] += passed
 

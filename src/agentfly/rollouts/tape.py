@@ -172,7 +172,9 @@ class Tape:
 
     def _require_tokens(self, ids: Sequence[int]) -> None:
         known = self._token_ids
-        if known is not None and (unknown := next((one for one in ids if one not in known), None)) is not None:
+        if known is None or _holds_all(known, ids):
+            return
+        if (unknown := next((one for one in ids if one not in known), None)) is not None:
             raise TokenInvariantError(
                 f"The policy sampled the id {unknown}, which no token of its tokenizer has: padding of the model's "
                 "output layer, which nobody would see in the text. The rollout is refused. A policy has to leave such "
@@ -200,3 +202,10 @@ class Tape:
         if self.length > self._limit:
             self._sequence.cut(self._limit)
             self._full = True  # also where it came out shorter, because the cut would have parted an image
+
+
+def _holds_all(known: Collection[int], ids: Sequence[int]) -> bool:
+    """Whether ids are among the known ones, without a look at each where that is possible. False may be wrong."""
+    if isinstance(known, range):
+        return known.step == 1 and known.start <= min(ids) and max(ids) < known.stop
+    return isinstance(known, (set, frozenset)) and known.issuperset(ids)

@@ -21,6 +21,12 @@ MARK = "\ufdd0"
 PLACE = "\ufdd1"
 """Begins and ends what stands for an assistant's words in synthetic conversations; another such character."""
 
+MOST_KNOWN_CHARS = 40
+"""The longest piece of rendered text whose ids are kept."""
+
+MOST_KNOWN = 1000
+"""Of how many pieces of rendered text the ids are kept."""
+
 _RESERVED = {ord(MARK): "\ufffd", ord(PLACE): "\ufffd"}
 
 Value = TypeVar("Value")
@@ -35,6 +41,7 @@ class ControlTokens:
         self._greedy = tokenizer.greedy_tokens
         self._pattern = _pattern(self._ids)
         self._in_replies = self._pattern
+        self._known: dict[str, list[int]] = {}  # ids of the template's own pieces, which come again at every turn
 
     def allow_in_replies(self, tokens: Collection[str]) -> None:
         """Have `disarm` leave these tokens in what assistants say: those around thoughts and calls."""
@@ -61,7 +68,13 @@ class ControlTokens:
                 ids.append(control_id)
                 takes_space = piece in self._greedy and self._greedy[piece][1]
             elif text := (piece.lstrip() if takes_space else piece).replace(MARK, ""):
-                ids.extend(self._tokenizer.encode_text(text))
+                ids.extend(self._known.get(text) or self._encoded(text))
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode_text(text)
+        if len(text) <= MOST_KNOWN_CHARS and len(self._known) < MOST_KNOWN:
+            self._known[text] = ids
         return ids
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:

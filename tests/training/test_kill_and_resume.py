@@ -149,7 +149,7 @@ def lives() -> Iterator[Lives]:
 
 
 def comparable(run: RunDirectory) -> list[tuple[int, dict[str, float]]]:
-    timed = ("time/", "rollout_seconds/")
+    timed = ("time/", "rollout_seconds/", "concurrency/")
     return [
         (row.step, {name: value for name, value in row.values.items() if not name.startswith(timed)})
         for kind in ("train", "eval")

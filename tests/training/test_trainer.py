@@ -300,7 +300,7 @@ async def stopped(path: Path, kind: type[Event], count: int, **settings: Any) ->
 
 
 def comparable(run: RunDirectory) -> list[dict[str, float]]:
-    timed = ("time/", "rollout_seconds/")
+    timed = ("time/", "rollout_seconds/", "concurrency/")
     return [
         {name: value for name, value in row.values.items() if not name.startswith(timed)}
         for kind in ("train", "eval")

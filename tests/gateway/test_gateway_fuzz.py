@@ -1,7 +1,7 @@
 """The gateway against requests of any kind: each is refused with a message or answered soundly, and always one of both.
 
-A refused request leaves the record as it is, and an answered one adds exactly its own turn. `corpus` holds the requests
-that once found a fault.
+A refused request leaves the record as it is, and an answered one adds exactly its own turn. `corpus` holds
+requests that found a fault once, or that are each hard to take in a way of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PATIENCE_S = 60.0
 """Seconds after which a request counts as hanging, on the busiest of machines."""
 
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ASK: list[Any] = [{"role": "user", "content": "aa?"}]
 LIMITS = af.GatewayLimits(max_body_bytes=200_000, max_calls=10**9, max_open_rollouts=10**9)
 
 
@@ -309,7 +310,7 @@ def cut_or_changed(content: bytes, place: int, byte: int) -> bytes:
 
 def with_corpus(test: Callable[..., None]) -> Callable[..., None]:
     for path in CORPUS:
-        test = example(content=path.read_bytes(), follow=False)(example(content=path.read_bytes(), follow=True)(test))
+        test = example(content=path.read_bytes(), follow=True)(test)
     return test
 
 
@@ -317,7 +318,7 @@ def with_corpus(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_corpus
-@settings(max_examples=scaled(60, 20_000))
+@settings(max_examples=scaled(40, 20_000))
 @given(
     content=st.builds(body, st.one_of(sound_requests, sound_requests, requests), conversations), follow=st.booleans()
 )
@@ -325,6 +326,7 @@ def test_a_request_of_any_shape_is_refused_or_answered(server: Server, content: 
     try_out(server, content, follow=follow)
 
 
+@example(offered=[{"function": {"name": "add", "description": "long " * 2_000}}] * 2, conversation=ASK)
 @settings(max_examples=scaled(8, 2_000))
 @given(offered=st.lists(sound_tools, min_size=1, max_size=2), conversation=conversations)
 def test_tools_of_any_schema_can_be_called_in_every_format(

@@ -43,7 +43,7 @@ class ProgramSchema:
         return about if isinstance(about, Mapping) else {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProgramTool:
     """A tool of a program.
 
@@ -62,6 +62,9 @@ class ProgramTool:
         """The tool of a definition, which has been checked."""
         function = definition["function"]
         return cls(function["name"], str(function.get("description") or ""), definition)
+
+    def __repr__(self) -> str:
+        return f"<tool {self.name:.100}>"
 
     @property
     def parameters(self) -> Mapping[str, Any]:

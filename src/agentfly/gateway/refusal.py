@@ -6,7 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentfly.agents.excerpt import excerpt
 from agentfly.errors import AgentFlyError, PromptTooLong, UsageError, say
+
+MESSAGE_CHARS = 1_500
 
 
 class Refusal(Exception):
@@ -47,4 +50,5 @@ class Refusal(Exception):
     def to_json(self) -> dict[str, Any]:
         """The error as OpenAI writes one."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message = excerpt(str(self), MESSAGE_CHARS)  # what was refused may be long, and part of the message
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}

@@ -134,7 +134,7 @@ async def test_memory_that_the_kernel_takes_for_a_box_counts_as_its_own(
         pytest.skip("the number of private files has no limit there, as `agentfly doctor` says")
     if "socketpair" in hog and measured.probe().backend == "landlock":
         pytest.skip("no socket can be made there without network")
-    result = await box.run(python(f"{hog}\nimport time; time.sleep(5)\nprint('kept')"), timeout=60)
+    result = await box.run(python(f"{hog}\nimport time; time.sleep(40)\nprint('kept')"), timeout=60)
     assert "kept" not in result.stdout
     assert result.killed_by == "memory"
     assert (await box.run("echo alive", timeout=20)).stdout == "alive\n"

@@ -126,6 +126,20 @@ async def test_whatever_a_reward_does_in_its_process_the_next_score_is_sound(sco
     assert (await score(misbehaving, how="sound")).reward not in (sound.reward, os.getpid())
 
 
+@reward(process=True, timeout_s=60, workers=1, env={"LEVEL": "3"})
+def surroundings() -> RewardResult:
+    keys = sum("KEY" in name for name in os.environ)
+    return RewardResult(float(os.environ["LEVEL"]), {"keys": keys, "files": len(list(Path.cwd().iterdir()))})
+
+
+async def test_a_process_of_a_reward_has_no_key_and_no_directory_of_this_one(
+    score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    result = await score(surroundings)
+    assert (result.reward, result.metrics) == (3.0, {"keys": 0.0, "files": 0.0})
+
+
 @pytest.mark.slow
 async def test_a_reward_of_each_turn_runs_there_too_with_what_it_refers_to(score: Callable[..., Any]) -> None:
     bonus = 0.5
@@ -188,6 +202,8 @@ def asking(context: Context) -> float:
         (asking, {"process": True, "timeout_s": 1}, "asks for the context"),
         (plain, {"workers": 2}, "process=True is not set"),
         (plain, {"memory": "1GiB"}, "process=True is not set"),
+        (plain, {"env": {"KEY": "1"}}, "process=True is not set"),
+        (plain, {"process": True, "timeout_s": 1, "env": {"KEY": 1}}, "pair of texts"),
         (plain, {"process": True, "timeout_s": 1, "workers": 0}, "workers=0, memory=0: write a whole number"),
         (plain, {"process": True, "timeout_s": 1, "memory": "much"}, "memory='much': that is not a size"),
     ],

@@ -77,7 +77,8 @@ def shape(value: Any) -> Any:
     return type(value), repr(value)
 
 
-@settings(max_examples=scaled(60, 20_000))
+@pytest.mark.timeout(900)
+@settings(max_examples=scaled(60, 5_000))
 @given(values)
 @example([1, 2, 3, 2**70, -(2**63), 2**63])
 @example(["\ud83d", "\ude00", "", "é", "a"] * 2)
@@ -296,7 +297,8 @@ def test_what_is_no_data_is_malformed_and_takes_little_memory(data: bytes) -> No
 written = [encode(value, DECLARED) for value in [*OBJECTS, {"a": [1, 2.5, (None, "x")], "b": np.arange(3)}]]
 
 
-@settings(max_examples=scaled(150, 100_000))
+@pytest.mark.timeout(900)
+@settings(max_examples=scaled(150, 20_000))
 @given(st.data())
 def test_bytes_of_whatever_kind_give_a_value_or_are_malformed(data: Any) -> None:
     mangled = bytearray(data.draw(st.sampled_from(written) | st.binary(max_size=60)))

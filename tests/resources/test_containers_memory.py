@@ -119,7 +119,7 @@ libc.mmap.restype = ctypes.c_void_p
 for _ in range(11):
     if os.fork() == 0:
         break
-for _ in range(60_000):
+for _ in range(60_000):  # 30 MB, as they are counted
     libc.mmap(None, ctypes.c_size_t(4096), _ % 2, 0x22, -1, ctypes.c_long(0))
 """,
 }
@@ -134,9 +134,11 @@ async def test_memory_that_the_kernel_takes_for_a_box_counts_as_its_own(
         pytest.skip("the number of private files has no limit there, as `agentfly doctor` says")
     if "socketpair" in hog and measured.probe().backend == "landlock":
         pytest.skip("no socket can be made there without network")
-    result = await box.run(python(f"{hog}\nimport time; time.sleep(40)\nprint('kept')"), timeout=60)
-    assert "kept" not in result.stdout
-    assert result.killed_by == "memory"
+    result = await box.run(python(f"{hog}\nimport time; time.sleep(10)\nprint('kept')"), timeout=60)
+    if "os.fork" in hog:  # of twelve processes, those are left that fit, among them perhaps the command's own
+        assert result.stdout.count("kept") <= 6
+    else:
+        assert (result.stdout, result.killed_by) == ("", "memory")
     assert (await box.run("echo alive", timeout=20)).stdout == "alive\n"
 
 

@@ -74,6 +74,7 @@ print([name for name in ("aiohttp", "aiodocker") if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 def test_a_box_of_bubblewrap_loads_no_other_backend(tmp_path: Path) -> None:
     environment = {**os.environ, "AGENTFLY_STATE_DIR": str(tmp_path)}

@@ -142,6 +142,7 @@ async def test_memory_that_the_kernel_takes_for_a_box_counts_as_its_own(
     assert (await box.run("echo alive", timeout=20)).stdout == "alive\n"
 
 
+@pytest.mark.slow
 async def test_few_pipes_sockets_and_mappings_are_not_charged_for_what_they_might_hold(
     box: Container, measured: Backend
 ) -> None:

@@ -331,9 +331,9 @@ def _require_policy(policy: object) -> None:
             f"policy={str(policy)!r}: a policy is an object, not a name. Name a model for this process by "
             "Agent(model=…); for an endpoint give af.OpenAIPolicy('http://…/v1', 'model')."
         )
+    if isinstance(policy, type):
+        raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
     if not isinstance(policy, Policy | ChatPolicy):
-        if isinstance(policy, type):
-            raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
         raise UsageError(
             f"A {type(policy).__name__} is not a policy. Pass an EmbeddedPolicy, VLLMPolicy, OpenAIPolicy or "
             "ScriptedPolicy, or an object with the methods of agentfly.policies.policy.Policy."

@@ -16,12 +16,14 @@ from agentfly.agents.tool import FromTask, tool
 from agentfly.agents.weighted import weighted
 from agentfly.contexts.context import Context
 from agentfly.errors import PrerequisiteError, ToolError
+from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.preflight import check, check_definitions, preflight
 from agentfly.task import Task
 from agentfly.tasks import stockroom
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.far_side import FarSide
 
 WORLD = FakeWorld()
 BOX = FakeSpec(world=WORLD, name="box")
@@ -278,3 +280,15 @@ def test_a_field_that_the_reward_asks_for_is_looked_for_in_every_task(asking_for
     lacking = [finding for finding in check_definitions(AGENT, tasks, asking_for_answers) if not finding.ok]
     assert ["'answer', which 1 of 2 tasks do not have" in finding.said for finding in lacking] == [True]
     assert all(finding.ok for finding in check_definitions(AGENT, TASKS, asking_for_answers))
+
+
+async def test_an_agent_that_speaks_its_models_own_format_is_checked_against_an_endpoint() -> None:
+    @tool
+    def look(item: str) -> str:
+        """Look at an item."""
+        return item
+
+    agent = Agent(model="m", tools=[look], tool_call_format="model")
+    async with FarSide() as far_side:
+        findings = await check(agent, ["What about tea?"], policy=OpenAIPolicy(far_side.url, "m"))
+    assert [finding.said for finding in findings if not finding.ok] == []

@@ -21,6 +21,9 @@ def check(
     checkpoint: Annotated[
         str | None, typer.Option(help="Of a run: the step to check, or 'none' for the model before training.")
     ] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
+    ] = None,
 ) -> None:
     """Try all that a configuration needs, before any long work: tools, resources, reward, model and its chat format.
 
@@ -28,9 +31,9 @@ def check(
     What works and is probably not meant is in doubt, such as an agent that earns its reward by doing nothing.
     """
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import load_source
+    from agentfly.cli.source import endpoint_asked, load_source
 
-    config, _ = load_source(source, overrides or [], checkpoint)
+    config, _ = load_source(source, [*endpoint_asked(base_url), *(overrides or [])], checkpoint)
     experiment = Experiment.of(config)
     failed = interruption.run(_checked(experiment))
     if failed:

@@ -208,8 +208,11 @@ class _Trial:
             yield replace(found, said=found.said + doubt, doubtful=bool(doubt))
 
     async def _rolled(self, script: Script | Sequence[str]) -> Trajectory:
+        agent = self.agent
+        if agent.tool_call_format == "model":  # a script has no template; the model's own is proved with the model
+            agent = replace(agent, tool_call_format="hermes")
         async with Runner(
-            self.agent,
+            agent,
             policy=ScriptedPolicy(script, sees=True),
             engine=self.engine,
             reward=self.reward,

@@ -299,6 +299,22 @@ async def test_what_a_simulator_started_ends_also_if_its_keeper_is_killed(make: 
     await simulator.release()
 
 
+async def test_an_import_that_speaks_for_the_zygote_costs_its_simulators_nothing_but_time(make: Make) -> None:
+    speaks = """
+        for entry in range(3, 100):
+            try:
+                with socket.socket(fileno=os.dup(entry)) as control:
+                    if control.type == socket.SOCK_SEQPACKET:
+                        control.sendall(b"no answer")
+            except OSError:
+                continue
+    """
+    simulator = make(speaks)
+    await simulator.start()
+    assert await simulator.pid() > 0
+    await simulator.release()
+
+
 async def test_a_cancelled_start_leaves_the_zygote_to_the_others(make: Make, notes: Path) -> None:
     first, second = make(), make()
     starting = asyncio.create_task(first.start())

@@ -227,13 +227,13 @@ def test_a_run_with_many_waiters_and_pools_is_shown_in_bounds():
 
     instance = InstanceSnapshot("box-1", "leased", ("r1",), 65.0, 4000.0, 3, True, 60.0, 15.0)
     queue = tuple(WaitSnapshot(f"r{n}", "rollout", 0, 1.0) for n in range(100))
-    pools = tuple(PoolSnapshot("box", "BoxSpec()", 4, (instance,), queue) for _ in range(3))
+    pools = tuple(PoolSnapshot("box", "BoxSpec()", 4, (instance,), queue, "OSError: down") for _ in range(3))
     run = LiveRun(7, "here", "python train.py", 10.0, False, (), Snapshot(pools), "")
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(live_runs_view([run]))
     text = console.export_text()
     assert text.count("and 80 more") == 3
-    for word in ("3 box", "leased, frozen", "1:05 min", "1:06:40", "25%"):
+    for word in ("3 box", "leased, frozen", "1:05 min", "1:06:40", "25%", "3 box: starts fail, with OSError: down"):
         assert word in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -31,6 +32,7 @@ from agentfly.resources.scheduler.backoff import (
     Cause,
     cause_of,
 )
+from agentfly.resources.snapshot import Snapshot
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
 from agentfly.testing.virtual_time import run_in_virtual_time
 
@@ -236,6 +238,7 @@ def test_a_wait_that_ends_while_starts_fail_says_with_what(play: Callable[..., N
         spec = FakeSpec(world=FakeWorld(refusing(OSError("down"), until=30)))
         with pytest.raises(AcquireTimeout, match=r"its starts fail, for 2\.0 s now, with OSError: down"):
             await engine.acquire(spec, "a", timeout=2)
+        assert Snapshot.from_json(json.dumps(engine.snapshot().to_json())).pools[0].failing == "OSError: down"
 
     play(scene)
 

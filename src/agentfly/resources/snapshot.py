@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agentfly.errors import say
 from agentfly.resources.instances.attendance import Attendance, Occupancy
 from agentfly.resources.instances.lifecycle import Lifecycle
 from agentfly.resources.scheduler.pool import Instance
@@ -51,13 +52,17 @@ class WaitSnapshot:
 
 @dataclass(frozen=True)
 class PoolSnapshot:
-    """A pool: ``label`` is its spec's short name, ``spec`` the whole of it as text; the queue is in order."""
+    """A pool: ``label`` is its spec's short name, ``spec`` the whole of it as text; the queue is in order.
+
+    ``failing`` says with what its starts fail, if they do.
+    """
 
     label: str
     spec: str
     capacity: int
     instances: tuple[InstanceSnapshot, ...]
     queue: tuple[WaitSnapshot, ...]
+    failing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ def take_snapshot(scheduler: Scheduler, lifecycle: Lifecycle, now: float) -> Sna
                     WaitSnapshot(waiter.owner, waiter.scope.value, waiter.priority, now - waiter.since)
                     for waiter in pool.queue
                 ),
+                failing=None if pool.backoff.error is None else say(pool.backoff.error),
             )
             for pool in scheduler.pools
         )

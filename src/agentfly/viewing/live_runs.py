@@ -41,6 +41,9 @@ def _run(run: LiveRun) -> RenderableType:
         parts.append(_started(run))
     else:
         parts.append(_pools(run.snapshot.pools))
+        for number, pool in enumerate(run.snapshot.pools, 1):
+            if pool.failing is not None:
+                parts.append(Text(f"{number} {pool.label}: starts fail, with {pool.failing[:500]}", style="yellow"))
         parts += [Padding(table, (1, 0, 0, 0), expand=False) for table in _details(run.snapshot.pools) if table.rows]
     return Padding(Group(*parts), (0, 0, 1, 0), expand=False)
 

@@ -149,7 +149,10 @@ class Nursery:
         if not message:
             self.close()
             return
-        reply, said = self._awaited.popleft(), json.loads(message)
+        if not self._awaited or (said := _understood(message)) is None:
+            self.close()
+            return
+        reply = self._awaited.popleft()
         if reply.done():
             return
         if "error" in said:
@@ -196,6 +199,18 @@ class Nursery:
             pass_fds=(control.fileno(), parcel),
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program
         )
+
+
+def _understood(message: bytes) -> dict[str, Any] | None:
+    """What a zygote said; None if it is nothing that one says, as an import may have written there."""
+    try:
+        said = json.loads(message)
+    except ValueError:
+        return None
+    match said:
+        case {"obstacle": str() | None} | {"pid": int(), "start_time": int() | None} | {"error": [int(), str()]}:
+            return dict(said)
+    return None
 
 
 def _end(zygote: subprocess.Popen[bytes]) -> None:

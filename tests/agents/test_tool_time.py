@@ -43,6 +43,22 @@ async def test_a_call_that_takes_too_long_is_a_timeout_of_the_tool(context: Cont
     ended.set()
 
 
+@pytest.mark.parametrize("ending", ["returns", "raises"])
+async def test_a_tool_that_takes_no_notice_of_its_time_has_overrun_all_the_same(ending: str, context: Context) -> None:
+    @tool(timeout_s=0.01)
+    async def stubborn() -> str:
+        """Wait, and make something else of the end of time."""
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if ending == "raises":
+                raise ValueError("interrupted") from None
+        return "done"
+
+    with pytest.raises(ToolTimeout, match=r"stopped after 0\.01 s"):
+        await stubborn.call({}, context)
+
+
 async def test_time_spent_waiting_for_resources_is_not_the_tools(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +114,15 @@ async def test_sync_tools_run_beside_one_another_and_never_hold_up_the_loop(cont
 
     await asyncio.gather(*(meet.call({}, context) for _ in range(64)))
     assert threading.main_thread() not in threads
+
+
+async def test_sync_tools_one_after_another_start_no_thread_each(context: Context) -> None:
+    @tool
+    def where() -> int:
+        """Say on which thread this runs."""
+        return threading.get_ident()
+
+    assert len({(await where.call({}, context)).observation for _ in range(20)}) < 5  # others may have come idle
 
 
 async def test_a_sync_tool_sees_the_callers_context_variables(context: Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from agentfly.resources.containers.docker.address import docker_address, podman_
 from agentfly.resources.live_runs import find_runs
 from agentfly.user_directories import cache_directory, is_seen
 
+ROOTS_HOME = Path(pwd.getpwuid(0).pw_dir)
 TOO_LONG = "/" + "x" * 300  # which no call of the system takes, for root neither
 
 
@@ -94,11 +96,11 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes a user without a home: run as root"
 )
-@pytest.mark.parametrize("home", ["/root/nothing", None])
+@pytest.mark.parametrize("home", [str(ROOTS_HOME / "nothing"), None])
 def test_the_doctor_answers_a_user_whose_home_is_closed_or_who_has_none(home: str | None) -> None:
-    if home is not None and Path("/root").stat().st_mode & 0o077:
-        pytest.skip("everybody may look into /root here")
-    python = sys.executable if not Path(sys.executable).resolve().is_relative_to("/root") else "/usr/bin/python3"
+    if home is not None and ROOTS_HOME.stat().st_mode & 0o077:
+        pytest.skip(f"everybody may look into {ROOTS_HOME} here")
+    python = sys.executable if not Path(sys.executable).resolve().is_relative_to(ROOTS_HOME) else "/usr/bin/python3"
     environment = {
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

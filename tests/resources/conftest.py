@@ -29,7 +29,9 @@ from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.engine import ResourceEngine
 from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
+from agentfly.testing.virtual_time import run_in_virtual_time
 
 _numbers = itertools.count()
 
@@ -282,3 +284,28 @@ async def box(request: pytest.FixtureRequest, name: Callable[[], str]) -> AsyncI
         yield made
     finally:
         await made.release()
+
+
+@pytest.fixture
+async def launched_box(launcher: Launcher, name: Callable[[], str]) -> AsyncIterator[Container]:
+    """A box of bubblewrap with the settings of a plain spec, on each tier that works here."""
+    made = Container(ContainerSpec(), name(), backend=Bubblewrap(launcher))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.release()
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[..., None]:
+    """Run a scene with an engine, in time that passes at once."""
+
+    def run(scene: Callable[[ResourceEngine], Coroutine[Any, Any, None]], **settings: Any) -> None:
+        async def main() -> None:
+            async with ResourceEngine(ledger=tmp_path, **settings) as engine:
+                await scene(engine)
+
+        run_in_virtual_time(main())
+
+    return run

@@ -10,7 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -51,13 +51,8 @@ def python(source: str) -> str:
 
 
 @pytest.fixture
-async def box(launcher: Launcher, name: Callable[[], str]) -> AsyncIterator[Container]:
-    box = Container(ContainerSpec(), name(), backend=Bubblewrap(launcher))
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.release()
+def box(launched_box: Container) -> Container:
+    return launched_box
 
 
 # --- the filter -------------------------------------------------------------------------------------------------------

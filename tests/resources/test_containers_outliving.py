@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,13 +95,8 @@ async def hold(box: Container) -> None:
 
 
 @pytest.fixture
-async def box(launcher: Launcher, name: Callable[[], str]) -> AsyncIterator[Container]:
-    box = Container(ContainerSpec(), name(), backend=Bubblewrap(launcher))
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.release()
+def box(launched_box: Container) -> Container:
+    return launched_box
 
 
 @needs_bubblewrap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,6 @@ from agentfly.resources.hang_up import has_exited
 from agentfly.resources.resource import Status
 from agentfly.resources.scope import Scope
 from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld
-from agentfly.testing.virtual_time import run_in_virtual_time
-
-Scene = Callable[[ResourceEngine], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def play(tmp_path: Path) -> Callable[..., None]:
-    """Run a scene with an engine, in time that passes at once."""
-
-    def run(scene: Scene, **settings: Any) -> None:
-        async def main() -> None:
-            async with ResourceEngine(ledger=tmp_path, **settings) as engine:
-                await scene(engine)
-
-        run_in_virtual_time(main())
-
-    return run
 
 
 async def idle(engine: ResourceEngine, spec: FakeSpec, count: int = 1) -> list[str]:

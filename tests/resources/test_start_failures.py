@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,23 +33,6 @@ from agentfly.resources.scheduler.backoff import (
 )
 from agentfly.resources.snapshot import Snapshot
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.testing.virtual_time import run_in_virtual_time
-
-Scene = Callable[[ResourceEngine], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def play(tmp_path: Path) -> Callable[..., None]:
-    """Run a scene with an engine, in time that passes at once."""
-
-    def run(scene: Scene, **settings: Any) -> None:
-        async def main() -> None:
-            async with ResourceEngine(ledger=tmp_path, **settings) as engine:
-                await scene(engine)
-
-        run_in_virtual_time(main())
-
-    return run
 
 
 def now() -> float:

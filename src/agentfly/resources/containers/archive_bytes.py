@@ -6,6 +6,7 @@ import bz2
 import hashlib
 import lzma
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import BinaryIO, Protocol
 
@@ -73,7 +74,28 @@ class FileBytes:
         self._file.seek(self._start + position)
 
 
-class HashedBytes:
+class _ForwardBytes(ABC):
+    """Bytes that are read in order: what lies before a place is read too, and to go back they begin again."""
+
+    _position: int
+
+    @abstractmethod
+    def read(self, size: int) -> bytes:
+        """See `ArchiveBytes.read`."""
+
+    def seek(self, position: int) -> None:
+        """See `ArchiveBytes.seek`."""
+        if position < self._position:
+            self._rewind()
+        while self._position < position and self.read(position - self._position):
+            pass
+
+    @abstractmethod
+    def _rewind(self) -> None:
+        """Begin again at the start."""
+
+
+class HashedBytes(_ForwardBytes):
     """Bytes of which the digest is taken while they are read."""
 
     def __init__(self, content: ArchiveBytes, algorithm: str) -> None:
@@ -88,13 +110,6 @@ class HashedBytes:
         self._digest.update(piece)
         self._position += len(piece)
         return piece
-
-    def seek(self, position: int) -> None:
-        """See `ArchiveBytes.seek`. What lies before is read, too."""
-        if position < self._position:
-            self._rewind()
-        while self._position < position and self.read(position - self._position):
-            pass
 
     def digest(self) -> str:
         """The digest of all bytes, in hexadecimal digits."""
@@ -116,7 +131,7 @@ class _Decoder(Protocol):
     def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
-class DecompressedBytes:
+class DecompressedBytes(_ForwardBytes):
     """What compressed bytes stand for, decompressed in pieces of bounded size and in bounded memory."""
 
     def __init__(self, compressed: ArchiveBytes, decoder: Callable[[], _Decoder], token: CancelToken) -> None:
@@ -148,13 +163,6 @@ class DecompressedBytes:
         self._served += len(piece)
         self._position += len(piece)
         return piece
-
-    def seek(self, position: int) -> None:
-        """See `ArchiveBytes.seek`. Backwards, it begins again."""
-        if position < self._position:
-            self._rewind()
-        while self._position < position and self.read(position - self._position):
-            pass
 
     def _next_piece(self) -> bytes:
         while not self._ended:

@@ -59,13 +59,32 @@ class ProcessStream(Stream):
         self._over = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        await self.process.wait()
+        await self.exited()
         self.process._transport.close()  # type: ignore[attr-defined]
+
+    async def exited(self) -> int:
+        """Wait until the process has ended; its exit code.
+
+        The `wait` of asyncio comes back at the end of the outputs only. That does not come while others have them open,
+        or while nobody reads what was printed.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and was waited for
+            descriptor = os.pidfd_open(self.process.pid)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        while (code := self.process.returncode) is None:  # noqa: ASYNC110 - asyncio tells nobody that it has waited
+            await asyncio.sleep(0.005)
+        return code
 
     async def _read_both(self) -> None:
         """Read until both outputs are at their end, or the process is, though others may have them open."""
         readers = [asyncio.create_task(self._read_one(number)) for number in (1, 2)]
-        ended = asyncio.create_task(self.process.wait())
+        ended = asyncio.create_task(self.exited())
         try:
             while not all(reader.done() for reader in readers):
                 await asyncio.wait([*readers, ended], return_when=asyncio.FIRST_COMPLETED)

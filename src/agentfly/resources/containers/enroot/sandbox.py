@@ -208,7 +208,7 @@ class EnrootSandbox(Sandbox):
         if launched.process.returncode is None:
             kill_with_children(launched.process.pid)
         try:
-            await asyncio.wait_for(launched.process.wait(), _END_PATIENCE_S)
+            await asyncio.wait_for(launched.exited(), _END_PATIENCE_S)
         except TimeoutError:
             raise TimeoutError(f"the processes of {self.instance} did not end within {_END_PATIENCE_S:g} s") from None
 
@@ -221,7 +221,7 @@ class EnrootSandbox(Sandbox):
         if self._launched is None:
             return "it was released"
         try:
-            code = await asyncio.wait_for(self._launched.process.wait(), _EXIT_PATIENCE_S)
+            code = await asyncio.wait_for(self._launched.exited(), _EXIT_PATIENCE_S)
         except TimeoutError:
             return "the stream to it broke"
         if self._cgroup is not None and self._cgroup.out_of_memory_kills():

@@ -11,8 +11,9 @@ from agentfly.errors import ChatFormatError
 from agentfly.policies.chat_template import ChatTemplate
 from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chat.agent_format import chat_format_of
+from agentfly.rollouts.chat.disarming import MARK, PLACE
 from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.rendered import MARK, PLACE, ControlTokens
+from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.rollouts.chat.shape import STAND_IN
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
 

@@ -8,7 +8,7 @@ everything else here: ids only grow, and no text becomes a control token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentfly.agents.agent import History
@@ -19,12 +19,13 @@ from agentfly.installation import install_command
 from agentfly.messages import Message, ToolCall, text_of
 from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions, Rendered, Reply
-from agentfly.rollouts.chat.endings import without_end
+from agentfly.rollouts.chat.disarming import MARK
+from agentfly.rollouts.chat.endings import CALL, RESULT, without_end
 from agentfly.rollouts.chat.placeholders import require_no_images
 from agentfly.rollouts.chat.proof import Exchange, mishaps
 from agentfly.rollouts.chat.rearranged import one_call_at_a_time
-from agentfly.rollouts.chat.rendered import MARK, ControlTokens
-from agentfly.rollouts.chat.shape import QUESTION
+from agentfly.rollouts.chat.rendered import ControlTokens
+from agentfly.rollouts.chat.shape import QUESTION, STAND_IN
 
 NOT_BY_HAND = "default"
 """The package's own fallback, which re-renders by the template; the template-derived format is ours for that."""
@@ -80,6 +81,7 @@ class RenderersFormat:
         self._control_ids = frozenset(tokenizer.control_tokens.values())
         self._opening = [*([system] if system else []), QUESTION]
         self._one_call = False
+        self._last_described: tuple[Definitions, list[Any]] = ((), [])
         self._marks = self._needs_marks()
         self._require_described(tools)
         self._prompt_ids = list(self.prompt(self._opening, tools).ids)
@@ -109,7 +111,7 @@ class RenderersFormat:
         known = list(after)
         split = _end_of_last(self._header, known)
         bridged = self._renderer.bridge_to_next_turn(
-            known[:split], known[split:], self._disarmed(messages), tools=_listed(tools)
+            known[:split], known[split:], self._disarmed(messages), tools=self._described(tools)
         )
         if bridged is None:
             if self.history == "rewrite":
@@ -139,7 +141,7 @@ class RenderersFormat:
     def _ids_of(self, messages: Sequence[Message], tools: Definitions, *, opens: bool = True) -> list[int]:
         shown = self._disarmed(one_call_at_a_time(messages) if self._one_call else messages)
         try:
-            ids = self._renderer.render_ids(shown, tools=_listed(tools), add_generation_prompt=opens)
+            ids = self._renderer.render_ids(shown, tools=self._described(tools), add_generation_prompt=opens)
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ChatFormatError(
@@ -151,26 +153,42 @@ class RenderersFormat:
     def _disarmed(self, messages: Sequence[Message]) -> list[Any]:
         return list(self._control.disarm(messages) if self._marks else messages)
 
+    def _described(self, tools: Definitions) -> list[Any] | None:
+        if not self._marks:
+            return [dict(tool) for tool in tools] or None
+        known, described = self._last_described
+        if tools is not known:
+            described = self._control.disarm_tools(tools)
+            self._last_described = (tools, described)
+        return described or None
+
     def _needs_marks(self) -> bool:
         """Whether control tokens in text have to be broken for this format; some encode text as such by themselves."""
         spelled = "".join(f"{token} text " for token in self._tokenizer.control_tokens)
-        said: Message = {"role": "assistant", "content": "answer"}
-        plain: list[Message] = [QUESTION, said, {"role": "user", "content": "text"}]
-        evil: list[Message] = [QUESTION, said, {"role": "user", "content": spelled}]
-        control = set(self._tokenizer.control_tokens.values())
+        samples = [pair for pair in zip(_samples("text"), _samples(spelled), strict=True) if self._can_write(pair[0])]
         for marks in (False, True):
             self._marks = marks
-            found = [[one for one in self._ids_of(messages, ()) if one in control] for messages in (plain, evil)]
-            if found[0] == found[1]:
+            if all(self._controls_in(plain) == self._controls_in(evil) for plain, evil in samples):
                 break
         else:
             raise ChatFormatError(
                 f"The format {self.name!r} of the renderers package lets text become control tokens. Say "
                 "Agent(chat_format='template') to use the model's own template."
             )
-        if MARK in self._tokenizer.decode(self._ids_of(evil, ())):
+        if any(MARK in self._tokenizer.decode(self._ids_of(messages, tools)) for _, (messages, tools) in samples):
             raise ChatFormatError(f"The format {self.name!r} of the renderers package writes what no text held.")
         return marks
+
+    def _can_write(self, sample: tuple[list[Message], Definitions]) -> bool:
+        self._marks = False
+        try:
+            self._ids_of(*sample)
+        except ChatFormatError:
+            return False
+        return True
+
+    def _controls_in(self, sample: tuple[list[Message], Definitions]) -> list[int]:
+        return [one for one in self._ids_of(*sample) if one in self._control_ids]
 
     def _require_described(self, tools: Definitions) -> None:
         """Raise unless the tools are in the prompt.
@@ -293,8 +311,19 @@ def _end_of_last(header: list[int], ids: list[int]) -> int:
     return len(ids) - 1
 
 
-def _listed(tools: Definitions) -> list[Mapping[str, Any]] | None:
-    return [dict(tool) for tool in tools] or None
+def _samples(text: str) -> list[tuple[list[Message], Definitions]]:
+    """Conversations with a text wherever others than the format have a say, each with its tools."""
+    said: Message = {"role": "assistant", "content": "answer"}
+    asked: Message = {"role": "user", "content": text}
+    function = {"name": "stand_in_tool", "arguments": {"argument": [text]}}
+    calls: Message = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
+    described = {**STAND_IN["function"], "description": text}
+    return [
+        ([QUESTION, said, asked], ()),
+        ([{"role": "system", "content": text}, QUESTION], ()),
+        ([QUESTION], [{"type": "function", "function": described}]),
+        ([QUESTION, calls, {**RESULT, "content": text}], [STAND_IN]),
+    ]
 
 
 def _call(number: int, parsed: Any) -> ToolCall:

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from agentfly.errors import ChatFormatError
 from agentfly.messages import Message
-from agentfly.rollouts.chat.rendered import PLACE
+from agentfly.rollouts.chat.disarming import PLACE
 
 Words = Literal["thought", "said", "called"]
 WORDS: tuple[Words, ...] = ("thought", "said", "called")

@@ -169,4 +169,7 @@ class TemplateChatFormat:
         before = now[: first_place(now, last)]
         if not before.startswith(sent) and (not sent.startswith(before) or sent[len(before) :].strip()):
             return None
-        return now[turns.end_of(now, last) :]
+        try:
+            return now[turns.end_of(now, last) :]
+        except ChatFormatError:
+            return None  # nobody can tell where the turn ends now, so what follows it cannot be told either

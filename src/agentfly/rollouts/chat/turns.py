@@ -82,7 +82,7 @@ class Turns:
     def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
         known, described = self._described
         if tools is not known:
-            described = self.control.disarm_values(list(tools))
+            described = self.control.disarm_tools(tools)
             self._described = (tuple(tools), described)
         return self._tokenizer.render(self.shape.fit(disarmed), tools=described, add_generation_prompt=opens)
 

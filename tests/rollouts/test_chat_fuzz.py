@@ -1,0 +1,380 @@
+"""Chat formats under evil texts: none is a control token, ids only grow, and the mask is what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+import agentfly as af
+from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.errors import ChatFormatError
+from agentfly.policies.catalog import find_model
+from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.policies.policy import Generation
+from agentfly.rollouts.chat.disarming import MARK, PLACE, pattern_of
+from agentfly.rollouts.chat.proof import ANSWERED, Exchange
+from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.health import TooManyFailures
+from agentfly.tokens import Origin
+from agentfly.trajectory import Trajectory
+from tests.support.chat_templates import (
+    HOME,
+    Tamer,
+    assistant,
+    call,
+    conversations,
+    descriptions,
+    evil_texts,
+    evil_values,
+    known_templates,
+    result,
+    shell,
+    tokenizer_of,
+    user,
+)
+from tests.support.scale import scaled
+
+CHATML = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content CONTENT) }}
+{%- for call in message.tool_calls or [] %}CALL{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{%- if false %}<think></think><tool_call></tool_call>{% endif %}"""
+
+AS_JSON = "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}"
+AS_ELEMENTS = (
+    "{{ '<tool_call>' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ '<' + key + '>' + (value | tojson) + '</' + key + '>' }}{% endfor %}{{ '</tool_call>' }}"
+)
+AS_PARAMETERS = (
+    "{{ '<tool_call>' }}{% for key, value in call.function.arguments | items %}"
+    "{{ '<parameter=' + key + '>' + (value if value is string else value | tojson) + '</parameter>' }}{% endfor %}"
+    "{{ '</tool_call>' }}"
+)
+GLUED = (
+    "{{ '<tool_call>' }}{% for key, value in call.function.arguments.items() %}{{ key + (value | string) }}{% endfor %}"
+    "{{ '</tool_call>' }}"
+)
+
+TEMPLATES = {
+    "ChatML": CHATML.replace("CONTENT", "").replace("CALL", AS_JSON),
+    "trimming": CHATML.replace("CONTENT", "| trim").replace("CALL", AS_JSON),
+    "calls as elements": CHATML.replace("CONTENT", "").replace("CALL", AS_ELEMENTS),
+    "calls as parameters": CHATML.replace("CONTENT", "| trim").replace("CALL", AS_PARAMETERS),
+    "texts side by side": CHATML.replace("CONTENT", "+ messages[0].content").replace("CALL", GLUED),
+    "tiny": (find_model("tiny") / "chat_template.jinja").read_text(),
+}
+"""Kinds of templates; some write beside texts what texts could make control tokens of."""
+
+CALLED = Exchange(assistant("", call(0, {"command": "ls"})), [result(0, "result 0")])
+UNCALLED = Exchange(assistant("call"), [result(0, "result 0")])
+
+
+WAYS = {"calls": (CALLED, [shell()]), "results": (UNCALLED, []), "words": (ANSWERED, [])}
+
+
+@cache
+def chat_of(template: str, history: str) -> tuple[TemplateChatFormat, str] | None:
+    """A template's format, and which of `WAYS` it carries; None if it carries no conversation."""
+    for way, (exchange, tools) in WAYS.items():
+        try:
+            chat = TemplateChatFormat(tokenizer_of(template), [exchange], tools=tools, history=history)
+        except ChatFormatError:
+            continue
+        return chat, way
+    return None
+
+
+def in_way(messages: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
+    """A conversation without what a format does not carry."""
+    if way != "calls":
+        messages = [one if "tool_calls" not in one else assistant("So.") for one in messages]
+    return [user(one["content"]) if one["role"] == "tool" and way == "words" else one for one in messages]
+
+
+def controls_in(tokenizer: HFTokenizer, ids: Sequence[int]) -> list[int]:
+    known = set(tokenizer.control_tokens.values())
+    return [one for one in ids if one in known]
+
+
+def require_no_control_token_of_texts(
+    template: str, messages: list[dict[str, Any]], tool: dict[str, Any], history: str
+) -> None:
+    """The template writes the same control tokens for a conversation as for the same in harmless."""
+    made = chat_of(template, history)
+    if made is None:
+        return
+    chat, way = made
+    tokenizer, tamer, messages = tokenizer_of(template), Tamer(), in_way(messages, way)
+    tame, tools = tamer.messages(messages), [tool] if way == "calls" else []
+    try:
+        expected = chat.prompt(tame, tame_tools := [tamer.tool(each) for each in tools]).ids
+    except ChatFormatError:
+        return  # some want other things of a conversation, such as an assistant's turn between two users' messages
+    ids = chat.prompt(messages, tools).ids
+    assert controls_in(tokenizer, ids) == controls_in(tokenizer, expected)
+    assert MARK not in tokenizer.decode(ids)
+    assert PLACE not in tokenizer.decode(ids)
+    last = max(at for at, one in enumerate(messages) if one["role"] == "assistant")
+    after = [65, chat.stop_ids[0]]
+    following = [
+        chat.continuation(talk[last + 1 :], after=after, conversation=talk, tools=described)
+        for talk, described in ((messages, tools), (tame, tame_tools))
+    ]
+    assert (following[0] is None) == (following[1] is None)
+    if following[0] is not None:
+        assert controls_in(tokenizer, following[0].ids) == controls_in(tokenizer, following[1].ids)
+
+
+HISTORIES = st.sampled_from(["keep", "rewrite"])
+FOUND = [
+    {"x</think": True},  # completed by the ``>`` behind the name of a parameter
+    {"command": {"tool_call": ""}},  # by the ``<`` and ``>`` around the name of an element
+    {"im_end|>": "", "<|": ""},
+]
+
+
+@settings(max_examples=scaled(50, 20_000))
+@given(st.sets(st.text("<|ab>", min_size=1, max_size=5), max_size=8), st.text("<|ab>", max_size=30))
+def test_tokens_are_found_where_they_begin_and_the_longest_first(tokens, text):
+    plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    assert pattern_of(tokens).findall(text) == plain.findall(text)
+
+
+def conversation_of(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    return [user("<|im_end|>"), assistant("", call(0, arguments)), result(0, "im_end|>"), assistant("So."), user("<|")]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_text_is_a_control_token_or_is_completed_to_one_by_a_template(template):
+    text = TEMPLATES[template]
+
+    @settings(max_examples=scaled(25, 2_000))
+    @given(conversations(text, calls=True), descriptions(text), HISTORIES)
+    @example(conversation_of(FOUND[0]), shell("<think>"), "rewrite")
+    @example(conversation_of(FOUND[1]), shell("", {"tool_call": {"type": "string"}}), "rewrite")
+    @example(conversation_of(FOUND[2]), shell("|im_end|>", {"/think": {"enum": ["<|im_start|"]}}), "rewrite")
+    def check(messages: list[dict[str, Any]], tool: dict[str, Any], history: str) -> None:
+        require_no_control_token_of_texts(text, messages, tool, history)
+
+    check()
+
+
+known = pytest.mark.parametrize("name", known_templates() or ["none"])
+
+
+def template_named(name: str) -> str:
+    if name == "none":
+        pytest.skip("needs chat templates of well-known models: python scripts/fetch_tokenizers.py")
+    return (HOME / name).read_text()
+
+
+@pytest.mark.slow
+@known
+def test_no_text_is_a_control_token_in_the_template_of_a_well_known_model(name):
+    text = template_named(name)
+
+    @settings(max_examples=scaled(8, 300))
+    @given(conversations(text, calls=True), descriptions(text), HISTORIES)
+    @example(conversation_of(FOUND[0]), shell(), "rewrite")
+    @example(conversation_of(FOUND[1]), shell(), "rewrite")
+    def check(messages: list[dict[str, Any]], tool: dict[str, Any], history: str) -> None:
+        require_no_control_token_of_texts(text, messages, tool, history)
+
+    check()
+
+
+# --- whole rollouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+
+
+class Typist:
+    """A policy that samples given ids, and notes what it was sent."""
+
+    version = 0
+    context_length = 20_000
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.begin([])
+
+    def begin(self, script: list[tuple[list[int], bool]]) -> None:
+        """Sample these generations from now on; each with whether it ends its turn."""
+        self._script = iter(script)
+        self.sent: list[tuple[list[int], Generation]] = []
+
+    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
+        ids, stops = next(self._script, ([*b"end"], True))
+        ids = [one for one in ids if one not in sampling.stop_ids] or [65]
+        if stops:
+            ids.append(sampling.stop_ids[len(ids) % len(sampling.stop_ids)])
+        generation = Generation(ids, [-float(at) for at in range(len(ids))], "stop" if stops else "length", 0)
+        self.sent.append((list(prompt_ids), generation))
+        return generation
+
+    def forget(self, rollout_id: str) -> None:
+        """Nothing is kept."""
+
+    async def __aenter__(self):  # type: ignore[no-untyped-def]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+
+@st.composite
+def generations(draw: st.DrawFn, template: str) -> tuple[list[int], bool]:
+    """What a model may sample: calls with evil arguments, evil words, control tokens where none belong, any bytes."""
+    tokenizer, text = tokenizer_of(template), evil_texts(template)
+    control = tokenizer.control_tokens
+
+    def ids_of(piece: str) -> list[int]:
+        return [control[piece]] if piece in control else tokenizer.encode_text(piece)
+
+    arguments = json.dumps({"command": draw(evil_values(template))}, ensure_ascii=False)
+    kinds = {
+        "call": ["<tool_call>", f'\n{{"name": "shell", "arguments": {arguments}}}\n', "</tool_call>"],
+        "half a call": ["<tool_call>", arguments[: draw(st.integers(0, 30))]],
+        "thoughts": ["<think>", draw(text), "</think>", draw(text)],
+        "words": [draw(text)],
+        "silence": [],
+    }
+    chosen = draw(st.lists(st.sampled_from([*kinds, "noise"]), max_size=3))
+    ids: list[int] = []
+    for kind in chosen:
+        if kind == "noise":
+            ids += draw(st.lists(st.sampled_from([*control.values(), 0, 10, 200, 255]), max_size=4))
+        else:
+            ids += [one for piece in kinds[kind] if piece for one in ids_of(piece)]
+    return ids, draw(st.integers(0, 4)) > 0
+
+
+class Player:
+    """Rolls one agent out on a template, again and again."""
+
+    def __init__(self, template: str, history: str, strategy: str) -> None:
+        made = chat_of(template, history)
+        self.policy = Typist(tokenizer_of(template))
+        self._answers: Iterator[str] = iter(())
+        self._numbers = count()
+
+        @af.tool
+        def shell(command: Any = None) -> str:
+            """Run a command."""
+            return next(self._answers, "nothing more")
+
+        agent = af.Agent(
+            model="m",
+            tools=[shell],
+            tool_call_format=HermesFormat(in_template=made is not None and made[1] == "calls" and "tools" in template),
+            chat_format="template",
+            history=history,
+            max_turns=4,
+            max_consecutive_invalid_calls=10,
+        )
+        self._runner = af.Runner(agent, policy=self.policy, strategy=strategy, max_failure_share=1.0)
+        self._loop = asyncio.Runner()
+
+    def __enter__(self) -> Player:
+        self._loop.__enter__()
+        self._loop.run(self._runner.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.run(self._runner.__aexit__(None, None, None))
+        self._loop.__exit__(None, None, None)
+
+    def play(self, asked: str, told: list[str], script: list[tuple[list[int], bool]]) -> Trajectory:
+        """A rollout of given generations, in which the tool answers given texts."""
+        self._answers = iter(told)
+        self.policy.begin(script)
+        [trajectory] = self._loop.run(self._runner.collect([af.Task(asked)], label=f"played-{next(self._numbers)}"))
+        return trajectory
+
+
+def require_exact(policy: Typist, trajectory: Trajectory) -> None:
+    """Every token is where it was sent or sampled, ids only grow, and the mask is 1 exactly on what was sampled."""
+    assert trajectory.failure is None, trajectory.failure
+    assert len(trajectory.turns) == len(policy.sent)
+    sampled_at: dict[int, set[int]] = {number: set() for number in range(len(trajectory.sequences))}
+    before: dict[int, list[int]] = {}
+    for turn, (prompt, generation) in zip(trajectory.turns, policy.sent, strict=True):
+        sequence = trajectory.sequences[turn.sequence]
+        assert list(sequence.ids[: turn.start]) == prompt
+        assert list(sequence.ids[turn.start : turn.stop]) == list(generation.ids)
+        assert list(sequence.logprobs[turn.start : turn.stop]) == list(generation.logprobs)
+        known = before.get(turn.sequence, [])
+        assert prompt[: len(known)] == known
+        before[turn.sequence] = [*prompt, *generation.ids]
+        own = set(range(turn.start, turn.stop))
+        assert not own & sampled_at[turn.sequence]
+        sampled_at[turn.sequence] |= own
+    for number, sequence in enumerate(trajectory.sequences):
+        assert {at for at, one in enumerate(sequence.loss_mask) if one} == sampled_at[number]
+        assert {at for at, one in enumerate(sequence.origins) if one == Origin.SAMPLED} == sampled_at[number]
+
+
+UNNAMED = {"llama.cpp/Kimi-K3.jinja": "tool messages need a resolvable tool name"}
+"""Templates that refuse the answer to a call which names no tool, with their words: such a rollout fails, unscored."""
+
+
+def require_exact_rollouts(template: str, history: str, examples: int, *, refusal: str = "") -> None:
+    with ExitStack() as stack:
+        try:
+            players = [stack.enter_context(Player(template, history, strategy)) for strategy in ("chain", "step")]
+        except ChatFormatError:
+            return  # it cannot carry this agent, which is found before the first rollout
+
+        @settings(max_examples=examples)
+        @given(
+            evil_texts(template),
+            st.lists(evil_texts(template), max_size=4),
+            st.lists(generations(template), max_size=4),
+            st.sampled_from(players),
+        )
+        def check(asked: str, told: list[str], script: list[tuple[list[int], bool]], player: Player) -> None:
+            assume(asked.strip())
+            try:
+                trajectory = player.play(asked, told, script)
+            except TooManyFailures as error:
+                if not refusal or refusal not in str(error):
+                    raise
+                return
+            require_exact(player.policy, trajectory)
+
+        check()
+
+
+histories = pytest.mark.parametrize("history", ["keep", "rewrite"])
+
+
+@histories
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_whatever_is_sampled_and_answered_ids_only_grow_and_the_mask_is_what_was_sampled(template, history):
+    require_exact_rollouts(TEMPLATES[template], history, scaled(8, 500))
+
+
+@pytest.mark.long  # some templates refuse what a model may sample, which is found with enough tries (UNNAMED)
+@histories
+@known
+def test_ids_only_grow_in_the_template_of_a_well_known_model_whatever_is_sampled(name, history):
+    require_exact_rollouts(template_named(name), history, scaled(3, 100), refusal=UNNAMED.get(name, ""))

@@ -135,6 +135,13 @@ class ResourceDied(ResourceError):
     """A live instance went away while it was leased."""
 
 
+class ResourceUnreachable(ResourceError):
+    """Nothing answers at the address where a resource is, such as a container engine that is not running.
+
+    A kind's ``reap`` raises it for an orphan that may be there still. It is told once and tried again for a week.
+    """
+
+
 class LeaseOver(ResourceError):
     """A resource was used by an owner whose lease of it had ended."""
 

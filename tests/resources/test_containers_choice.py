@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.backend import backend, candidates, choose
+from agentfly.errors import PrerequisiteError, ResourceUnreachable
+from agentfly.resources.containers.backend import backend, candidates, choose, reap
 from agentfly.resources.containers.bubblewrap import backend as bubblewrap_backend
 from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.landlock import backend as landlock_backend
@@ -54,6 +54,27 @@ async def test_a_name_that_is_a_directory_here_is_answered_with_its_whole_path(t
     (tmp_path / "images" / "rootfs").mkdir(parents=True)
     with pytest.raises(PrerequisiteError, match=f"If {tmp_path}/images/rootfs is meant, write this whole path"):
         await choose(ContainerSpec(image="images/rootfs"))
+
+
+def test_an_orphan_is_looked_for_in_every_backend_that_may_have_had_it_whichever_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    failures = {"docker": ResourceUnreachable("no daemon"), "podman": OSError("stuck")}
+
+    def fail(name: str, traces: dict[str, str]) -> None:
+        asked.append(name)
+        if name in failures:
+            raise failures[name]
+
+    for name in ("docker", "podman", "enroot"):
+        monkeypatch.setattr(backend(name), "reap", lambda traces, name=name: fail(name, traces))
+    with pytest.raises(OSError, match="stuck"):
+        reap({"docker": {}, "podman": {}, "enroot": {}})
+    assert asked == ["docker", "podman", "enroot"]
+    del failures["podman"]
+    with pytest.raises(ResourceUnreachable):
+        reap({"docker": {}, "podman": {}})
 
 
 OTHERS = ("docker", "enroot", "landlock", "stream_shell")

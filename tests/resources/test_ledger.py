@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceStartError, UsageError
+from agentfly.errors import PrerequisiteError, ResourceStartError, ResourceUnreachable, UsageError
 from agentfly.resources import ledger, orphans
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.identity import ProcessIdentity, start_time
@@ -142,6 +142,70 @@ async def test_what_cannot_be_removed_stays_for_the_next_time(tmp_path, removed,
     sys.modules["reap_for_tests"].missing = removed.append
     assert await reap(tmp_path) == [stubborn]
     assert not path.exists()
+
+
+@pytest.fixture
+def unreachable(removed):
+    """Make what reaps orphans find that nothing answers where they are, until it is called with False."""
+
+    def remove(traces):
+        raise ResourceUnreachable(f"Nothing listens at {traces['address']}.")
+
+    def away(yes=True):
+        sys.modules["reap_for_tests"].remove = remove if yes else removed.append
+
+    away()
+    return away
+
+
+def unreachable_entries(number):
+    return [replace(entry(f"image-{n}"), traces={"address": f"unix:///gone/{n}.sock"}) for n in range(number)]
+
+
+async def test_orphans_where_nothing_answers_are_told_once_in_one_line_and_removed_when_it_answers(
+    tmp_path, unreachable, removed, caplog
+):
+    path = dead_ledger(tmp_path, *unreachable_entries(65))
+    assert await reap(tmp_path) == []
+    (told,) = caplog.messages
+    assert "box: 65" in told
+    assert "run `agentfly resources reap`" in told
+    caplog.clear()
+    assert await reap(tmp_path) == []
+    assert not caplog.messages
+    await reap(tmp_path, repeat=True)
+    assert caplog.messages == [told]
+    assert len(ledger.read(path)[1]) == 65
+    unreachable(False)
+    assert len(await reap(tmp_path)) == len(removed) == 65
+    assert not path.exists()
+
+
+async def test_orphans_where_nothing_has_answered_for_long_are_given_up_and_their_traces_told(
+    tmp_path, unreachable, caplog
+):
+    long_ago = time.time() - orphans.UNREACHABLE_DAYS * 86400 - 1
+    old, young = [
+        replace(one, unreachable_since=since)
+        for one, since in zip(unreachable_entries(2), (long_ago, time.time()), strict=True)
+    ]
+    path = dead_ledger(tmp_path, old, young)
+    assert await reap(tmp_path) == []
+    (told,) = caplog.messages
+    assert "given up" in told
+    assert old.traces["address"] in told
+    assert young.traces["address"] not in told
+    assert ledger.read(path)[1] == [young]
+
+
+async def test_an_orphan_that_can_be_reached_but_not_removed_is_never_given_up(tmp_path, removed, caplog):
+    stubborn = replace(entry(), reap="reap_for_tests:missing", unreachable_since=1.0)
+    path = dead_ledger(tmp_path, stubborn)
+    for _ in range(2):
+        caplog.clear()
+        assert await reap(tmp_path) == []
+        assert "will be tried again" in caplog.text
+    assert ledger.read(path)[1] == [replace(stubborn, unreachable_since=None)]
 
 
 async def test_what_ended_with_its_process_needs_no_removal(tmp_path):

@@ -125,6 +125,40 @@ async def test_what_a_dead_process_left_is_shown_as_that_and_its_window_goes_wit
         assert not window_of(path).exists()
 
 
+@pytest.mark.parametrize("listens", ["no file", "nobody"])
+def test_what_dead_processes_left_where_no_engine_listens_is_two_lines_however_many_they_are(
+    tmp_path, monkeypatch, listens
+):
+    pytest.importorskip("aiodocker")
+    monkeypatch.setenv("COLUMNS", "1000")
+    addresses = [tmp_path / f"{number}.sock" for number in range(5)]
+    for number, address in enumerate(addresses):
+        if listens == "nobody":
+            with socket.socket(socket.AF_UNIX) as closed:
+                closed.bind(str(address))
+        traces = {"address": f"unix://{address}"}
+        kinds = ("own_images:reap_images", traces), ("backend:reap", {"docker": traces | {"instance": "box"}})
+        book = Ledger(tmp_path)
+        for kind, left in kinds:
+            place = "agentfly.resources.containers" + (".docker" if "images" in kind else "")
+            book.write(Entry(f"{kind}-{number}", "left", f"{place}.{kind}", left, time.time()))
+        (path,) = set(tmp_path.glob("*.ledger")) - set(tmp_path.glob("dead-*.ledger"))
+        path.rename(tmp_path / f"dead-{number}.ledger")
+    for path in tmp_path.glob("*.ledger"):
+        path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
+    ps = [app, ["resources", "ps", "--state-dir", str(tmp_path)]]
+    assert CliRunner().invoke(*ps).stdout.splitlines() == [
+        "nothing is running",
+        "10 instances left behind by 5 processes, which are dead: agentfly resources reap removes them",
+    ]
+    said = CliRunner().invoke(app, ["resources", "reap", "--state-dir", str(tmp_path)]).stdout
+    assert said.splitlines()[-1] == "removed 0 orphans, 10 could not be removed"
+    first, told = CliRunner().invoke(*ps).stdout.splitlines()
+    assert first == "nothing is running"
+    assert told.startswith("10 instances left behind where nothing answers: start what is missing at unix:///")
+    assert told.endswith(".sock and 2 more, then run agentfly resources reap")
+
+
 async def test_what_is_read_by_a_program_has_one_line_for_each_instance_however_long_its_name(tmp_path):
     spec = FakeSpec(name="a-name-of-a-box-of-some-length")
     owner = "a-rollout-of-some-length/" * 8

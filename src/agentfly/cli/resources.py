@@ -45,10 +45,15 @@ def ps(
 @app.command("reap")
 def reap(state_dir: StateDir = None) -> None:
     """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
+    from agentfly.resources.live_runs import find_runs
     from agentfly.resources.orphans import reap as reap_orphans
     from agentfly.viewing.counted import counted
 
-    removed = interruption.run(reap_orphans(state_dir))
-    typer.echo(f"removed {counted(len(removed), 'orphan')}" if removed else "nothing was left behind")
+    removed = interruption.run(reap_orphans(state_dir, repeat=True))
+    left = sum(len(run.started) for run in interruption.run(find_runs(state_dir)) if run.dead)
+    if removed or left:
+        typer.echo(f"removed {counted(len(removed), 'orphan')}{f', {left} could not be removed' if left else ''}")
+    else:
+        typer.echo("nothing was left behind")
     for entry in removed:
         typer.echo(f"  {entry.kind} {entry.instance}")

@@ -42,6 +42,8 @@ class Entry:
         reap: the address of the function that removes it by its traces; None when nothing outlives the process.
         traces: what that function needs.
         started: the seconds since the epoch at which it was written down.
+        unreachable_since: when its removal first failed because nothing answers where it is, in seconds since the
+            epoch; None if it has not.
     """
 
     instance: str
@@ -49,6 +51,7 @@ class Entry:
     reap: str | None
     traces: Mapping[str, Any] = field(default_factory=dict)
     started: float = 0.0
+    unreachable_since: float | None = None
 
 
 def state_directory(chosen: Path | None = None) -> Path:

@@ -8,12 +8,14 @@ import inspect
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import say
+from agentfly.errors import ResourceUnreachable, say
 from agentfly.resources import ledger
 from agentfly.resources.ledger import Entry, state_directories
 from agentfly.resources.registry import Reap, load
@@ -29,34 +31,46 @@ DRAFT_AGE_S = 3600.0
 """Seconds after which a ledger that was never finished will not be."""
 
 
-async def reap(directory: Path | None = None) -> list[Entry]:
+UNREACHABLE_DAYS = 7
+"""Days after which an orphan is given up if nothing has answered where it is since it was first tried."""
+
+SHOWN = 10
+"""Orphans whose traces are told when they are given up."""
+
+
+async def reap(directory: Path | None = None, *, repeat: bool = False) -> list[Entry]:
     """Remove the orphans of dead processes, and nothing of a process that may still live.
+
+    What could not be removed is logged, and stays in its ledger for the next time. Orphans that are
+    `agentfly.errors.ResourceUnreachable` are told once. They are given up, and that is told, after `UNREACHABLE_DAYS`.
 
     Args:
         directory: the state directory; by default the user's (see `agentfly.resources.ledger.state_directory`).
+        repeat: whether to tell of unreachable orphans that have been told before.
 
     Returns:
-        What was removed. What could not be removed is logged, and stays in its ledger for the next time.
+        What was removed.
     """
     removed: list[Entry] = []
-    kept: list[tuple[Entry, Exception]] = []
+    failed: list[tuple[Entry, Exception]] = []
     for place in state_directories(directory):
         for path in _without_drafts(ledger.files_in(place)):
             try:
                 with _claimed(path) as claimed:
                     if claimed:
-                        removed += await _reap_ledger(path, kept)
+                        removed += await _reap_ledger(path, failed)
             except OSError as error:  # another user's, for instance, which is no reason to leave the others
                 logger.warning("%s, which says what a process has started, was passed over: %s", path, error)
-    _tell(kept)
+    _tell([one for one in failed if not isinstance(one[1], ResourceUnreachable)])
+    _tell_unreachable([one for one in failed if isinstance(one[1], ResourceUnreachable)], repeat)
     return removed
 
 
-def _tell(kept: list[tuple[Entry, Exception]]) -> None:
+def _tell(failed: list[tuple[Entry, Exception]]) -> None:
     """Log what could not be removed: a line for each kind, however many there are of it."""
-    for kind in dict.fromkeys(entry.kind for entry, _ in kept):
-        entry, error = next(one for one in kept if one[0].kind == kind)
-        others = sum(one.kind == kind for one, _ in kept) - 1
+    for kind in dict.fromkeys(entry.kind for entry, _ in failed):
+        entry, error = next(one for one in failed if one[0].kind == kind)
+        others = sum(one.kind == kind for one, _ in failed) - 1
         logger.warning(
             "The orphan %s (%s)%s could not be removed and will be tried again (%s); its traces are %s.",
             entry.instance,
@@ -65,6 +79,37 @@ def _tell(kept: list[tuple[Entry, Exception]]) -> None:
             say(error),
             entry.traces,
         )
+
+
+def _tell_unreachable(failed: list[tuple[Entry, Exception]], repeat: bool) -> None:
+    """Log what is where nothing answers: one line for all that is kept, and one for all that is given up."""
+    given_up = [one for one in failed if _is_given_up(*one)]
+    kept = [one for one in failed if not _is_given_up(*one)]
+    if told := [one for one in kept if repeat or one[0].unreachable_since is None]:
+        logger.warning(
+            "%s could not be removed, because nothing answers where they are. Start what is missing and run "
+            "`agentfly resources reap`. They are given up after %d days. %s",
+            _counted(told),
+            UNREACHABLE_DAYS,
+            say(told[0][1]),
+        )
+    if given_up:
+        places = list(dict.fromkeys(str(dict(entry.traces)) for entry, _ in given_up))
+        logger.warning(
+            "%s were given up, because nothing has answered where they are for %d days. If it is started again, remove "
+            "them by hand. Their traces: %s%s",
+            _counted(given_up),
+            UNREACHABLE_DAYS,
+            "; ".join(places[:SHOWN]),
+            f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else "",
+        )
+
+
+def _counted(failed: list[tuple[Entry, Exception]]) -> str:
+    """How many orphans these are of each kind, with the name of one."""
+    kinds = Counter(entry.kind for entry, _ in failed)
+    numbers = ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
+    return f"Orphans of dead processes ({numbers}; one of them is {failed[0][0].instance})"
 
 
 async def remove(function: Reap, traces: dict[str, Any]) -> None:
@@ -80,7 +125,7 @@ async def remove(function: Reap, traces: dict[str, Any]) -> None:
             await on_thread(function, traces)
 
 
-async def _reap_ledger(path: Path, kept: list[tuple[Entry, Exception]]) -> list[Entry]:
+async def _reap_ledger(path: Path, failed: list[tuple[Entry, Exception]]) -> list[Entry]:
     owner, entries = ledger.read(path)
     if owner is None:
         logger.error("%s is not a ledger that this version can read. It was left alone; remove it by hand.", path)
@@ -89,12 +134,25 @@ async def _reap_ledger(path: Path, kept: list[tuple[Entry, Exception]]) -> list[
         return []
     # In-process resources have ended with their process: there is nothing to remove.
     orphans = [entry for entry in entries if entry.reap is not None]
-    failures = await asyncio.gather(*map(_reap_entry, orphans))
-    remaining = [(entry, error) for entry, error in zip(orphans, failures, strict=True) if error is not None]
-    ledger.write_remaining(path, owner, [entry for entry, _ in remaining])
+    outcomes = list(zip(orphans, await asyncio.gather(*map(_reap_entry, orphans)), strict=True))
+    failures = [(entry, error) for entry, error in outcomes if error is not None]
+    ledger.write_remaining(path, owner, [_marked(*one) for one in failures if not _is_given_up(*one)])
     window_of(path).unlink(missing_ok=True)
-    kept += remaining
-    return [entry for entry, error in zip(orphans, failures, strict=True) if error is None]
+    failed += failures
+    return [entry for entry, error in outcomes if error is None]
+
+
+def _marked(entry: Entry, error: Exception) -> Entry:
+    """An orphan that stays in its ledger, with the time since when it has been unreachable."""
+    if not isinstance(error, ResourceUnreachable):
+        return replace(entry, unreachable_since=None)
+    return replace(entry, unreachable_since=entry.unreachable_since or time.time())
+
+
+def _is_given_up(entry: Entry, error: Exception) -> bool:
+    """Whether nothing has answered for so long where an orphan is that it is not tried again."""
+    since = entry.unreachable_since if isinstance(error, ResourceUnreachable) else None
+    return since is not None and time.time() - since > UNREACHABLE_DAYS * 86400
 
 
 async def _reap_entry(entry: Entry) -> Exception | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -22,12 +23,27 @@ SHOWN = 20
 def live_runs_view(runs: Sequence[LiveRun]) -> RenderableType:
     """Each run with its pools, instances and queues; then what dead ones have left behind."""
     live = [run for run in runs if not run.dead]
-    left = [run for run in runs if run.dead]
+    dead = [run for run in runs if run.dead]
     parts: list[RenderableType] = [_run(run) for run in live] or [Text("nothing is running")]
-    for run in left:
-        what = f"{counted(len(run.started), 'instance')} left behind by process {run.pid}, which is dead: "
-        parts.append(Text(what + "agentfly resources reap removes it", style="yellow"))
+    left = [entry for run in dead for entry in run.started]
+    away = [entry for entry in left if entry.unreachable_since is not None]
+    if len(left) > len(away):
+        whose = f"process {dead[0].pid}, which is dead" if len(dead) == 1 else f"{len(dead)} processes, which are dead"
+        what = f"{counted(len(left) - len(away), 'instance')} left behind by {whose}: agentfly resources reap removes "
+        parts.append(Text(what + ("it" if len(left) - len(away) == 1 else "them"), style="yellow"))
+    if away:
+        places = list(dict.fromkeys(_place(entry.traces) for entry in away))
+        what = f"{counted(len(away), 'instance')} left behind where nothing answers: start what is missing at "
+        parts.append(Text(f"{what}{_few(places, 3)}, then run agentfly resources reap", style="yellow"))
     return Group(*parts)
+
+
+def _place(traces: Mapping[str, Any]) -> str:
+    """The address in traces, or in those of one of the backends that may have had it; else all of them."""
+    for one in (traces, *traces.values()):
+        if isinstance(one, Mapping) and one.get("address"):
+            return str(one["address"])
+    return str(dict(traces))
 
 
 def _run(run: LiveRun) -> RenderableType:
@@ -114,9 +130,9 @@ def _use(held: float, busy: float) -> tuple[str, str]:
     return _duration(held), f"{busy / held:.0%}" if held else ""
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _few(names: Sequence[str], shown: int = SHOWN) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def _table(*left: str, right: Sequence[str]) -> Table:

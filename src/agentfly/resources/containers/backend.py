@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import PrerequisiteError, ResourceUnreachable
 from agentfly.resources.containers.bubblewrap import scratch
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.sandbox import Sandbox
@@ -145,6 +145,17 @@ def _about_a_name(spec: ContainerSpec) -> list[str]:
 
 
 def reap(traces: dict[str, Any]) -> None:
-    """Remove what a dead process left of a container, by the traces of each backend that may have had it."""
+    """Remove what a dead process left of a container, by the traces of each backend that may have had it.
+
+    Raises:
+        Exception: what the first backend that failed raised, after all have been tried. `ResourceUnreachable` only
+            where no other failure is known.
+    """
+    failures: list[Exception] = []
     for name, left in traces.items():
-        backend(name).reap(left)
+        try:
+            backend(name).reap(left)
+        except Exception as error:
+            failures.append(error)
+    for error in sorted(failures, key=lambda one: isinstance(one, ResourceUnreachable)):
+        raise error

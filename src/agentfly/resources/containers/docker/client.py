@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentfly.errors import PrerequisiteError, ResourceError
+from agentfly.errors import PrerequisiteError, ResourceError, ResourceUnreachable
 from agentfly.installation import install_command
 
 if TYPE_CHECKING:
@@ -42,18 +42,23 @@ async def calling(what: str, patience_s: float = CALL_PATIENCE_S) -> AsyncIterat
     """Say of every failure of a call what it was for, and give it up after a while.
 
     Raises:
-        ResourceError: the engine refused, did not answer in time, or could not be reached.
+        ResourceUnreachable: nothing listens at the engine's address.
+        ResourceError: the engine refused, did not answer in time, or the connection broke.
     """
     from aiodocker.exceptions import DockerError
-    from aiohttp import ClientError
+    from aiohttp import ClientConnectorError, ClientError
 
     try:
         async with asyncio.timeout(patience_s):
             yield
     except DockerError as error:
+        if isinstance(error.__context__, ClientConnectorError):
+            raise ResourceUnreachable(f"{what} failed: {error.message}") from error
         raise ResourceError(f"{what} failed: {error.message} (status {error.status})") from error
     except TimeoutError as error:
         raise ResourceError(f"{what} took longer than {patience_s:g} s, so it was given up.") from error
+    except ClientConnectorError as error:
+        raise ResourceUnreachable(f"{what} failed: nothing answers there ({error})") from error
     except (ClientError, OSError) as error:
         raise ResourceError(f"{what} failed: the way to the engine is broken ({error!r})") from error
 

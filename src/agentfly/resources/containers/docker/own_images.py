@@ -126,6 +126,7 @@ def reap_images(traces: dict[str, Any]) -> None:
     """Remove the images that dead processes have made in an engine.
 
     Raises:
+        ResourceUnreachable: nothing listens at the engine's address.
         ResourceError: the engine does not answer.
     """
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import socket
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -108,6 +111,75 @@ def test_other_names_are_let_through_where_the_schema_lets_them() -> None:
 def test_a_part_of_a_schema_that_lies_elsewhere_is_left_to_whoever_has_it() -> None:
     schema = {"type": "object", "properties": {"at": {"$ref": "https://example.org/point.json"}}}
     assert GivenSchema("look", schema).validate({"at": {"x": 1}}) == {"arguments": {"at": {"x": 1}}}
+
+
+@pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef"])
+def test_nothing_that_a_schema_refers_to_is_fetched(keyword: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text('{"enum": ["of the host"]}')
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        for address in (file.as_uri(), f"http://127.0.0.1:{server.getsockname()[1]}/schema", "ftp://127.0.0.1/x"):
+            schema = GivenSchema("look", {"properties": {"a": {keyword: address}}})
+            assert schema.validate({"a": "x"}) == {"arguments": {"a": "x"}}
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def _doubling(levels: int, keyword: str) -> dict[str, Any]:
+    """A schema whose evaluation takes two to the power of its levels."""
+    definitions: dict[str, Any] = {str(levels): {}}
+    for n in range(levels):
+        one = {"$ref": f"#/$defs/{n + 1}"}
+        definitions[str(n)] = {keyword: [one, one]}
+    return {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": definitions}
+
+
+COSTLY: dict[str, tuple[dict[str, Any], Any]] = {
+    "a pattern in a part that names its draft": (
+        {"properties": {"a": {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": "^(a+)+$"}}},
+        "a" * 5000 + "!",
+    ),
+    "a pattern": ({"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}, "a" * 5000 + "!"),
+    "a pattern of names": ({"properties": {"a": {"patternProperties": {"^(a+)+$": {}}}}}, {"a" * 5000 + "!": 1}),
+    "a pattern of names beside": (
+        {"properties": {"a": {"additionalProperties": False, "patternProperties": {"^(a+)+$": {}}}}},
+        {"a" * 5000 + "!": 1},
+    ),
+    "a pattern of what is not evaluated": (
+        {"properties": {"a": {"unevaluatedProperties": False, "allOf": [{"patternProperties": {"^(a+)+$": {}}}]}}},
+        {"a" * 5000 + "!": 1},
+    ),
+    "all of two of two": (_doubling(60, "allOf"), "x"),
+    "any of two of two": (_doubling(60, "anyOf"), "x"),
+    "items that must differ": ({"properties": {"a": {"uniqueItems": True}}}, [{"n": n} for n in range(50_000)]),
+    "many choices": (
+        {"properties": {"a": {"items": {"enum": [[n] for n in range(20_000)]}}}},
+        ["x"] * 1_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+@pytest.mark.timeout(60)
+def test_a_check_that_would_take_for_ever_is_left_to_the_server(name: str) -> None:
+    schema, value = COSTLY[name]
+    with contextlib.suppress(InvalidArguments):
+        GivenSchema("look", schema).validate({"a": value})
+
+
+def test_a_schema_that_takes_for_ever_to_check_is_refused() -> None:
+    choices = [{"n": n} for n in range(20_000)]
+    draft = "http://json-schema.org/draft-04/schema#"  # which wants choices to differ
+    with pytest.raises(ToolDefinitionError, match="too large"):
+        GivenSchema("look", {"$schema": draft, "properties": {"a": {"enum": choices}}})
+
+
+def test_patterns_are_checked_by_an_engine_that_knows_their_dialect() -> None:
+    given = GivenSchema("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{Lu}\d+$"}}})
+    assert given.validate({"a": "É12"}) == {"arguments": {"a": "É12"}}
+    with pytest.raises(InvalidArguments, match="does not match"):
+        given.validate({"a": "e12"})
 
 
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"type": "objekt"}, {"properties": 3}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -117,6 +118,47 @@ async def test_what_http_and_the_protocol_go_wrong_with_is_infrastructure() -> N
             there.on_call = lambda request: told(request["id"], "here again")
             assert text_of(await server.call("say", {})) == "here again", name  # one call takes nothing else along
         assert len(there.sessions) == 1
+
+
+LARGE: dict[str, Answer] = {
+    "JSON": Answer(b" " * 200_000),
+    "an error page": Answer(b" " * 200_000, 500, "text/html"),
+    "a redirect to itself": Answer(b" " * 200_000, 307, headers={"location": "/mcp"}),
+}
+COMPRESSED = {
+    "JSON": Answer(gzip.compress(b"{}"), headers={"content-encoding": "gzip"}),
+    "an event without end": Answer(
+        gzip.compress(gzip.compress(b"\n" * 30_000_000)),
+        kind="text/event-stream",
+        headers={"content-encoding": "gzip, gzip"},
+    ),
+    "an error page": Answer(gzip.compress(b"no"), 500, "text/html", {"content-encoding": "GZip"}),
+    "a redirect to itself": Answer(gzip.compress(b"no"), 307, headers={"location": "/mcp", "content-encoding": "br"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("answers", "told_of_it"), [(LARGE, "more than 100000 bytes"), (COMPRESSED, "none was asked for")]
+)
+async def test_nothing_is_read_beyond_a_bound_or_decompressed(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Answer], told_of_it: str
+) -> None:
+    monkeypatch.setattr("agentfly.resources.mcp.http_client.LONGEST_MESSAGE", 100_000)
+    async with MCPHTTPServer() as there, connected(there, call_timeout_s=20) as server:
+        for name, answer in answers.items():
+            there.on_call = lambda _, answer=answer: answer
+            failed = await failure_of_a_call(server)
+            assert isinstance(failed, ResourceError), (name, failed)
+            assert told_of_it in str(failed), name
+        assert len(there.sessions) == 1
+
+
+async def test_events_are_read_as_utf_8_whatever_the_server_calls_it() -> None:
+    def as_event(request: dict[str, Any]) -> Answer:
+        return Answer(b"data: " + told(request["id"], "héé").body + b"\n\n", kind="text/event-stream; charset=punycode")
+
+    async with MCPHTTPServer(as_event) as there, connected(there, call_timeout_s=20) as server:
+        assert text_of(await server.call("say", {})) == "héé"
 
 
 async def test_what_the_server_says_of_a_call_is_told_to_the_model() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import socket
 import traceback
+import tracemalloc
 from collections.abc import AsyncIterator
 from email.utils import formatdate
 from typing import Any
@@ -237,6 +239,21 @@ async def test_a_huge_answer_is_read_only_so_far(far_side, status):
     assert type(error) is (APIMalformed if status == 200 else APIUnavailable)
     await far_side.until(lambda: far_side.open == 0)
     assert len(sent) < 50_000_000
+
+
+@pytest.mark.parametrize(("status", "kind"), [(200, APIMalformed), (500, APIUnavailable), (400, APIRefused)])
+@pytest.mark.parametrize("coding", ["gzip, gzip", "br", "GZIP", "unheard-of"])
+async def test_an_answer_is_never_decompressed(far_side, status, kind, coding):
+    body = gzip.compress(gzip.compress(b" " * 30_000_000))
+    tracemalloc.start()
+    try:
+        error = await failure_of(far_side, replies(status, body, Content_Encoding=coding))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert type(error) is kind
+    if status == 200:
+        assert f"in the coding '{coding.lower()}'" in str(error)
 
 
 async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):

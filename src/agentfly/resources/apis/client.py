@@ -198,10 +198,11 @@ class ModelClient:
                 asyncio.timeout(limit_s),
                 self._http.stream(method, url, content=content, auth=self._sign, headers=_HEADERS) as response,
             ):
-                body = self._credentials.redact_bytes(await self._read_body(response))
-                if response.is_success and len(body) <= self._max_answer_bytes:
-                    return body
                 status, headers = response.status_code, response.headers
+                coding = headers.get("content-encoding", "identity").strip().lower()
+                body = b"" if coding != "identity" else self._credentials.redact_bytes(await self._read_body(response))
+                if response.is_success and coding == "identity" and len(body) <= self._max_answer_bytes:
+                    return body
         except TimeoutError:
             return APIUnavailable(f"{said} was not answered within {limit_s:g} s (call_timeout_s).")
         except httpx.TimeoutException as error:
@@ -217,14 +218,20 @@ class ModelClient:
             return APIRefused(f"{said} cannot be called: {self._credentials.redact(str(error))}.")
         except asyncio.CancelledError as error:
             raise error.with_traceback(None) from None
+        if status < 300 and coding != "identity":
+            told = self._credentials.redact(coding[:_EXCERPT])
+            return APIMalformed(f"{said} answered in the coding {told!r}, and none was asked for.", status=status)
         if status < 300:
             return APIMalformed(f"{said} answered with more than {self._max_answer_bytes} bytes.", status=status)
         return _failure(said, status, body.decode("utf-8", errors="replace"), read_retry_after(headers))
 
     async def _read_body(self, response: httpx.Response) -> bytes:
-        """The body, or so much of it that it is seen to be too long."""
+        """The body, or so much of it that it is seen to be too long.
+
+        It is not decompressed: a few hundred bytes of a hostile endpoint would become gigabytes at once.
+        """
         body = bytearray()
-        async for part in response.aiter_bytes():
+        async for part in response.aiter_raw():
             body += part
             if len(body) > self._max_answer_bytes:
                 break

@@ -6,9 +6,11 @@ what HTTP says is put into the form of an error of the protocol here, with a mar
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +23,9 @@ from agentfly.resources.credentials import Credentials
 
 LONGEST_MESSAGE = 2**26
 """Bytes of the longest message that is taken from a server."""
+
+BETWEEN_STREAMS_S = 0.1
+"""Seconds from one request for a stream of events to the next, whatever the server asks for."""
 
 _MARK = "agentfly"
 _SESSION = "mcp-session-id"
@@ -56,17 +61,26 @@ class HTTPClient(httpx2.AsyncClient):
     """
 
     def __init__(self, credentials: Credentials, timeout: httpx2.Timeout) -> None:
-        super().__init__(headers=credentials.headers(), timeout=timeout)
+        super().__init__(
+            headers={"accept-encoding": "identity", **credentials.headers()},
+            timeout=timeout,
+            event_hooks={"response": [_bound]},
+        )
         self._credentials = credentials
         self._has_answered = False
+        self._next_stream_at = 0.0
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         """The response to a request, or one that says what went wrong."""
         asked = _message(request)
+        if request.method == "GET":
+            await self._pause()
         if asked is None:
             return await super().send(request, **options)
         try:
             response = await super().send(request, **options)
+            if response.has_redirect_location:  # the package reads what comes with it, if it follows
+                await response.aread()
             return await self._checked(request, asked, response) if "id" in asked else response
         except httpx2.RequestError as error:
             if not self._has_answered:
@@ -77,6 +91,13 @@ class HTTPClient(httpx2.AsyncClient):
             trouble = Trouble.UNREACHABLE if gone else Trouble.FAILED
             return self._failure(request, asked, trouble, f"{type(error).__name__}: {error}")
 
+    async def _pause(self) -> None:
+        """Wait before a stream of events is opened anew: a server may ask for that at once, again and again."""
+        now = time.monotonic()
+        at = max(now, self._next_stream_at)
+        self._next_stream_at = at + BETWEEN_STREAMS_S
+        await asyncio.sleep(at - now)
+
     async def _checked(
         self, request: httpx2.Request, asked: Mapping[str, Any], response: httpx2.Response
     ) -> httpx2.Response:
@@ -86,10 +107,10 @@ class HTTPClient(httpx2.AsyncClient):
         if status < 400 and kind == "text/event-stream":
             self._has_answered = True
             return response
-        body = await _body(response)
-        if body is None:
-            said = f"it answered with more than {LONGEST_MESSAGE} bytes"
-            return self._failure(request, asked, Trouble.FAILED, said)
+        try:
+            body = await response.aread()
+        finally:
+            await response.aclose()
         if status < 400 and kind == "application/json":
             self._has_answered = True
             return _buffered(request, response, body)
@@ -120,19 +141,38 @@ def _message(request: httpx2.Request) -> Mapping[str, Any] | None:
     return message if isinstance(message, dict) and "method" in message else None
 
 
-async def _body(response: httpx2.Response) -> bytes | None:
-    """All bytes of a response; None where there are too many."""
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in response.aiter_bytes():
-            parts.append(part)
+async def _bound(response: httpx2.Response) -> None:
+    """See that a response costs a bounded amount of memory and of the event loop's time, whoever reads it.
+
+    Raises:
+        DecodingError: it is compressed, though nothing of the kind was asked for: a few hundred bytes may become
+            gigabytes.
+    """
+    coding = response.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise httpx2.DecodingError(f"it answered in the coding {coding[:_SHOWN]!r}, and none was asked for")
+    response.encoding = "utf-8"  # of JSON and of events; others take long to decode
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "text/event-stream":  # which has a bound for each event
+        response.stream = _BoundedStream(response.stream)
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """A body that fails once it is longer than any message may be."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in self._stream:
             size += len(part)
             if size > LONGEST_MESSAGE:
-                return None
-    finally:
-        await response.aclose()
-    return b"".join(parts)
+                raise httpx2.ReadError(f"it answered with more than {LONGEST_MESSAGE} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 def _buffered(request: httpx2.Request, response: httpx2.Response, body: bytes) -> httpx2.Response:

@@ -157,5 +157,5 @@ def reap(traces: dict[str, Any]) -> None:
             backend(name).reap(left)
         except Exception as error:
             failures.append(error)
-    for error in sorted(failures, key=lambda one: isinstance(one, ResourceUnreachable)):
-        raise error
+    if failures:
+        raise min(failures, key=lambda failure: isinstance(failure, ResourceUnreachable))

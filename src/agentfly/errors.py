@@ -244,11 +244,19 @@ class ToolCrashed(ToolError):
     """A tool's code failed with an exception of another kind, which is the cause."""
 
 
-class SandboxFlooded(ToolError):
-    """Processes in a sandbox flooded the channels of its shell, and the sandbox was ended for that.
+class SandboxEnded(ToolError):
+    """What runs in a sandbox has brought the sandbox to its end.
 
     Nothing but what runs inside can do this, so it is the policy's doing and no failure of infrastructure.
     """
+
+
+class SandboxFlooded(SandboxEnded):
+    """Processes in a sandbox flooded the channels of its shell, and the sandbox was ended for that."""
+
+
+class SandboxOutOfMemory(SandboxEnded):
+    """A sandbox was over its own memory limit, and the kernel had nothing left to kill but its first process."""
 
 
 class SubagentUnfinished(ToolError):

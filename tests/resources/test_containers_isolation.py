@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError
+from agentfly.errors import PrerequisiteError, ResourceDied, SandboxOutOfMemory
 from agentfly.resources.containers.bubblewrap import launcher as launching
 from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
@@ -27,6 +27,7 @@ from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.processes import descendants, private_memory
+from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
@@ -234,6 +235,33 @@ async def test_a_full_disk_costs_neither_the_session_nor_the_container(box: Cont
     await box.run("cd /tmp; X=5; head -c 60000000 /dev/zero > /tmp/hog; head -c 60000000 /dev/zero > /workspace/hog")
     await box.run("exit 3")
     assert (await box.run("echo alive")).stdout == "alive\n"
+
+
+_LAST_FIRST = """
+for process in /proc/[0-9]*; do echo 1000 > $process/oom_score_adj; done; echo 0 > /proc/self/oom_score_adj
+head -c 1G /dev/zero > /dev/shm/hog; head -c 1G /dev/zero > /tmp/hog; perl -e '$x = "x" x (400*1024*1024); sleep 5'
+"""
+
+
+@pytest.mark.skipif(shutil.which("perl", path="/usr/bin") is None, reason="needs the system's perl")
+async def test_a_box_whose_processes_had_the_memory_limit_end_it_is_their_own_doing(
+    launcher: Launcher,
+) -> None:
+    if launcher.cgroups is None:
+        pytest.skip("the kernel holds the limit where control groups can be made")
+    async with started(ContainerSpec(memory="64MiB"), launcher) as box:
+        for attempt in ("the first", "a later"):
+            with pytest.raises(SandboxOutOfMemory, match="memory limit of 67108864 bytes"):
+                await box.run(_LAST_FIRST, timeout=30)
+            with pytest.raises(SandboxOutOfMemory):
+                await box.read_file("a")
+            assert await box.status() is Status.HEALTHY, attempt  # it is its owner's doing, who is told by each call
+            await box.reset()
+            assert (await box.run("echo new")).stdout == "new\n"
+        bubble = box._sandbox.bubble  # type: ignore[union-attr]
+        bubble.kill()
+        with pytest.raises(ResourceDied):
+            await box.run("true")
 
 
 async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher, name: Callable[[], str]) -> None:

@@ -128,17 +128,6 @@ async def test_releases_at_once_are_fine_for_container_and_sandbox(box: Containe
     assert traces_of(box.instance) == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(probe().memory != "cgroup", reason="needs a kernel that kills")
-async def test_a_container_that_is_killed_whole_for_memory_is_invalid_and_not_started_again(box: Container) -> None:
-    killed_first = "echo 1000 > /proc/1/oom_score_adj"
-    with pytest.raises(ResourceDied, match="memory limit"):
-        await box.run(f"{killed_first}; x=$(head -c 600000000 /dev/zero | tr '\\0' x); echo ${{#x}}")
-    assert await box.status() is Status.BROKEN
-    with pytest.raises(ResourceDied):
-        await box.run("echo alive")
-
-
 def test_a_measurement_that_fails_leaves_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reset(box: Container) -> None:
         raise ResourceDied("as in the test")

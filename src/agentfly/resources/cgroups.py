@@ -16,6 +16,8 @@ from typing import Any
 
 _CPU_PERIOD_US = 100_000
 _REMOVE = f"{__name__}:remove_probe"
+_CHARGED_AT_ONCE = 2**20  # bytes, generously
+_OOMS = re.compile(rb"^oom (\d+)", re.MULTILINE)
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 
 
@@ -97,6 +99,20 @@ class Cgroup:
             return counter.kills()
         finally:
             counter.close()
+
+    def has_killed_for_its_own_limit(self) -> bool:
+        """Whether the kernel has killed a process of the group for the group's limit, and not for the machine's."""
+        at = self.directories["memory"]
+        try:
+            if self.version == 2:
+                found = _OOMS.search((at / "memory.events").read_bytes())
+                met = found is not None and int(found[1]) > 0
+            else:
+                most, limit = (int((at / f"memory.{name}_in_bytes").read_text()) for name in ("max_usage", "limit"))
+                met = most + _CHARGED_AT_ONCE >= limit
+        except OSError:  # the group is gone
+            return False
+        return met and self.out_of_memory_kills() > 0
 
     def remove(self, patience_s: float = 2.0) -> None:
         """Remove the group, whose processes have been killed; see to it that the last of them are gone.

@@ -230,7 +230,7 @@ class Container(Resource):
 
         Raises:
             ResourceDied: the sandbox ended.
-            SandboxFlooded: it was ended, because its processes flooded its shell; a `ToolError`.
+            SandboxEnded: its processes brought it to its end, by flooding its shell or its memory; a `ToolError`.
             ResourceError: the host has no room for what is passed in.
             ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is not
                 above 0.

@@ -9,13 +9,19 @@ from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.snapshot import SnapshotImage
 from agentfly.resources.containers.spec import ContainerSpec
 
+FLOODED = (
+    "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be run in it any "
+    "more, and its files are lost."
+)
+"""What is said of a sandbox that was ended for that."""
+
 
 class Sandbox(ABC):
     """What a backend makes of a spec. `Container` drives it, and calls one of start, reset, end, freeze, thaw and fork
     at a time; freeze, thaw, fork and port only where the backend's capabilities say that it can.
 
     A backend never fails a command for what the command does: that is its outcome. What it raises is infrastructure's,
-    but for `SandboxFlooded`: then processes inside wrote to the shell's channels without end.
+    but for `SandboxEnded`: then processes inside have brought it to its end.
     """
 
     def __init__(self, spec: ContainerSpec, instance: str) -> None:
@@ -80,7 +86,7 @@ class Sandbox(ABC):
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
-            SandboxFlooded: it was ended for what its processes wrote.
+            SandboxEnded: it was ended for what its processes did.
             ResourceError: the backend has no room for the command's input.
         """
 

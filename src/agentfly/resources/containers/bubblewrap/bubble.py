@@ -175,6 +175,11 @@ class Bubble:
             return f"its first process was killed; the memory limit has cost it {kills} processes so far"
         return "its first process was killed"
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether its own memory limit has cost it processes, so that its first one may have been among them."""
+        return self.cgroup is not None and self.cgroup.has_killed_for_its_own_limit()
+
     def complaint(self) -> str:
         """What bubblewrap printed before the sandbox was up."""
         try:

@@ -65,7 +65,9 @@ class Life:
     @property
     def alive(self) -> bool:
         """Whether it takes commands, or was ended for what its processes did."""
-        return self.shell is not None and (self.shell.flooded or not (self.shell.dead or self.bubble.has_exited))
+        if self.shell is None:
+            return False
+        return self.shell.own_doing is not None or not (self.shell.dead or self.bubble.has_exited)
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""
@@ -79,7 +81,7 @@ class Life:
     async def freeze(self) -> None:
         """Stop every process, and the clocks of the commands under way."""
         assert self.shell is not None
-        if self.shell.flooded:
+        if self.shell.own_doing is not None:
             return
         self.shell.stop_clocks()
         await self.bubble.freeze()
@@ -87,7 +89,7 @@ class Life:
     async def thaw(self) -> None:
         """Let every process go on."""
         assert self.shell is not None
-        if self.shell.flooded:
+        if self.shell.own_doing is not None:
             return
         try:
             await self.bubble.thaw()

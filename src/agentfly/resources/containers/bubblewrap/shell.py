@@ -15,13 +15,14 @@ import os
 import signal
 from pathlib import Path
 
-from agentfly.errors import ResourceDied, ResourceError, SandboxFlooded
+from agentfly.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded, SandboxOutOfMemory
 from agentfly.resources.containers.bubblewrap.bubble import Bubble
 from agentfly.resources.containers.bubblewrap.exchange import Exchange
 from agentfly.resources.containers.bubblewrap.keepers import Keepers
 from agentfly.resources.containers.bubblewrap.reports import Reports
 from agentfly.resources.containers.bubblewrap.running import Running
 from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.sandbox import FLOODED
 from agentfly.resources.processes import children
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
@@ -65,11 +66,11 @@ class Shell:
         self._in_doubt: Running | None = None  # what it had been asked: either it had begun that, or nobody has
         self._directory = ""  # where the next command must go first, because its session could not keep it
         self._died_of: str | None = None
-        self.flooded = False  # it was ended for what its processes wrote
+        self.own_doing: SandboxEnded | None = None  # what its processes have done, that it has ended
         self._reports = Reports(
             bubble.launched.reports,
             report=self._report,
-            ended=lambda: self._die(bubble.cause_of_death()),
+            ended=self._ended,
             flooded=self._flood,
         )
         self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and input
@@ -89,7 +90,7 @@ class Shell:
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
-            SandboxFlooded: it was ended for what its processes wrote.
+            SandboxEnded: it was ended for what its processes did.
             ResourceError: the host has no room for the command's input, or too many files open.
         """
         if command.own_process:
@@ -201,13 +202,10 @@ class Shell:
 
         Raises:
             ResourceDied: the sandbox ended.
-            SandboxFlooded: it was ended for what its processes wrote.
+            SandboxEnded: it was ended for what its processes did.
         """
-        if self.flooded:
-            raise SandboxFlooded(
-                "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be "
-                "run in it any more, and its files are lost."
-            )
+        if self.own_doing is not None:
+            raise type(self.own_doing)(*self.own_doing.args)
         if self._died_of is not None:
             raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._died_of}.")
 
@@ -277,9 +275,19 @@ class Shell:
     def _flood(self) -> None:
         """End the sandbox for what its processes wrote."""
         if not self.dead:
-            self.flooded = True
+            self.own_doing = SandboxFlooded(FLOODED)
             self._die("its processes flooded it")
             self._bubble.kill()
+
+    def _ended(self) -> None:
+        """Its first process is gone, and so is all the rest."""
+        if not self.dead and self._bubble.ran_out_of_memory:
+            self.own_doing = SandboxOutOfMemory(
+                f"The sandbox was ended, because what runs in it took more than its memory limit of "
+                f"{self._bubble.spec.memory_limit} bytes, until nothing else could be killed. No command can be run in "
+                "it any more, and its files are lost."
+            )
+        self._die(self._bubble.cause_of_death())
 
     def _die(self, cause: str) -> None:
         if self.dead:

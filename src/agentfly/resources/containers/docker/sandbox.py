@@ -119,7 +119,7 @@ class EngineSandbox(Sandbox):
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
         shell = self._shells.get(self.spec.user)
-        return shell is not None and (shell.flooded or not shell.dead)
+        return shell is not None and (shell.own_doing is not None or not shell.dead)
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""
@@ -212,7 +212,7 @@ class EngineSandbox(Sandbox):
             return self._shells[user]
         async with self._beginning:
             shell = self._shells.get(user)
-            if shell is None or (shell.dead and not shell.flooded):
+            if shell is None or (shell.dead and shell.own_doing is None):
                 if shell is not None:
                     await shell.close()
                 shell = self._shells[user] = await self._begin_shell(user)

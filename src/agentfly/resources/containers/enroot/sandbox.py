@@ -117,7 +117,7 @@ class EnrootSandbox(Sandbox):
     @property
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
-        return self._shell is not None and (self._shell.flooded or not self._shell.dead)
+        return self._shell is not None and (self._shell.own_doing is not None or not self._shell.dead)
 
     async def run(self, command: Command, timeout: float) -> Outcome:
         """See `Sandbox.run`."""

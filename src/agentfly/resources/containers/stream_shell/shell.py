@@ -14,9 +14,10 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError, SandboxFlooded
+from agentfly.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded
 from agentfly.resources.containers.allowance import Allowance
 from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.sandbox import FLOODED
 from agentfly.resources.containers.stream_shell.channel import Channel
 from agentfly.resources.containers.stream_shell.channels import Channels, Open
 from agentfly.resources.containers.stream_shell.reports import number
@@ -80,7 +81,7 @@ class StreamShell:
         self._oom_kills = 0
         self._served = False  # the session has finished a command since it began
         self._died_of: str | None = None
-        self.flooded = False  # it was ended for what its processes reported
+        self.own_doing: SandboxEnded | None = None  # what its processes have done, that it has ended
         self._allowance = Allowance(_LEAST_REPORTS, per_second=_REPORTS_PER_SECOND, per_request=_REPORTS_PER_REQUEST)
         self._ending: asyncio.Task[None] | None = None
         self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed, self._abandoned)
@@ -107,7 +108,7 @@ class StreamShell:
 
         Raises:
             ResourceDied: the sandbox ended before the command did, or the way to it is broken.
-            SandboxFlooded: it was ended for what its processes reported.
+            SandboxEnded: it was ended for what its processes did.
         """
         if command.own_process:
             return await self._run(command, timeout)
@@ -221,11 +222,8 @@ class StreamShell:
     async def _check(self) -> None:
         if self._died_of is None and self._ending is not None:
             await asyncio.wait({self._ending})
-        if self.flooded:
-            raise SandboxFlooded(
-                "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be "
-                "run in it any more, and its files are lost."
-            )
+        if self.own_doing is not None:
+            raise type(self.own_doing)(*self.own_doing.args)
         if self._died_of is not None:
             raise ResourceDied(f"The sandbox is gone: {self._died_of}.")
 
@@ -246,7 +244,7 @@ class StreamShell:
     def _flood(self) -> None:
         """End the sandbox for what its processes reported."""
         if not self.dead:
-            self.flooded = True
+            self.own_doing = SandboxFlooded(FLOODED)
             self._die("its processes flooded it")
             self._channels.stop()
             self._beside(self._end_processes())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -91,6 +93,47 @@ async def test_a_port_inside_is_reached_from_the_host_though_there_is_no_network
     await box.release()
     with pytest.raises(OSError):  # noqa: PT011  (whatever the kernel says)
         await _ask(*where, b"x")
+
+
+def _listeners() -> set[str]:
+    """The TCP sockets on which this process listens."""
+    sockets = {
+        f"socket:[{line.split()[9]}]" for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line
+    }
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(descriptor.readlink()))
+    return found & sockets
+
+
+async def test_a_port_asked_for_many_times_at_once_is_one_and_a_new_one_after_a_reset(
+    ground: Ground, start: Start
+) -> None:
+    if not ground.able.ports:
+        pytest.skip("this backend has no ports")
+    box = await start(ground, ports=(8000, 8001))
+    for _ in range(2):
+        asked = [box.port(inside) for inside in (8000, 8001, 8000, 8001)]
+        first, second, *again = await asyncio.gather(*asked)
+        assert [first, second] == again
+        assert first != second
+        await box.reset()
+
+
+async def test_a_port_that_is_opened_while_its_box_is_released_leaves_no_listener(ground: Ground, start: Start) -> None:
+    if not ground.able.ports:
+        pytest.skip("this backend has no ports")
+    before = await asyncio.to_thread(_listeners)
+    for turns in range(1, 4):
+        box = await start(ground, ports=(8000,))
+        opening = asyncio.create_task(box.port(8000))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await box.release()
+        with contextlib.suppress(ResourceDied):  # unless it was quicker
+            await opening
+        assert await asyncio.to_thread(_listeners) == before
 
 
 # --- freezing ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Ports: TCP ports inside a sandbox, within reach of the host though the sandbox has no network."""
+"""Ports: TCP ports inside a sandbox, within reach of the host though the sandbox has no network.
+
+`PortForwarder` is the host's side, of every backend; `Ports` is how bubblewrap's sandboxes are reached.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentfly.errors import ResourceDied, ResourceError
-from agentfly.resources.containers.bubblewrap.bubble import Bubble
+
+if TYPE_CHECKING:
+    from agentfly.resources.containers.bubblewrap.bubble import Bubble
 
 _HOST = "127.0.0.1"
 _CHUNK = 64 * 1024
@@ -19,21 +26,26 @@ _PATIENCE_S = 10.0
 _MAKER = Path(__file__).with_name("sockets_inside.py")
 
 
-class Ports:
-    """Listens on the host, and passes each connection on to the sandbox.
+Connect = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Carries one connection to a port inside, until either side ends it."""
 
-    A socket belongs to the network in which it was made. A small program joins the sandbox's, and makes there, on
-    demand, the sockets by which this process then reaches it.
-    """
 
-    def __init__(self, bubble: Bubble) -> None:
-        """Attach to a sandbox that has been started; nothing is opened yet."""
-        self._bubble = bubble
-        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # which no caller's cancellation cuts short
+class PortForwarder:
+    """Listens on the loopback of this host for the ports of a sandbox, one listener for each port inside."""
+
+    def __init__(self, sandbox: str, connect: Connect, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Make one that does not listen yet.
+
+        Args:
+            sandbox: its name, for people.
+            connect: carries a connection. It is cancelled when the forwarder closes.
+            prepare: called before a listener is made; `close` waits for it.
+        """
+        self._sandbox = sandbox
+        self._connect = connect
+        self._prepare = prepare
+        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # no caller's cancellation cuts them short
         self._connections: set[asyncio.Task[None]] = set()
-        self._maker: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._turn = asyncio.Lock()
         self._closed = False
 
     async def open(self, inside: int) -> tuple[str, int]:
@@ -43,10 +55,8 @@ class Ports:
             ResourceDied: the sandbox is gone.
             ResourceError: this process has too many files open.
         """
-        if self._bubble.spec.network:
-            return _HOST, inside
         if self._closed:
-            raise ResourceDied(f"The sandbox {self._bubble.name} is gone, and its ports with it.")
+            raise ResourceDied(f"The sandbox {self._sandbox} is gone, and its ports with it.")
         if inside not in self._listening:
             self._listening[inside] = asyncio.create_task(self._listen(inside))
         listening = self._listening[inside]
@@ -57,14 +67,14 @@ class Ports:
                 del self._listening[inside]
             if isinstance(error, ResourceDied):
                 raise
-            raise ResourceError(f"The port {inside} of {self._bubble.name} could not be opened: {error}") from error
+            raise ResourceError(f"The port {inside} of {self._sandbox} could not be opened: {error}") from error
         if self._closed:
-            raise ResourceDied(f"The sandbox {self._bubble.name} was released while its port {inside} was opened.")
+            raise ResourceDied(f"The sandbox {self._sandbox} was released while its port {inside} was opened.")
         host, port = server.sockets[0].getsockname()
         return str(host), int(port)
 
     async def close(self) -> None:
-        """Close every port and connection."""
+        """Close every port and connection, those too that are being opened. Safe to call again."""
         self._closed = True
         if self._listening:
             await asyncio.wait(self._listening.values())
@@ -75,21 +85,59 @@ class Ports:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
+
+    async def _listen(self, inside: int) -> asyncio.Server:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._closed:  # it was accepted just before
+                writer.close()
+                return
+            task = asyncio.create_task(self._carry(inside, reader, writer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+        if self._prepare is not None:
+            await self._prepare()
+        return await asyncio.start_server(connected, _HOST, 0)
+
+    async def _carry(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # a connection that cannot be carried ends, which its caller sees
+        with contextlib.suppress(OSError, ResourceError), contextlib.closing(writer):
+            await self._connect(inside, reader, writer)
+
+
+class Ports:
+    """The ports of a sandbox of bubblewrap.
+
+    A socket belongs to the network in which it was made. A small program joins the sandbox's, and makes there, on
+    demand, the sockets by which this process then reaches it.
+    """
+
+    def __init__(self, bubble: Bubble) -> None:
+        """Attach to a sandbox that has been started; nothing is opened yet."""
+        self._bubble = bubble
+        self._forwarder = PortForwarder(bubble.name, self._pass_on, self._joined)
+        self._maker: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    async def open(self, inside: int) -> tuple[str, int]:
+        """See `PortForwarder.open`."""
+        if self._bubble.spec.network:
+            return _HOST, inside
+        return await self._forwarder.open(inside)
+
+    async def close(self) -> None:
+        """Close every port and connection."""
+        await self._forwarder.close()
         if self._channel is not None and self._maker is not None:
             self._channel.close()  # at which the maker ends
             self._channel = None
             await self._bubble.launcher.aside(_ended, self._maker)
 
-    async def _listen(self, inside: int) -> asyncio.Server:
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.create_task(self._pass_on(inside, reader, writer))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-
+    async def _joined(self) -> None:
         async with self._turn:
             if self._channel is None:
                 await self._bubble.launcher.aside(self._join)
-        return await asyncio.start_server(connected, _HOST, 0)
 
     def _join(self) -> None:
         """Start the maker of sockets. Its user is the one that owns the sandbox's namespaces."""
@@ -131,18 +179,17 @@ class Ports:
         return socket.socket(fileno=descriptors[0])
 
     async def _pass_on(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(writer):
-            async with self._turn:
-                made = await self._bubble.launcher.aside(self._socket)
-            made.setblocking(False)
-            try:
-                await asyncio.get_running_loop().sock_connect(made, (_HOST, inside))
-                far_reader, far_writer = await asyncio.open_connection(sock=made)
-            except BaseException:
-                made.close()
-                raise
-            with contextlib.closing(far_writer):
-                await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        async with self._turn:
+            made = await self._bubble.launcher.aside(self._socket)
+        made.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(made, (_HOST, inside))
+            far_reader, far_writer = await asyncio.open_connection(sock=made)
+        except BaseException:
+            made.close()
+            raise
+        with contextlib.closing(far_writer):
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Forwarder: a port of this machine that leads to a port inside a container, whether that has a network or not."""
+"""The relay by which connections reach a port inside a container, whether that has a network or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
-from agentfly.errors import ResourceError
+from agentfly.resources.containers.bubblewrap.ports import Connect
 from agentfly.resources.containers.stream_shell.stream import Stream
 
 _CHUNK = 65536
@@ -41,58 +41,23 @@ kill "$answers" "$calls"
 """
 
 
-class Forwarder:
-    """Listens on the loopback of this machine, and connects each caller by a program that runs inside."""
+def relay(open_stream: Callable[[Sequence[str]], Awaitable[Stream]]) -> Connect:
+    """What carries connections to ports inside, by a program that runs there for each.
 
-    def __init__(self, inside: int, open_stream: Callable[[Sequence[str]], Awaitable[Stream]]) -> None:
-        """Make one that is not listening yet.
+    Args:
+        open_stream: runs a program inside.
+    """
 
-        Args:
-            inside: the port inside.
-            open_stream: runs a program inside.
-        """
-        self._inside = inside
-        self._open = open_stream
-        self._server: asyncio.Server | None = None
-        self._calls: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Listen, on a port that the system chooses."""
-        self._server = await asyncio.start_server(self._called, "127.0.0.1", 0)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of this machine."""
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return host, port
-
-    async def close(self) -> None:
-        """Stop listening, and end every call."""
-        if self._server is not None:
-            self._server.close()
-        for call in list(self._calls):
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(set(self._calls))
-
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
+    async def connect(inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = await open_stream(["/bin/bash", "-c", _RELAY, "bash", str(inside), _PERL])
+        asking = asyncio.create_task(_pass_in(reader, stream))
         try:
-            stream = await self._open(["/bin/bash", "-c", _RELAY, "bash", str(self._inside), _PERL])
-            asking = asyncio.create_task(_pass_in(reader, stream))
-            try:
-                await _pass_out(stream, writer)
-            finally:
-                asking.cancel()
-                await stream.close()
-        except (OSError, ResourceError, asyncio.CancelledError):
-            pass  # the caller sees its connection end
+            await _pass_out(stream, writer)
         finally:
-            self._calls.discard(call)
-            writer.close()
+            asking.cancel()
+            await stream.close()
+
+    return connect
 
 
 async def _pass_in(reader: asyncio.StreamReader, stream: Stream) -> None:

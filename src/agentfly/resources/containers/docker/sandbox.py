@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.resources.containers.bubblewrap.ports import PortForwarder
 from agentfly.resources.containers.command import Command, Outcome
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities
 from agentfly.resources.containers.docker.client import calling, connect
 from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words
 from agentfly.resources.containers.docker.fork_archive import archive_words, write_archive
-from agentfly.resources.containers.docker.forwarding import Forwarder
+from agentfly.resources.containers.docker.forwarding import relay
 from agentfly.resources.containers.docker.image import ImageFacts
 from agentfly.resources.containers.docker.labels import labels
 from agentfly.resources.containers.docker.own_images import OwnImages
@@ -71,7 +72,7 @@ class EngineSandbox(Sandbox):
         self._work: set[asyncio.Task[None]] = set()  # what must not be cut short, or goes on in the background
         self._shells: dict[str, StreamShell] = {}  # by user
         self._beginning = asyncio.Lock()  # of a shell for another user than the spec's
-        self._forwarders: dict[int, Forwarder] = {}
+        self._ports = self._new_ports()
         self._scripts = Scripts("")
         self._paused = False
 
@@ -86,6 +87,7 @@ class EngineSandbox(Sandbox):
         await self.thaw()
         shell = self._shells.pop(self.spec.user, None)
         await self._close_others()
+        self._ports = self._new_ports()
         if shell is not None:
             if self._plan.guarded and await shell.reset(self._plan.emptied, _RESET_PATIENCE_S):
                 self._shells[self.spec.user] = shell
@@ -147,10 +149,7 @@ class EngineSandbox(Sandbox):
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""
-        if inside not in self._forwarders:
-            self._forwarders[inside] = Forwarder(inside, self._open_as_agent)
-            await self._forwarders[inside].start()
-        return self._forwarders[inside].address
+        return await self._ports.open(inside)
 
     async def fork(self) -> SnapshotImage:
         """See `Sandbox.fork`. What the agent may write to is in memory, and comes into the image as an archive."""
@@ -247,6 +246,9 @@ class EngineSandbox(Sandbox):
             raise
         return shell
 
+    def _new_ports(self) -> PortForwarder:
+        return PortForwarder(self.instance, relay(self._open_as_agent))
+
     async def _open_as_agent(self, words: Sequence[str]) -> EngineStream:
         return await self._open(words, self.spec.user)
 
@@ -276,9 +278,7 @@ class EngineSandbox(Sandbox):
 
     async def _close_others(self) -> None:
         """Let go of what is there beside the shell of the spec's user."""
-        for forwarder in self._forwarders.values():
-            await forwarder.close()
-        self._forwarders.clear()
+        await self._ports.close()
         others = [user for user in self._shells if user != self.spec.user]
         for user in others:
             await self._shells.pop(user).close()

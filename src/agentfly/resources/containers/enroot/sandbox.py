@@ -12,10 +12,11 @@ from dataclasses import replace
 from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
 from agentfly.resources.cgroups import Cgroup, CgroupHome
 from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
+from agentfly.resources.containers.bubblewrap.ports import PortForwarder
 from agentfly.resources.containers.bubblewrap.processes import kill_with_children
 from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
 from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.docker.forwarding import Forwarder
+from agentfly.resources.containers.docker.forwarding import relay
 from agentfly.resources.containers.enroot.image import Image
 from agentfly.resources.containers.enroot.namespaces import READY
 from agentfly.resources.containers.enroot.place import Place
@@ -63,12 +64,13 @@ class EnrootSandbox(Sandbox):
         self._first = 0  # the host's id of process 1
         self._said = b""
         self._shell: StreamShell | None = None
-        self._forwarders: dict[int, Forwarder] = {}
+        self._ports = self._new_ports()
         self._frozen = False
 
     async def start(self) -> None:
         """See `Sandbox.start`."""
         self._begun, self._said, self._frozen = True, b"", False
+        self._ports = self._new_ports()
         try:
             await on_thread(self._furnish)
             async with asyncio.timeout(_START_PATIENCE_S):
@@ -93,9 +95,7 @@ class EnrootSandbox(Sandbox):
 
     async def end(self) -> None:
         """See `Sandbox.end`."""
-        for forwarder in self._forwarders.values():
-            await forwarder.close()
-        self._forwarders.clear()
+        await self._ports.close()
         if self._launching is not None and self._launched is None:
             with contextlib.suppress(OSError):
                 self._launched = await self._launching
@@ -148,10 +148,7 @@ class EnrootSandbox(Sandbox):
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""
-        if inside not in self._forwarders:
-            self._forwarders[inside] = Forwarder(inside, self._open)
-            await self._forwarders[inside].start()
-        return self._forwarders[inside].address
+        return await self._ports.open(inside)
 
     # --- bringing up ------------------------------------------------------------------------------------------------
 
@@ -191,6 +188,9 @@ class EnrootSandbox(Sandbox):
             else:
                 self._said = (self._said + data)[-_WORDS:]
         return launched
+
+    def _new_ports(self) -> PortForwarder:
+        return PortForwarder(self.instance, relay(self._open))
 
     async def _open(self, words: Sequence[str]) -> ProcessStream:
         """Run a program inside, with a stream of its own."""

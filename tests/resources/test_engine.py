@@ -7,8 +7,9 @@ import copy
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -183,6 +184,148 @@ def test_a_leased_resource_passes_for_the_resource_itself(play):
         await engine.release(lease)
         with pytest.raises(LeaseOver):
             len(shelf)
+
+    play(scene)
+
+
+class Pages(FakeResource):
+    """A resource with all kinds of methods of which code runs later than they return."""
+
+    ran = 0
+
+    def lines(self):
+        try:
+            while True:
+                self.ran += 1
+                yield self.ran
+        except ZeroDivisionError:
+            yield "thrown"
+
+    def __iter__(self):
+        return self.lines()
+
+    def lines_in_other_words(self):
+        return self.lines()
+
+    async def lines_later(self):
+        return self.lines()
+
+    async def stream(self):
+        try:
+            while True:
+                self.ran += 1
+                yield self.ran
+        except ZeroDivisionError:
+            yield "thrown"
+
+    def __aiter__(self):
+        return self.stream()
+
+    @contextmanager
+    def opened(self):
+        self.ran += 1
+        yield self.ran
+        self.ran += 1
+
+    @asynccontextmanager
+    async def opened_later(self):
+        self.ran += 1
+        yield self.ran
+        self.ran += 1
+
+    def again(self):
+        return self
+
+    async def again_later(self):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.ran += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagesSpec(FakeSpec):
+    pass
+
+
+register(PagesSpec, Pages, kind="pages")
+
+
+def test_code_of_a_resource_that_runs_after_its_method_has_returned_ends_with_the_lease(play):
+    async def scene(engine):
+        lease = await engine.acquire(PagesSpec(capacity=1), "a")
+        pages = lease.resource
+        iterators = [pages.lines(), iter(pages), pages.lines_in_other_words(), await pages.lines_later()]
+        streams = [pages.stream(), aiter(pages)]
+        assert [next(one) for one in iterators] == [1, 2, 3, 4]
+        assert [await anext(one) for one in streams] == [5, 6]
+        never_begun = [pages.lines(), pages.stream()]
+        contexts, contexts_later = [pages.opened() for _ in range(2)], [pages.opened_later() for _ in range(2)]
+        contexts[0].__enter__()
+        await contexts_later[0].__aenter__()
+        await engine.release(lease)
+        live = engine._lifecycle[lease.instance]
+        assert live.ran == 8
+        for use in (
+            *(partial(next, one) for one in (*iterators, never_begun[0])),
+            *(partial(run_now, anext(one)) for one in (*streams, never_begun[1])),
+            lambda: contexts[0].__exit__(None, None, None),
+            contexts[1].__enter__,
+            lambda: run_now(contexts_later[0].__aexit__(None, None, None)),
+            lambda: run_now(contexts_later[1].__aenter__()),
+        ):
+            with pytest.raises(LeaseOver, match="by a is over"):
+                use()
+        assert live.ran == 8
+
+    play(scene)
+
+
+def test_what_a_method_returns_in_place_of_its_resource_ends_with_the_lease(play):
+    async def scene(engine):
+        lease = await engine.acquire(PagesSpec(), "a")
+        async with lease.resource as entered:
+            assert lease.resource.again() is await lease.resource.again_later() is entered is lease.resource
+
+    play(scene)
+
+
+def test_generators_of_a_leased_resource_take_what_is_sent_and_thrown(play):
+    async def scene(engine):
+        pages = (await engine.acquire(PagesSpec(), "a")).resource
+        lines, stream = pages.lines(), pages.stream()
+        assert (next(lines), await anext(stream), lines.send("x"), await stream.asend("x")) == (1, 2, 3, 4)
+        assert lines.throw(ZeroDivisionError) == await stream.athrow(ZeroDivisionError) == "thrown"
+        assert list(lines) == [item async for item in stream] == []
+        with pages.opened() as number:
+            assert number == 5
+        with pytest.raises(KeyError):
+            async with pages.opened_later():
+                raise KeyError
+        assert pages.ran == 7
+
+    play(scene)
+
+
+def test_the_steps_of_a_generator_count_as_use(play):
+    class Slow(FakeResource):
+        def steps(self):
+            for _ in range(2):
+                asyncio.get_running_loop().advance(3)
+                yield
+
+    @dataclass(frozen=True, kw_only=True)
+    class SlowSpec(FakeSpec):
+        pass
+
+    async def scene(engine):
+        register(SlowSpec, Slow, kind="slow")
+        for _ in (await engine.acquire(SlowSpec(), "a")).resource.steps():
+            await asyncio.sleep(1)
+        assert engine.occupancy()["fake"].busy_seconds == pytest.approx(6)
 
     play(scene)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager, aclosing, closing
 from difflib import get_close_matches
-from types import FunctionType, MethodType
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import Any, TypeVar, cast
 
 from agentfly.errors import LeaseOver, NoSuchAttribute, UsageError
@@ -118,28 +118,16 @@ def _guarded(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
 
         return call_async
 
-    if inspect.isasyncgenfunction(method):
-
-        @functools.wraps(method)
-        async def iterate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            _live(handle)
-            async with _use(handle), aclosing(method(*args, **kwargs)) as items:
-                async for item in items:
-                    _live(handle)
-                    yield item
-
-        return iterate
-
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _live(handle)
+        resource = _live(handle)
         busy = _use(handle).busy
         busy.begin()
         try:
             result = method(*args, **kwargs)
         finally:
             busy.end()
-        return _attended(handle, result) if inspect.iscoroutine(result) else result
+        return _given(handle, resource, result)
 
     return call
 
@@ -147,18 +135,90 @@ def _guarded(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
 async def _called(handle: Handle, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _live(handle)
     async with _use(handle):
-        _live(handle)
-        return await method(*args, **kwargs)
+        resource = _live(handle)
+        result = await method(*args, **kwargs)
+    return _given(handle, resource, result)
 
 
-async def _attended(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
-    """What a function that is no coroutine function returned to be awaited."""
+def _given(handle: Handle, resource: Resource, result: Any) -> Any:
+    """What an owner gets of a result: code of the resource that has yet to run ends with the lease.
+
+    In place of the resource, which methods return that end in ``return self``, it gets the handle.
+    """
+    if result is resource:
+        return handle
+    guard = _GUARDS.get(type(result))
+    return result if guard is None else guard(handle, result)
+
+
+async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
     try:
+        _live(handle)
         async with _use(handle):
-            _live(handle)
-            return await work
+            resource = _live(handle)
+            result = await work
+        return _given(handle, resource, result)
     finally:
         work.close()  # in case it never began
+
+
+def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    step = functools.partial(items.send, None)
+    busy = _use(handle).busy
+    with closing(items):
+        while True:
+            resource = _live(handle)
+            busy.begin()
+            try:
+                item = step()
+            except StopIteration as end:
+                return end.value
+            finally:
+                busy.end()
+            try:
+                sent = yield _given(handle, resource, item)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = functools.partial(items.throw, error)
+            else:
+                step = functools.partial(items.send, sent)
+
+
+async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+    """The instance runs from the first item to the end, and counts as busy."""
+    step = functools.partial(items.asend, None)
+    _live(handle)
+    async with _use(handle), aclosing(items):
+        while True:
+            resource = _live(handle)
+            try:
+                item = await step()
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield _given(handle, resource, item)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = functools.partial(items.athrow, error)
+            else:
+                step = functools.partial(items.asend, sent)
+
+
+def _context_manager(handle: Handle, context: Any) -> Any:
+    """One that `contextlib` made of a generator function."""
+    context.gen = _given(handle, _live(handle), context.gen)
+    return context
+
+
+_GUARDS: dict[type, Callable[[Handle, Any], Any]] = {
+    CoroutineType: _coroutine,
+    GeneratorType: _generator,
+    AsyncGeneratorType: _async_generator,
+    _GeneratorContextManager: _context_manager,
+    _AsyncGeneratorContextManager: _context_manager,
+}
 
 
 def _use(handle: Any) -> Use:
@@ -209,6 +269,6 @@ class _CoroutineMethod:
 
 def _passed_on(name: str) -> Callable[..., Any]:
     def method(handle: Handle, *args: Any, **kwargs: Any) -> Any:
-        return getattr(_live(handle), name)(*args, **kwargs)
+        return _guarded(handle, getattr(_live(handle), name))(*args, **kwargs)
 
     return method

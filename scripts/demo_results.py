@@ -29,8 +29,8 @@ def table_row(run: RunDirectory) -> list[str]:
         str(summary.steps),
         f"{summary.reward_start:.2f}",
         f"{summary.reward_end:.2f}",
-        f"{summary.success_before:.0%}",
-        f"{summary.success_after:.0%}",
+        f"{summary.success_before.mean:.0%}",
+        f"{summary.success_after.mean:.0%}",
         f"{seconds / 60:.1f}",
     ]
 

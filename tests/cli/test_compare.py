@@ -55,6 +55,15 @@ def test_two_runs_are_shown_side_by_side_with_what_is_left_out(compare, tmp_path
     assert "+1" in out
 
 
+def test_no_interval_of_a_difference_of_shares_leaves_what_is_possible(compare, tmp_path):
+    evaluation(RunDirectory(tmp_path / "one"), 0, 0.0, 0.0, 1.0)
+    evaluation(RunDirectory(tmp_path / "other"), 0, 1.0, 1.0, 1.0)
+    _, out = compare(tmp_path / "one", tmp_path / "other", "--json")
+    for number in ("reward", "success"):
+        difference = json.loads(out)[number]["difference"]
+        assert -1 <= difference["low"] < difference["mean"] < difference["high"] <= 1
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

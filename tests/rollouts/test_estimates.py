@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.rollouts.estimates import mean_over_tasks, pass_at_k, pass_hat_k, share_over_tasks, student_quantile
+from agentfly.rollouts.estimates import (
+    difference_of_shares,
+    mean_over_tasks,
+    pass_at_k,
+    pass_hat_k,
+    share_over_tasks,
+    student_quantile,
+)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -112,3 +119,46 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say_though_attempts_at_
         estimate = share_over_tasks(tasks) if kind == "share" else mean_over_tasks(tasks)
         held.append(estimate.low <= 0.5 <= estimate.high)
     assert 0.92 <= mean(held) <= 0.985
+
+
+paired = st.lists(st.tuples(*[st.lists(st.floats(0, 1), min_size=1, max_size=4)] * 2), min_size=1, max_size=12)
+
+
+@given(paired)
+def test_a_difference_of_shares_lies_in_an_interval_of_some_width_between_minus_1_and_1(pairs):
+    estimate = difference_of_shares([one for one, _ in pairs], [other for _, other in pairs])
+    assert -1 - 1e-12 <= estimate.low <= estimate.mean + 1e-12
+    assert estimate.mean - 1e-12 <= estimate.high <= 1 + 1e-12
+    assert estimate.high - estimate.low > 1e-6
+
+
+@given(paired)
+def test_the_difference_the_other_way_round_has_the_interval_turned_round(pairs):
+    first, second = [one for one, _ in pairs], [other for _, other in pairs]
+    one, other = difference_of_shares(first, second), difference_of_shares(second, first)
+    assert (other.mean, other.low, other.high) == pytest.approx((-one.mean, -one.high, -one.low), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("both", "first", "second", "neither", "low", "high"),
+    [  # Newcombe 1998, table II, method 10: pairs of which both, the first, the second and neither succeeded
+        (36, 12, 2, 0, 0.0569, 0.3404),
+        (54, 0, 0, 0, -0.0664, 0.0664),
+    ],
+)
+def test_the_interval_of_paired_successes_is_newcombes(both, first, second, neither, low, high):
+    ones = [[1.0]] * both + [[1.0]] * first + [[0.0]] * second + [[0.0]] * neither
+    others = [[1.0]] * both + [[0.0]] * first + [[1.0]] * second + [[0.0]] * neither
+    estimate = difference_of_shares(others, ones)
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-4)
+
+
+@pytest.mark.parametrize(("tasks", "attempts"), [(5, 1), (20, 1), (3, 8), (20, 8)])
+def test_the_interval_of_a_difference_of_shares_holds_the_truth_as_often_as_it_says(tasks, attempts):
+    chance, rounds, held = random.Random(7), 300, 0
+    for _ in range(rounds):
+        solved = [chance.betavariate(0.5, 0.5) for _ in range(tasks)]  # how hard a task is, in both
+        first, second = ([[float(chance.random() < one) for _ in range(attempts)] for one in solved] for _ in "ab")
+        estimate = difference_of_shares(first, second)
+        held += estimate.low <= 0.0 <= estimate.high
+    assert held / rounds > 0.92

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from agentfly.events import EvaluationFinished, StepFinished
+from agentfly.rollouts.estimates import share_over_tasks
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task
 from agentfly.trajectory import FinishReason, Trajectory, Turn, save_trajectories
@@ -50,7 +51,16 @@ def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
     assert summary.steps == 20
     assert summary.reward_start == pytest.approx((0.05 + 0.10) / 2)
     assert summary.reward_end == pytest.approx((0.95 + 1.00) / 2)
-    assert (summary.success_before, summary.success_after) == (0.25, 0.75)
+    assert summary.success_before == share_over_tasks([[0.0], [0.0, 0.0, 1.0]])
+    assert summary.success_after == share_over_tasks([[0.0], [1.0], [1.0]])
+
+
+def test_success_is_that_of_the_metrics_without_an_interval_where_the_trajectories_are_gone(run):
+    for _, path in run.trajectory_files("eval"):
+        path.unlink()
+    summary = RunSummary.of(run)
+    assert (summary.success_before.mean, summary.success_before.low) == (0.25, None)
+    assert (summary.success_after.mean, summary.success_after.high) == (0.75, None)
 
 
 def test_a_step_in_which_nothing_was_scored_counts_as_a_step_and_in_no_mean(run):
@@ -59,7 +69,7 @@ def test_a_step_in_which_nothing_was_scored_counts_as_a_step_and_in_no_mean(run)
     write(EvaluationFinished(step=21, metrics={"unscored": 4.0}))
     summary = RunSummary.of(run)
     assert (summary.steps, len(summary.rewards)) == (21, 20)
-    assert (summary.success_before, summary.success_after) == (0.25, 0.75)
+    assert summary.success_after == share_over_tasks([[0.0], [1.0], [1.0]])
 
 
 def test_the_two_trajectories_are_of_one_task_and_show_the_change(run):
@@ -77,8 +87,9 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
         "0.08",
         "0.97",
         "held-out rollouts solved",
-        "25%",
-        "75%",
+        "17%",
+        "67%",
+        "95% interval over the tasks",
         "b early",
         "b late",
         str(run.metrics_file),

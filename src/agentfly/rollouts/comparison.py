@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentfly.errors import ConfigError
-from agentfly.rollouts.estimates import Estimate, mean_over_tasks
+from agentfly.rollouts.estimates import Estimate, difference_of_shares, mean_over_tasks
 from agentfly.rollouts.scoreboard import Scoreboard, TaskScores
 from agentfly.trajectory import Trajectory
 
@@ -31,7 +31,8 @@ class Difference:
 
     Attributes:
         first, second: the means over the tasks.
-        difference: second less first, paired by task, with Student's t interval over the tasks' differences.
+        difference: second less first, paired by task. The interval is that of a difference of shares where all numbers
+            lie within 0 and 1, else Student's t over the tasks' differences.
         wins, ties, losses: number of tasks in which the second's mean is above, as high as, and below the first's.
     """
 
@@ -119,11 +120,13 @@ def _difference(pairs: Sequence[Pair], scores: Callable[[TaskScores], Sequence[f
     firsts = [_mean(scores(pair.first)) for pair in pairs]
     seconds = [_mean(scores(pair.second)) for pair in pairs]
     differences = [second - first for first, second in zip(firsts, seconds, strict=True)]
+    given = [[scores(pair.first) for pair in pairs], [scores(pair.second) for pair in pairs]]
+    bounded = all(0.0 <= one <= 1.0 for side in given for task in side for one in task)
     wins, losses = (sum(sign * one > _EQUAL for one in differences) for sign in (1, -1))
     return Difference(
         first=_mean(firsts),
         second=_mean(seconds),
-        difference=mean_over_tasks([[one] for one in differences]),
+        difference=difference_of_shares(*given) if bounded else mean_over_tasks([[one] for one in differences]),
         wins=wins,
         ties=len(pairs) - wins - losses,
         losses=losses,

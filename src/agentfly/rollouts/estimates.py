@@ -87,6 +87,38 @@ def share_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int | No
     return Estimate(share, *_wilson(share, min(max(independent, count), attempts)), count)
 
 
+def difference_of_shares(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Estimate:
+    """How much the second of two shares over the same tasks is above the first, with an interval for paired tasks.
+
+    The interval is made of those of the two shares (`share_over_tasks`), less as far as the shares of a task go
+    together in both. It stays within -1 and 1, and has a width also where no task differs. In simulations of 2 to 100
+    tasks with 1 to 8 attempts it held the true difference at least as often as Student's t, within chance.
+
+    Source: Newcombe, Improved confidence intervals for the difference between binomial proportions based on paired
+    data, 1998, method 10; for clustered shares: Zou and Donner, Construction of confidence limits about effect
+    measures: a general approach, 2008.
+
+    Args:
+        first, second: for each task, whether its attempts succeeded, or numbers between 0 and 1, in the same order of
+            tasks; at least one attempt of at least one task.
+    """
+    one, other = share_over_tasks(first), share_over_tasks(second)
+    means = [[math.fsum(task) / len(task) for task in tasks] for tasks in (first, second)]
+    together = _correlation(*means, attempts=min(sum(map(len, first)), sum(map(len, second))))
+    difference = other.mean - one.mean
+
+    def reach(up: float, down: float) -> float:
+        return math.sqrt(max(0.0, up * up + down * down - 2 * together * up * down))
+
+    (one_low, one_high), (low, high) = _ends(one), _ends(other)
+    return Estimate(
+        difference,
+        difference - reach(other.mean - low, one_high - one.mean),
+        difference + reach(high - other.mean, one.mean - one_low),
+        one.tasks,
+    )
+
+
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
     """Chance that at least one of ``k`` attempts at a task succeeds, without bias, from ``attempts`` of which some did.
 
@@ -145,6 +177,31 @@ def _wilson(share: float, count: float) -> tuple[float, float]:
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, min(centre - reach, share)), min(1.0, max(centre + reach, share))
+
+
+def _ends(estimate: Estimate) -> tuple[float, float]:
+    low, high = estimate.low, estimate.high
+    return estimate.mean if low is None else low, estimate.mean if high is None else high
+
+
+def _correlation(first: Sequence[float], second: Sequence[float], *, attempts: int) -> float:
+    """How far two shares of the same tasks go together, from -1 to 1, made smaller for few attempts as Newcombe does.
+
+    A few attempts that go together do so by chance.
+    """
+    count = len(first)
+    means = math.fsum(first) / count, math.fsum(second) / count
+    spreads = [
+        math.sqrt(math.fsum((value - mean) ** 2 for value in values) / count)
+        for values, mean in zip((first, second), means, strict=True)
+    ]
+    if min(spreads) <= _ROUNDING:
+        return 0.0
+    covariance = math.fsum((one - means[0]) * (other - means[1]) for one, other in zip(first, second, strict=True))
+    covariance /= count
+    if covariance > 0:
+        covariance = max(0.0, covariance - 1 / (2 * attempts))
+    return max(-1.0, covariance / (spreads[0] * spreads[1]))
 
 
 def _standard_error(means: Sequence[float], mean: float) -> float:

@@ -9,7 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentfly.run_directory import Kind, RunDirectory
+from agentfly.rollouts.estimates import LEVEL, Estimate
+from agentfly.rollouts.scoreboard import Scoreboard
+from agentfly.run_directory import Kind, MetricsRow, RunDirectory
 from agentfly.trajectory import Trajectory, load_trajectories
 from agentfly.viewing.chart import chart
 from agentfly.viewing.counted import counted
@@ -27,8 +29,8 @@ class RunSummary:
         rewards: mean reward of each step in which anything was scored, in order.
         averaged: number of steps that ``reward_start`` and ``reward_end`` are means over: a tenth of ``rewards``.
         reward_start, reward_end: mean over the first and the last of ``rewards``; None before the first step.
-        success_before, success_after: share of the scored rollouts of held-out tasks that solved theirs, at the
-            first and at the last evaluation.
+        success_before, success_after: share of the rollouts of held-out tasks that solve them, at the first and at the
+            last evaluation, with their intervals where the trajectories are still there.
         lessons: what there is to say about what could not be learned from.
     """
 
@@ -37,8 +39,8 @@ class RunSummary:
     averaged: int
     reward_start: float | None
     reward_end: float | None
-    success_before: float | None
-    success_after: float | None
+    success_before: Estimate | None
+    success_after: Estimate | None
     lessons: tuple[str, ...]
 
     @classmethod
@@ -46,7 +48,7 @@ class RunSummary:
         """Summarise a run from its metrics."""
         rows = run.metrics()
         rewards = tuple(row.values[REWARD] for row in rows if REWARD in row.values)
-        successes = [row.values[SUCCESS] for row in run.metrics("eval") if SUCCESS in row.values]
+        evaluations = [row for row in run.metrics("eval") if SUCCESS in row.values]
         lessons = Lessons()
         for row in rows:
             lessons.add(row.values)
@@ -57,10 +59,17 @@ class RunSummary:
             averaged=tenth,
             reward_start=sum(rewards[:tenth]) / tenth if tenth else None,
             reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
-            success_before=successes[0] if successes else None,
-            success_after=successes[-1] if len(successes) > 1 else None,
+            success_before=_success(run, evaluations[0]) if evaluations else None,
+            success_after=_success(run, evaluations[-1]) if len(evaluations) > 1 else None,
             lessons=tuple(lessons.sentences()),
         )
+
+
+def _success(run: RunDirectory, evaluation: MetricsRow) -> Estimate:
+    """The share of an evaluation's rollouts that solve their task."""
+    path = run.trajectories_file(evaluation.step, "eval")
+    board = Scoreboard.of(load_trajectories(path)) if path.is_file() else Scoreboard({})
+    return board.success() or Estimate(evaluation.values[SUCCESS], None, None, 0)
 
 
 def training_report(run: RunDirectory, *, stopped_early: str = "") -> RenderableType:
@@ -139,7 +148,10 @@ def _figures(summary: RunSummary) -> RenderableType:
     table.add_column("end", justify="right")
     over = f"{summary.averaged} steps" if summary.averaged > 1 else "step"
     table.add_row(f"mean reward, first and last {over}", _number(summary.reward_start), _number(summary.reward_end))
-    table.add_row("held-out rollouts solved", _share(summary.success_before), _share(summary.success_after))
+    estimates = summary.success_before, summary.success_after
+    table.add_row("held-out rollouts solved", *map(_share, estimates))
+    if any(one is not None and one.low is not None for one in estimates):
+        table.add_row(f"  {LEVEL:.0%} interval over the tasks", *map(_interval, estimates))
     return Group(Text(counted(summary.steps, "training step"), style="bold"), table)
 
 
@@ -162,5 +174,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _share(value: Estimate | None) -> str:
+    return "-" if value is None else f"{value.mean:.0%}"
+
+
+def _interval(value: Estimate | None) -> str:
+    return "-" if value is None or value.low is None or value.high is None else f"{value.low:.0%} … {value.high:.0%}"

@@ -261,7 +261,10 @@ class RolloutFinished(RolloutEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStarted(Event):
-    """A training begins, or goes on. ``model`` is trained, in the number format ``dtype`` and on ``device``."""
+    """A training begins, or goes on. ``model`` is trained, in the number format ``dtype`` and on ``device``.
+
+    ``further`` says, in words, how a run that has made all its steps is made longer.
+    """
 
     run_dir: str
     steps: int
@@ -269,6 +272,7 @@ class TrainingStarted(Event):
     model: str
     dtype: str
     device: str
+    further: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

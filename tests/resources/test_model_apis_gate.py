@@ -92,6 +92,30 @@ def test_tries_end_with_their_number_and_the_error_says_how_many_there_were():
     assert len(far.sent) == 4
 
 
+def test_a_further_try_is_told_with_what_failed_once_for_all_calls_that_fail_together(caplog):
+    fars = [Far(*[APIUnavailable("down", status=500)] * 2) for _ in range(5)]
+
+    async def main() -> None:
+        caller = Caller(gate_of(ROOMY), RETRIES, chance=lambda: 1.0)
+        await asyncio.gather(*(caller.call(far.send, 10) for far in fars))
+
+    run_in_virtual_time(main())
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["down (Try 1 of 4; the next in 0.5 s.)", "down (Try 2 of 4; the next in 1.0 s.)"]
+
+
+def test_once_a_call_has_gone_well_the_next_failure_is_told_anew(caplog):
+    far = Far(APIUnavailable("down", status=500))
+
+    async def main() -> None:
+        caller = Caller(gate_of(ROOMY), RETRIES, chance=lambda: 1.0)
+        await caller.call(far.send, 10)
+        await caller.call(Far(APIUnavailable("down again", status=500)).send, 10)
+
+    run_in_virtual_time(main())
+    assert [record.getMessage()[:10] for record in caplog.records] == ["down (Try ", "down again"]
+
+
 def test_tries_end_before_the_deadline_would_pass():
     far = Far(*[APIUnavailable("down")] * 99)
 

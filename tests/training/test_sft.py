@@ -16,6 +16,7 @@ import torch
 import agentfly as af
 from agentfly.cli import main as cli
 from agentfly.errors import ConfigError
+from agentfly.events import Event, EventStream, TrainingStarted
 from agentfly.policies.load import load_policy
 from agentfly.run_directory import RunDirectory
 from agentfly.tasks.stockroom import eval_tasks, hermes_agent, stockroom_reward
@@ -148,6 +149,26 @@ def test_a_run_goes_on_with_nothing_else_than_it_was_begun_with(tmp_path):
         started(tmp_path, epochs=1, learning_rate=1e-4, resume=True)
     with pytest.raises(ConfigError, match="the trajectories"):
         sft(AGENT, told()[:4], run_dir=tmp_path, progress=False, resume=True, **{**SMALL, "epochs": 1})
+
+
+def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_its_length(tmp_path):
+    told_of: list[str] = []
+    events = EventStream()
+    even = {"schedule": "constant", "warmup_share": 0.0, "held_out_share": 0.0}
+
+    def keep(event: Event) -> None:
+        told_of.extend([event.further] if isinstance(event, TrainingStarted) else [])
+
+    with events.subscribed(keep):
+        started(tmp_path / "even", epochs=1, events=events, **even)
+        longer = started(tmp_path / "even", epochs=2, resume=True, events=events, **even)
+        assert list(longer.losses) == [3, 4]
+        started(tmp_path / "falls", epochs=1, events=events)
+        with pytest.raises(ConfigError, match="epochs"):
+            started(tmp_path / "falls", epochs=2, resume=True)
+    assert told_of[:2] == ["go further with sft.epochs=…"] * 2
+    assert "the schedule cosine has ended, so it cannot be made longer" in told_of[2]
+    assert f"model=CHECKPOINT, one of those in {tmp_path / 'falls' / 'checkpoints'}" in told_of[2]
 
 
 def test_adapters_alone_are_learned_and_saved_where_they_are_asked_for(tmp_path):

@@ -120,12 +120,26 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_that_was_finished_already_says_how_to_go_further(live):
     events = [
-        TrainingStarted(run_dir="runs/x", steps=4, start_step=4, **TINY),
+        TrainingStarted(run_dir="runs/x", steps=4, start_step=4, further="go further with sft.epochs=…", **TINY),
         TrainingFinished(step=4, seconds=0.1),
     ]
     told = shown(live=live, events=events)
-    assert "already finished at step 4; go further with training.steps=…" in told
+    assert "already finished at step 4; go further with sft.epochs=…" in told
     assert "first step" not in told[told.rindex("already") :]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_rollout_that_was_cancelled_has_not_finished(live):
+    events = [RolloutsPlanned(time=100.0, total=3, recorded=0)]
+    ends = (("a", "done", 1.0, None), ("b", "cancelled", None, None), ("c", "failed", None, "APIUnavailable: down"))
+    for name, _, _, _ in ends:
+        events.append(RolloutStarted(time=100.0, rollout_id=name, group_id="g", task_id="t"))
+    for name, finish, reward, error in ends:
+        ended = {"turns": 1, "sampled_tokens": 1, "seconds": 1.0, "finish": finish, "reward": reward, "error": error}
+        events.append(RolloutFinished(time=140.0, rollout_id=name, group_id="g", **ended))
+    told = shown(live=live, events=events)
+    assert "2 of 3 rollouts finished  reward 1.000  1 failed  1 cancelled" in told
+    assert "3 of 3" not in told
 
 
 @pytest.mark.parametrize("live", [False, True])

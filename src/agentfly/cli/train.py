@@ -69,6 +69,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     from agentfly.cli.experiment import Experiment
     from agentfly.events import EventStream
     from agentfly.run_directory import RunDirectory
+    from agentfly.training.resume import depends_on_steps
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
 
@@ -105,16 +106,17 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     finished = RunDirectory(result.run_dir)
     console.print(training_report(finished, stopped_early=result.stopped_early))
     console.print("\nwhat can be done next", style="bold")
-    for command in _next_commands(finished, result.steps, evaluated=experiment.eval_tasks is not None):
+    longer = "" if depends_on_steps(config.training.schedule) else f"training.steps={2 * result.steps}"
+    for command in _next_commands(finished, longer, evaluated=experiment.eval_tasks is not None):
         console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _next_commands(run: RunDirectory, steps: int, *, evaluated: bool) -> list[str]:
-    """Commands that look further into a run that has finished so many steps, or go further with it."""
+def _next_commands(run: RunDirectory, longer: str, *, evaluated: bool) -> list[str]:
+    """Commands that look further into a finished run, or go further with it by what makes it longer, if it can be."""
     directory = shlex.quote(str(run.path))
-    further = f"agentfly train --resume {directory} training.steps={2 * steps}"
     commands = [f"agentfly compare {directory}", f"agentfly eval {directory}"] if evaluated else []
-    commands += [f"agentfly rollout {directory} -n 2", f"agentfly export {directory} --to DIR", further]
+    commands += [f"agentfly rollout {directory} -n 2", f"agentfly export {directory} --to DIR"]
+    commands += [f"agentfly train --resume {directory} {longer}"] if longer else []
     if run.tensorboard.exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(run.tensorboard))}")
     return commands

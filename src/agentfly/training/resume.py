@@ -37,14 +37,34 @@ FREE_TO_CHANGE = frozenset(
 """Settings that may differ when a run is resumed: they do not change what is learned from a batch."""
 
 
+def how_to_go_further(setting: str, ends_by: str, run: RunDirectory) -> str:
+    """How a run that has made all its steps is made longer, in words.
+
+    Args:
+        setting: the setting that says how long the run is.
+        ends_by: what of the run's settings depends on its length, in words; empty if nothing does.
+        run: the run.
+    """
+    if not ends_by:
+        return f"go further with {setting}=…"
+    return (
+        f"{ends_by}, so it cannot be made longer. To learn more, begin a new run with "
+        f"model=CHECKPOINT, one of those in {run.checkpoints}"
+    )
+
+
+def depends_on_steps(schedule: str) -> bool:
+    """Whether the number of steps shapes the learning: the learning rate falls with the steps that are left."""
+    return schedule != "constant"
+
+
 def require_same_run(saved: Place, now: Place) -> None:
     """Raise unless a run with the settings of ``now`` can go on from ``saved``.
 
     Raises:
         ConfigError: settings that shape the learning differ; the message names each with both values.
     """
-    # Where the learning rate falls with the steps that are left, their number shapes the learning too.
-    free = FREE_TO_CHANGE if now.config["schedule"] == "constant" else FREE_TO_CHANGE - {"steps"}
+    free = FREE_TO_CHANGE - {"steps"} if depends_on_steps(now.config["schedule"]) else FREE_TO_CHANGE
     kept = [name for name in now.config if name not in free]
     others = [
         *differences({name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}),

@@ -88,7 +88,7 @@ class ConsoleProgress:
         state = self._state
         match event:
             case TrainingStarted() if event.start_step >= event.steps:
-                return _ended(event.start_step)
+                return _ended(event.start_step, event.further)
             case TrainingStarted():
                 begun = f" from step {event.start_step}" if event.start_step else ""
                 line = f"training {counted(event.steps, 'step')}{begun} of {state.model}; files in {event.run_dir}"
@@ -134,7 +134,7 @@ class ConsoleProgress:
             parts.append(self._bar())
             parts.append(self._figures_table())
             if state.ended_before:
-                parts.append(Text(_ended(state.step), style="yellow"))
+                parts.append(Text(_ended(state.step, state.further), style="yellow"))
             if state.ended:
                 parts.append(Text(_ended_early(state.step, state.ended)))
             parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
@@ -190,6 +190,8 @@ def _rollouts(state: RunState, now: float | None = None) -> list[str]:
         parts.append(f"reward {sum(state.scores) / len(state.scores):.3f}")
     if state.failed:
         parts.append(f"{state.failed} failed")
+    if state.cancelled:
+        parts.append(f"{state.cancelled} cancelled")
     left = state.rollout_seconds_left(now)
     if left and state.finished < state.planned:
         parts.append(f"{_clock(left)} left")
@@ -222,8 +224,8 @@ def _ended_early(step: int, reason: str) -> str:
     return f"ended early, after step {step}: {reason}"
 
 
-def _ended(step: int) -> str:
-    return f"already finished at step {step}; go further with training.steps=…"
+def _ended(step: int, further: str) -> str:
+    return f"already finished at step {step}; {further}" if further else f"already finished at step {step}"
 
 
 def _lessons(metrics: dict[str, float], refusal: str) -> list[str]:

@@ -23,6 +23,7 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.trajectory import FinishReason
 from agentfly.viewing.lessons import Lessons
 
 REWARD = "reward/mean"
@@ -42,13 +43,14 @@ class RunState:
         evaluations: metrics of each evaluation, with its step.
         metrics: metrics of the last finished step.
         planned: number of rollouts that were asked for in one call, those on record included; 0 where nobody says.
-        running, finished, failed: number of rollouts.
+        running, finished, failed, cancelled: number of rollouts. Those that failed count as finished, too.
         scores: rewards of the finished rollouts that were scored and are sound.
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
         refusal: why scoring failed for the first time in the last finished step; empty if it did not.
         model: what is trained, in which number format and where.
         dtype: the number format; empty where the run does not train.
+        further: how the run is made longer once it has made all its steps, in words.
         ended: why the run has ended before its last step; empty if it has not.
         doing: what goes on besides rollouts, for instance the loading of a model.
     """
@@ -62,6 +64,7 @@ class RunState:
     running: int = 0
     finished: int = 0
     failed: int = 0
+    cancelled: int = 0
     waiting: int = 0
     tokens: int = 0
     lessons: Lessons = field(default_factory=Lessons)
@@ -72,6 +75,7 @@ class RunState:
     run_dir: str = ""
     model: str = ""
     dtype: str = ""
+    further: str = ""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     _step_began: float = 0.0
@@ -84,17 +88,21 @@ class RunState:
         match event:
             case TrainingStarted():
                 self.steps, self.step, self.run_dir = event.steps, event.start_step, event.run_dir
-                self.dtype = event.dtype
+                self.dtype, self.further = event.dtype, event.further
                 self.model = f"{event.model} in {event.dtype} on {event.device}"
                 self._step_began = event.time
             case RolloutsPlanned():
                 self.planned, self.finished, self.failed, self.scores = event.total, event.recorded, 0, []
+                self.cancelled = 0
                 self._planned_at, self._recorded = event.time, event.recorded
             case RolloutStarted():
                 self.running += 1
                 self.doing = None
             case RolloutFinished():
                 self.running -= 1
+                if event.finish == FinishReason.CANCELLED:  # it has come to no end, and runs again in a resumed run
+                    self.cancelled += 1
+                    return
                 self.finished += 1
                 self.failed += event.error is not None
                 if self.planned and event.error is None and event.reward is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from agentfly.resources.apis.completion import ChatCompletion, Completion
 from agentfly.resources.apis.gate import Gate, Passage
 
 C = TypeVar("C", ChatCompletion, Completion)
+
+logger = logging.getLogger(__name__)
+
+_TOLD_AGAIN_S = 30.0
+"""Seconds after which a failure is told once more, though a call has failed as often before."""
 
 LONGEST_PAUSE_S = 3600.0
 """Seconds of a ``Retry-After`` that are believed at a time. After them the endpoint is asked again."""
@@ -68,6 +74,8 @@ class Caller:
         self._gate = gate
         self._retries = retries
         self._chance = chance
+        self._told = 0  # the most tries of a call that were told of since a call went well
+        self._told_at = 0.0
 
     async def call(self, send: Callable[[float], Awaitable[C]], tokens: int) -> C:
         """What ``send`` returns, at the first try that goes well.
@@ -94,7 +102,9 @@ class Caller:
                     if failure is None:
                         deadline = loop.time() + self._retries.call_timeout_s  # waiting for the first turn is free
                     tries += 1
-                    return await _watched(send(max(0.0, deadline - loop.time())), passage)
+                    answer = await _watched(send(max(0.0, deadline - loop.time())), passage)
+                    self._told = 0
+                    return answer
             except AcquireTimeout:
                 if failure is None:
                     raise
@@ -113,8 +123,17 @@ class Caller:
         own = 0.0 if failure.retry_after_s is not None else self._retries.pause_s(tries, self._chance())
         if tries > self._retries.most or max(own, failure.retry_after_s or 0.0) >= left:
             return False
+        self._tell(failure, tries, max(own, failure.retry_after_s or 0.0))
         await asyncio.sleep(own)
         return True
+
+    def _tell(self, failure: ModelAPIError, tries: int, pause_s: float) -> None:
+        """Say that a call is made again: once for each number of tries, however many calls fail together."""
+        now = asyncio.get_running_loop().time()
+        if tries > self._told or now >= self._told_at + _TOLD_AGAIN_S:
+            self._told, self._told_at = max(tries, self._told), now
+            most = self._retries.most + 1
+            logger.warning("%s (Try %d of %d; the next in %.1f s.)", failure, tries, most, pause_s)
 
 
 async def _watched(sending: Awaitable[C], passage: Passage) -> C:

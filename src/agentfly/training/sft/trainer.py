@@ -25,7 +25,7 @@ from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import RunDirectory
 from agentfly.training.checkpoints import Checkpoints, load_weights, read_learner, write_model, write_state
-from agentfly.training.resume import forget_after
+from agentfly.training.resume import forget_after, how_to_go_further
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.examples import Examples
@@ -120,6 +120,7 @@ class SupervisedTrainer:
                 model=self._about.model,
                 dtype=dtype_of(self._policy.model),
                 device=str(self._policy.device),
+                further=how_to_go_further("sft.epochs", _depends_on_length(self._config), self._run),
             )
         )
         losses: dict[int, float] = {}
@@ -163,7 +164,7 @@ class SupervisedTrainer:
         self._checkpoints.remove_unfinished()
         latest = self._checkpoints.sound()
         if latest is not None:
-            _require_same(latest, self._about)
+            _require_same(latest, self._about, self._config)
         learner = SupervisedLearner(self._policy.model, self._config, updates=self._updates)
         if latest is not None:
             load_weights(self._policy.model, latest)
@@ -180,7 +181,14 @@ class SupervisedTrainer:
         self._events.emit(CheckpointSaved(step=learner.done, path=str(path)))
 
 
-def _require_same(checkpoint: Path, now: _About) -> None:
+def _depends_on_length(config: SFTConfig) -> str:
+    """What depends on the number of updates, in words; empty if nothing does."""
+    if config.schedule != "constant":
+        return f"the schedule {config.schedule} has ended"
+    return "warmup_share is a share of all its updates" if config.warmup_share else ""
+
+
+def _require_same(checkpoint: Path, now: _About, config: SFTConfig) -> None:
     """Raise unless the run of a checkpoint learns the same rows by the same settings.
 
     Raises:
@@ -193,7 +201,8 @@ def _require_same(checkpoint: Path, now: _About) -> None:
             "train --resume."
         )
     saved = _About(**json.loads(file.read_text(encoding="utf-8")))
-    kept = [name for name in now.config if name not in _FREE_TO_CHANGE]
+    free = _FREE_TO_CHANGE if _depends_on_length(config) else _FREE_TO_CHANGE | {"epochs"}
+    kept = [name for name in now.config if name not in free]
     others = [
         *differences({name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}),
         *differences({"the model": saved.model}, {"the model": now.model}),

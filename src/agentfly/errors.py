@@ -13,9 +13,22 @@ Messages say what was asked, what was found and what to do about it, because the
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
+
+_VOWEL = re.compile(r"[aeio]|u(?!ni|s)", re.IGNORECASE)
+"""How names begin that are spoken with a vowel first."""
+
+_SLIP = 0.85
+"""Names that share this much of their letters differ by a slip of the fingers."""
+
+_MOST = 0.75
+"""Names that share less of their letters share them by chance."""
+
+_LEAST_BEGINNING = 3
+"""Fewer letters are the beginning of names by chance."""
 
 
 class Boundary(StrEnum):
@@ -54,11 +67,45 @@ def say(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}"
 
 
+def type_of(value: object) -> str:
+    """The type of a value with its article, for messages: ``an Agent``, ``a list``, and ``None`` for None."""
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    spelled = name[:2].isupper()  # such as MCPServer, which begins with the sound of its first letter's name
+    with_vowel = name[0] in "AEFHILMNORSX" if spelled else _VOWEL.match(name) is not None
+    return f"{'an' if with_vowel else 'a'} {name}"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The name that was likely meant by one that nobody knows; None if none is near.
+
+    A plural or another way of writing comes first, then a slip of the fingers, then a name that begins alike, and
+    last a name that shares most of its letters.
+    """
+    names, wanted = list(known), _plain(name)
+    if same := [one for one in names if _plain(one) == wanted]:
+        return same[0]
+    if slips := difflib.get_close_matches(name, names, n=1, cutoff=_SLIP):
+        return slips[0]
+    alike = [one for one in names if _begin_alike(wanted, _plain(one))]
+    near = difflib.get_close_matches(name, alike or names, n=1, cutoff=0.0 if alike else _MOST)
+    return near[0] if near else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that nobody knows: the nearest that there is, or else all of them."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names) or 'none'}."
+    near = nearest_name(name, names)
+    return f"Did you mean {near!r}?" if near else f"There are: {', '.join(names) or 'none'}."
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").removesuffix("s")
+
+
+def _begin_alike(one: str, other: str) -> bool:
+    return min(len(one), len(other)) >= _LEAST_BEGINNING and (one.startswith(other) or other.startswith(one))
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from agentfly.errors import UsageError
+from agentfly.errors import UsageError, type_of
 from agentfly.images import Image
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -130,7 +130,7 @@ def content_of(value: Any, *, folder: Path | None = None) -> Content:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
-        raise UsageError(f"The content is a {type(value).__name__}, where a text or a list of parts is wanted.")
+        raise UsageError(f"The content is {type_of(value)}, where a text or a list of parts is wanted.")
     parts = [_part(part, folder) for part in value]
     return parts if any(part["type"] == "image" for part in parts) else text_of(parts)
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -89,9 +88,13 @@ class RunDirectory:
             ) from error
         return self
 
-    def remove_if_empty(self) -> None:
-        """Remove the directory if no file is in it, as where a run was refused before it began."""
-        for directory in (self.trajectories, self.path):
+    def remove_unless_begun(self) -> None:
+        """Remove what a run has left here that was refused before it began, and the directory if it is empty then."""
+        if self.holds_run:
+            return
+        if not any(self.journal.glob("*.jsonl")):
+            self.events_file.unlink(missing_ok=True)
+        for directory in (self.trajectories, self.journal, self.checkpoints, self.path):
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
@@ -109,7 +112,7 @@ class RunDirectory:
         """
         if self.holds_run:
             raise ConfigError(
-                f"{self.path} already holds a run. Go on with it (agentfly train, rollout or eval --resume "
+                f"{self.path} already holds a run. Go on with it (agentfly train, sft, eval or rollout --resume "
                 f"{self.path}; in Python resume=True), choose another directory, or remove this one."
             )
 
@@ -187,16 +190,6 @@ class RunDirectory:
             if row.kind == kind:
                 rows[row.step] = row
         return [rows[step] for step in sorted(rows)]
-
-
-@contextlib.contextmanager
-def new_run() -> Iterator[RunDirectory]:
-    """A new run's directory, which goes again if the run is refused before it has written anything."""
-    run = RunDirectory.create()
-    try:
-        yield run
-    finally:
-        run.remove_if_empty()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

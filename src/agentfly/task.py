@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, nearest_name, type_of
 from agentfly.images import Image
 from agentfly.messages import Message, content_of, images_of, message_to_json
 from agentfly.task_files import read_rows
@@ -98,9 +97,9 @@ class Task:
 def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
     """The cure for a row without a prompt: the field to rename, if one looks like what the agent is asked."""
     names = [str(name) for name in fields]
-    near = [name for name in _PROMPT_NAMES if name in names] or difflib.get_close_matches("prompt", names, n=1)
-    if near:
-        return f"Rename {near[0]!r} to 'prompt'."
+    near = next((name for name in _PROMPT_NAMES if name in names), None) or nearest_name("prompt", names)
+    if near is not None:
+        return f"Rename {near!r} to 'prompt'."
     return "Rename the field that holds what the agent is asked to 'prompt'."
 
 
@@ -120,7 +119,9 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | Task | Mapping[st
     if isinstance(tasks, (Task, Mapping)):
         tasks = [tasks]
     if not isinstance(tasks, Iterable):
-        raise ConfigError(f"A {type(tasks).__name__} holds no tasks. Give a list of tasks, or the path of a file.")
+        raise ConfigError(
+            f"tasks is {type_of(tasks)}, which holds no tasks. Give a list of tasks, or the path of a file."
+        )
     made = [_as_task(task) for task in tasks]
     if not made:
         raise ConfigError("There is no task to run: the collection of tasks is empty.")
@@ -129,6 +130,29 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | Task | Mapping[st
         _require_json(task)
     _require_own_ids(made, [f"tasks[{index}]" for index in range(len(made))])
     return made
+
+
+def shared_tasks(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
+    """What there is to say of held-out tasks that are trained on, too; empty if none is.
+
+    Tasks are the same that hold the same, whatever their ids are.
+    """
+    held_out = [_held(task) for task in eval_tasks]
+    wanted = set(held_out)
+    trained_on = {held for task in tasks if (held := _held(task)) in wanted}
+    shared = sum(held in trained_on for held in held_out)
+    if not shared:
+        return ""
+    count = f"{shared} of {len(held_out)} held-out tasks are" if len(held_out) > 1 else "The held-out task is"
+    return (
+        f"{count} among the tasks that are trained on, so evaluations do not show how the agent does on new tasks. "
+        "Name others in eval_tasks."
+    )
+
+
+def _held(task: Task) -> str:
+    """What a task holds, without its id."""
+    return json.dumps([task.prompt_to_json(), dict(task.fields)], sort_keys=True, default=repr)
 
 
 def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
@@ -157,7 +181,7 @@ def _require_messages(task: Task) -> None:
             _require_sound(task, images_of(message["content"]))
         elif not isinstance(message.get("content"), str | None):
             raise ConfigError(
-                f"The content of a message of task {task.id!r} is a {type(message['content']).__name__}, where a text "
+                f"The content of a message of task {task.id!r} is {type_of(message['content'])}, where a text "
                 "is wanted, or a list of texts and images."
             )
 

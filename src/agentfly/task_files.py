@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError, type_of
 from agentfly.installation import install_command
 
 _CSV = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _PARQUET_MAGIC = b"PAR1"
 
 
@@ -28,7 +29,10 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         PrerequisiteError: pyarrow is needed and not installed.
     """
     if not path.is_file():
-        raise ConfigError(f"There is no file of tasks at {path}. Give the path of a file with one task a row.")
+        raise ConfigError(
+            f"There is no file of tasks at {path}. Give the path of a file with one task a row, or tasks as a "
+            "list, such as [{'prompt': 'What is 6 times 7?', 'answer': '42'}] or ['What is 6 times 7?']."
+        )
     ending = path.suffix.lower()
     if ending == ".parquet":
         return _parquet_rows(path)
@@ -76,16 +80,39 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}. If it has one object a line, call it .jsonl.") from None
     if not isinstance(rows, list):
-        raise ConfigError(f"{path} holds a {type(rows).__name__} at its top, and has to hold a list of objects.")
+        raise ConfigError(
+            f"{path} holds {type_of(rows)} at its top, and has to hold a list of objects. {_as_list(rows)}"
+        )
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", _object(row, f"{path}, row {number}")
+
+
+def _as_list(value: Any) -> str:
+    """How to make a list of objects of what a file holds in its place."""
+    lists = [name for name, held in value.items() if isinstance(held, list)] if isinstance(value, dict) else []
+    if len(lists) == 1:
+        return f"Leave the list under {lists[0]!r} alone in the file."
+    if isinstance(value, dict):
+        return "If it is one task, put [ before it and ] behind it; if there is one object a line, call it .jsonl."
+    return "Write [{…}, {…}], an object a task."
 
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(max(len(text), 131_072))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header = list(reader.fieldnames or [])
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line 1 is not CSV: {error}.") from None
+    other = next((name for sign, name in _SEPARATORS.items() if len(header) == 1 and sign in header[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{path}: the header line names a single field, {header[0]!r}. Its cells seem to be separated by {other}, "
+            f"where a file called {path.suffix} has {_SEPARATORS[delimiter]}. Save it with these, or call it by the "
+            "ending that fits: .csv for commas, .tsv for tabs."
+        )
     while True:
-        place = f"line {reader.line_num + 1}" if reader.line_num else "line 2"
+        place = f"line {reader.line_num + 1}"
         try:
             row = next(reader, None)
         except csv.Error as error:
@@ -121,5 +148,5 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ConfigError(f"{where} is not a JSON object but a {type(row).__name__}.")
+        raise ConfigError(f"{where} is not a JSON object but {type_of(row)}.")
     return row

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say
+from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say, type_of
 from agentfly.images import Image
 from agentfly.json_values import json_line
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
@@ -290,7 +290,7 @@ class Trajectory:
     def _of_json(cls, value: dict[str, Any]) -> Trajectory:
         for name, kind in _KINDS.items():
             if not isinstance(value[name], kind):
-                raise TypeError(f"{name} is a {type(value[name]).__name__}")
+                raise TypeError(f"{name} is {type_of(value[name])}")
         trajectory = cls(
             rollout_id=value["rollout_id"],
             group_id=value["group_id"],

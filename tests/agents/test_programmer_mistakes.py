@@ -55,7 +55,7 @@ MISTAKES = [
     (acquire_not_awaited, r"\.use: acquire\(\) was not awaited"),
     (lease_not_entered, r"\.use: lease\(\) was not entered"),
     (waits_for_a_spec, r"context.wait\(FakeSpec\): it takes what an async method returned"),
-    (no_such_method, r"box-\S+ has no 'usee'. Did you mean 'use'\? A FakeResource has .*use"),
+    (no_such_method, r"box-\S+ has no 'usee'. Did you mean 'use'\? It has .*use"),
 ]
 
 

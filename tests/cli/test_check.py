@@ -31,6 +31,7 @@ def short(response: str) -> float:
 
 agent = af.Agent(model="tiny", tools=[look], max_turns=2, max_tokens_per_turn=64)
 tasks = [{"prompt": f"Go {number}.", "level": "low"} for number in range(4)]
+held_out = [{"prompt": f"Stay {number}.", "level": "low"} for number in range(2)]
 lacking = [{"prompt": "Go.", "levels": "low"}]
 
 def oracle(tool_call_format):
@@ -39,7 +40,7 @@ def oracle(tool_call_format):
 CONFIG = """
 agent: mine.py:agent
 tasks: mine.py:tasks
-eval_tasks: mine.py:tasks
+eval_tasks: mine.py:held_out
 reward: mine.py:short
 oracle: mine.py:oracle
 """
@@ -89,10 +90,24 @@ def test_a_reward_for_doing_nothing_is_in_doubt_and_the_command_goes_well(agentf
     assert doubt.startswith("doubt   score of short for an idle agent  1 for an agent that does nothing")
 
 
+@pytest.mark.slow
+def test_held_out_tasks_that_are_trained_on_are_in_doubt(agentfly):
+    code, out, _ = agentfly("check", "config.yaml", "eval_tasks=mine.py:tasks")
+    assert code == 0
+    [doubt] = [line for line in out.splitlines() if not line.startswith("ok ")]
+    assert doubt.startswith("doubt   held-out tasks  4 of 4 held-out tasks are among the tasks that are trained on")
+
+
+def test_held_out_tasks_are_looked_at_as_those_that_are_trained_on(agentfly):
+    code, out, _ = agentfly("check", "config.yaml", "eval_tasks=mine.py:lacking")
+    assert code == 1
+    assert "the field 'level', which 1 of 5 tasks do not have" in out
+
+
 def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
     code, out, err = agentfly("check", "config.yaml", "tasks=mine.py:lacking")
     assert code == 1
-    assert "FAILED  tool look  The tool 'look' asks for the field 'level', which 1 of 1 tasks do not have" in out
+    assert "FAILED  tool look  The tool 'look' asks for the field 'level', which 1 of 3 tasks do not have" in out
     assert "1 of the above" in err
 
 
@@ -119,7 +134,7 @@ def test_rollouts_that_were_cut_short_go_on_with_as_many_tasks_and_attempts_as_w
     path = RunDirectory("runs/mine").trajectories_file(0, "rollout")
     before = list(load_trajectories(path))
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + b'{"torn')
-    code, out, _ = agentfly("rollout", "--resume", "runs/mine", "-q")
+    code, out, _ = agentfly("rollout", "--resume", "runs/mine")
     assert code == 0
     assert "6 rollouts" in out
     after = list(load_trajectories(path))

@@ -117,8 +117,9 @@ def test_rollouts_are_shown_and_kept(agentfly):
     assert [(trajectory.task.prompt, trajectory.attempt) for trajectory in trajectories] == [
         (f"What about {item}?", attempt) for item in ("tea", "eggs") for attempt in range(3)
     ]
-    out, _ = agentfly("rollout", "project/config.yaml", "-n", "1", "--quiet", "run_dir=runs/quiet")
-    assert "What about" not in out
+    out, err = agentfly("rollout", "project/config.yaml", "-n", "1", "--quiet", "run_dir=runs/quiet")
+    assert out == f"{RunDirectory('runs/quiet').trajectories_file(0, 'rollout')}\n"
+    assert err == ""
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -263,6 +264,7 @@ def test_some_held_out_tasks_are_evaluated_without_any_to_train_on_and_shown_aga
     assert "pass@1" in out
     again, err = agentfly("eval", "runs/two", "--stored")
     assert err == ""
+    assert again.splitlines()[0] == out.splitlines()[0]
     assert again[again.index("over the tasks") :] == out[out.index("over the tasks") :]
     as_json, _ = agentfly("eval", "runs/two", "--stored", "--json")
     assert len(json.loads(as_json)["tasks"]) == 2

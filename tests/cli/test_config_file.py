@@ -154,7 +154,7 @@ def test_algorithms_and_losses_of_ones_own_are_named_by_reference(tmp_path):
     for _ in range(2):
         config = load_config(path)
         assert (config.training.algorithm, config.training.loss) == ("own_ones.py:MINE", "own_ones.py:my_loss")
-    with pytest.raises(ConfigError, match=r"own_ones\.py:number' is a int, and has to be of the class Algorithm"):
+    with pytest.raises(ConfigError, match=r"own_ones\.py:number' is an int, and has to be of the class Algorithm"):
         load_config(path, ["training.algorithm=own_ones.py:number"])
     with pytest.raises(ConfigError, match="Did you mean 'MINE'"):
         load_config(path, ["training.algorithm=own_ones.py:MIEN"])

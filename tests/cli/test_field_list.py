@@ -55,6 +55,9 @@ def test_the_guides_tables_are_those_of_the_fields():
         ("steps", "training.steps"),
         ("kl.coefficient", "training.kl.coefficient"),
         ("kl_coefficient", None),
+        ("lr", "training.learning_rate"),
+        ("training.max_steps", "training.steps"),
+        ("warmup_ratio", "sft.warmup_share"),
     ],
 )
 def test_a_field_is_known_by_the_end_of_its_key(name, meant):
@@ -68,6 +71,14 @@ def test_a_field_is_known_by_the_end_of_its_key(name, meant):
         ("training.kl.coeficient", "training.kl.coefficient"),
         ("lora.rnak", "training.lora.rank"),
         ("max_concurent_rollouts", "training.max_concurrent_rollouts"),
+        ("rewards", "reward"),
+        ("reward_fn", "reward"),
+        ("task", "tasks"),
+        ("tasks_per_step", "training.tasks_per_step"),
+        ("eval_attempts", "training.eval_attempts"),
+        ("num_generation", "training.attempts"),
+        ("sft.lr", "sft.learning_rate"),
+        ("sftt.learning_rate", "sft.learning_rate"),
         ("xyzzy", None),
     ],
 )

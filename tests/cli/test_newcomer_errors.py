@@ -151,6 +151,22 @@ def test_a_model_that_does_not_exist(refused):
     assert "Did you mean 'tiny'?" in message
 
 
+@pytest.mark.parametrize("where", ["runs/mine", "runs/mine/checkpoints"])
+def test_a_run_in_place_of_a_model(refused, where):
+    Path("runs/mine/checkpoints/step-000004").mkdir(parents=True)
+    code, message = refused("rollout", "config.yaml", f"model={where}")
+    assert code == 2
+    assert f"Name a checkpoint, of which {Path.cwd()}/runs/mine/checkpoints/step-000004 is the last" in message
+    assert f"agentfly export {Path.cwd()}/runs/mine --to DIR" in message
+
+
+def test_a_run_without_a_checkpoint_in_place_of_a_model(refused):
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/config.yaml").write_text("")
+    _, message = refused("rollout", "config.yaml", "model=runs/mine")
+    assert "runs/mine is the directory of a run that has saved no checkpoint yet" in message
+
+
 def test_a_tasks_file_that_is_not_there(refused):
     code, message = refused("rollout", "config.yaml", "tasks=none.jsonl")
     assert code == 2
@@ -195,6 +211,7 @@ def test_a_configuration_or_run_that_is_not_there(refused, command):
         (["--learning-rate=1e-4", "model=tiny"], "Write training.learning_rate=1e-4."),
         (["--training.steps"], "Write training.steps=…."),
         (["--run-dir", "runs/mine"], "Write run_dir=runs/mine."),
+        (["--lr", "1e-4"], "Write training.learning_rate=1e-4."),
     ],
 )
 def test_a_field_written_as_an_option(refused, words, told):

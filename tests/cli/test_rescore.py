@@ -113,7 +113,7 @@ def test_what_is_unscored_is_counted_by_cause(agentfly, run):
         (["runs", "--reward", "my_rewards:longer"], "runs has no trajectories"),
         (["tasks.jsonl", "--reward", "my_rewards:longer"], "tasks.jsonl, line 1: This is no trajectory"),
         (["runs/mine", "--reward", "my_rewards:long"], "Did you mean 'longer'?"),
-        (["runs/mine", "--reward", "my_rewards:not_a_reward"], "is a int, not a reward"),
+        (["runs/mine", "--reward", "my_rewards:not_a_reward"], "is an int, not a reward"),
         (["runs/mine", "--reward", "my_rewards:broken"], "gave none of 2 trajectories a score, so nothing was written"),
     ],
 )

@@ -44,13 +44,26 @@ def test_what_a_refused_start_leaves_behind_is_no_run(tmp_path):
     assert not RunDirectory.create(tmp_path, "mine").holds_run
 
 
-def test_only_an_empty_directory_is_removed(tmp_path):
-    empty, used = RunDirectory.create(tmp_path), RunDirectory.create(tmp_path)
-    used.events_file.write_text("{}\n")
-    for run in (empty, used):
-        run.remove_if_empty()
-    assert not empty.path.exists()
-    assert used.events_file.exists()
+def test_a_directory_is_removed_only_while_no_run_has_begun_in_it(tmp_path):
+    refused, begun, others = (RunDirectory.create(tmp_path) for _ in range(3))
+    for run in (refused, begun, others):
+        run.events_file.write_text("{}\n")
+    begun.trajectories_file(1).write_text("{}\n")
+    (others.path / "notes.txt").write_text("mine")
+    for run in (refused, begun, others):
+        run.remove_unless_begun()
+    assert not refused.path.exists()
+    assert begun.events_file.exists()
+    assert (others.path / "notes.txt").exists()
+
+
+def test_rollouts_that_wait_in_the_journal_keep_the_events_that_tell_of_them(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    run.events_file.write_text("{}\n")
+    run.journal.mkdir()
+    (run.journal / "train-0.jsonl").write_text("{}\n")
+    run.remove_unless_begun()
+    assert run.events_file.exists()
 
 
 def test_a_file_in_the_way_of_a_run_is_a_message(tmp_path):

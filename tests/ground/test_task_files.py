@@ -56,12 +56,18 @@ def test_a_byte_mark_at_the_beginning_is_no_part_of_the_file(tmp_path):
         ("t.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16 text. Save it as UTF-8"),
         ("t.jsonl", b"prompt,answer\na,b\n", r"line 1 is not a JSON object.*\.csv"),
         ("t.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
-        ("t.json", b'{"prompt": "a"}', "holds a dict at its top"),
+        ("t.json", b'{"prompt": "a"}', r"holds a dict at its top.*put \[ before it and \] behind it"),
+        ("t.json", b'{"data": [{"prompt": "a"}]}', "Leave the list under 'data' alone in the file"),
+        ("t.json", b'"a"', r"holds a str at its top.*Write \[\{…\}, \{…\}\]"),
         ("t.json", b'{"prompt": "a"}\n{"prompt": "b"}', r"is not JSON.*call it \.jsonl"),
-        ("t.json", b"[1]", "row 1 is not a JSON object but a int"),
+        ("t.json", b"[1]", "row 1 is not a JSON object but an int"),
         ("t.csv", b"prompt,answer\na,b,c\n", "line 2 has another number of cells"),
         ("t.csv", b"prompt,answer\na\n", "line 2 has another number of cells"),
         ("t.csv", b'prompt\n"a"b\n', "line 2 is not CSV"),
+        ("t.csv", b'"prompt"s\na\n', "line 1 is not CSV"),
+        ("t.csv", b"prompt;answer\na;b\n", "separated by semicolons, where a file called .csv has commas"),
+        ("t.csv", b"prompt\tanswer\na\tb\n", "separated by tabs.*call it by the ending that fits"),
+        ("t.tsv", b"prompt,answer\na,b\n", "separated by commas, where a file called .tsv has tabs"),
         ("t.csv", b"question text\na\n", "needs a field 'prompt'"),
         ("t.csv", b"", "holds no task"),
         ("t.parquet", b"nothing of the kind", "is not a parquet file"),
@@ -91,3 +97,8 @@ def test_any_bytes_are_tasks_or_a_clear_refusal(tmp_path_factory, content, endin
         assert str(file) in str(error)  # noqa: PT017
     else:
         assert all(json.dumps(task.to_row()) for task in tasks)
+
+
+def test_a_text_in_place_of_a_list_of_prompts_is_told_what_a_list_looks_like():
+    with pytest.raises(ConfigError, match=r"no file of tasks at What is 6 times 7\?.*\['What is 6 times 7\?'\]"):
+        as_tasks("What is 6 times 7?")

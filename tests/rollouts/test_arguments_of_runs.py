@@ -77,7 +77,7 @@ async def test_a_policy_that_is_in_use_stays_so():
         ("openai/gpt-5-mini", r"a policy is an object, not a name.*OpenAIPolicy"),
         (af.ScriptedPolicy, r"ScriptedPolicy is a class"),
         (af.OpenAIPolicy, r"OpenAIPolicy is a class"),
-        (object(), r"A object is not a policy"),
+        (object(), r"policy is an object, not a policy"),
     ],
 )
 async def test_what_is_no_policy_is_refused_before_anything_runs(policy, told):

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import gc
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import tool
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import AgentFlyError, ConfigError, UsageError
 from agentfly.garbage import YOUNG_OBJECTS
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.run_directory import RunDirectory
+from agentfly.task import Task
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.sft.sft import sft
 from agentfly.training.train import train, train_async
+from agentfly.training.trainer import Trainer
+from agentfly.trajectory import Trajectory
 
 AGENT = Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
 
@@ -104,6 +110,31 @@ def test_a_misspelt_setting_is_refused_before_anything_is_made(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("agent", "settings"), [(AGENT, {"device": "cuda"}), (replace(AGENT, model="tinny"), {})], ids=["device", "model"]
+)
+def test_a_run_whose_model_cannot_be_loaded_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, agent: Agent, settings: dict
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine" if named else None
+    for call in (partial(train, agent, ["a"], brief), partial(sft, agent, [Trajectory("r", "g", Task("a"))])):
+        with pytest.raises(AgentFlyError, match=r"no GPU|no model"):
+            call(run_dir=run_dir, **settings)
+        assert not any(tmp_path.glob("runs/*"))
+
+
+def test_held_out_tasks_that_are_trained_on_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained_on, held_out = ["a", "b"], [Task("b", id="held-out-1"), Task("c", id="held-out-2")]
+    Trainer(AGENT, trained_on, brief, run_dir=tmp_path, eval_tasks=held_out)
+    assert "1 of 2 held-out tasks are among the tasks that are trained on" in caplog.text
+    caplog.clear()
+    Trainer(AGENT, trained_on, brief, run_dir=tmp_path, eval_tasks=held_out[1:])
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_that_is_refused_leaves_no_directory_and_can_be_begun_there_once_it_is_put_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
@@ -153,7 +184,7 @@ def make_agent(model: str) -> Agent:
     [
         (make_agent, r"pass an Agent, e.g. make_agent\('tiny'\)"),
         (look, "look is a tool, not an agent"),
-        ("tiny", "A str is not an Agent"),
+        ("tiny", "agent is a str, not an Agent"),
     ],
 )
 def test_only_an_agent_can_be_trained_or_rolled_out(tmp_path: Path, given: object, told: str) -> None:

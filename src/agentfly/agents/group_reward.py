@@ -13,7 +13,7 @@ from agentfly.agents.reward import Reward
 from agentfly.agents.reward_function import RewardFunction, make
 from agentfly.agents.reward_result import RewardResult, as_list, read_result
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError, UsageError
+from agentfly.errors import RewardDefinitionError, UsageError, type_of
 from agentfly.resources.variables import Variables
 from agentfly.trajectory import Trajectory
 
@@ -87,7 +87,7 @@ def require_reward(reward: object) -> None:
         UsageError: it is something else.
     """
     if not isinstance(reward, AnyReward):
-        what = f"The function {name_of(reward)}" if callable(reward) else f"A {type(reward).__name__}"
+        what = f"The function {name_of(reward)}" if callable(reward) else f"What was given, {type_of(reward)},"
         raise UsageError(f"{what} is not a reward. Put @reward, or @group_reward, above the function that scores.")
 
 

@@ -12,7 +12,7 @@ from agentfly.agents.function_tool import Tool
 from agentfly.agents.needs import Needs
 from agentfly.agents.parameters import FromTask, names_at
 from agentfly.agents.tool_result import ToolResult
-from agentfly.errors import ToolDefinitionError
+from agentfly.errors import ToolDefinitionError, type_of
 
 __all__ = ["FromTask", "Tool", "ToolResult", "tool"]
 
@@ -111,7 +111,7 @@ def _make(function: Any, names: dict[str, Any], settings: Settings) -> Any:
         return function
     if isinstance(function, (staticmethod, classmethod)):
         raise ToolDefinitionError(
-            f"{name!r} is a {type(function).__name__}, which belongs to the class. Make a tool of what is taken from "
+            f"{name!r} is {type_of(function)}, which belongs to the class. Make a tool of what is taken from "
             "the class, for instance tool(Shop.search)."
         )
     if not callable(function):

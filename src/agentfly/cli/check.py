@@ -48,6 +48,7 @@ async def _checked(experiment: Experiment) -> int:
     findings = preflight(
         experiment.agent,
         experiment.tasks or experiment.eval_tasks or experiment.required_tasks(),
+        eval_tasks=experiment.eval_tasks if experiment.tasks else None,
         reward=experiment.reward,
         oracle=experiment.oracle,
         policy=experiment.policy,

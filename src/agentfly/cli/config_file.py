@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,9 +22,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from agentfly.cli.references import load_reference
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, nearest_name
 from agentfly.training.advantages import ALGORITHMS
-from agentfly.training.config.synonyms import EXPLAINED
+from agentfly.training.config.settings import Settings
+from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES
 from agentfly.training.registry import Registry
@@ -98,6 +98,10 @@ class OracleConfig(BaseModel):
 
     kind: Literal["oracle"] = "oracle"
     """``oracle``; ``policy: oracle`` is the same."""
+
+
+GROUPS: Mapping[str, type[Settings]] = {"training": TrainConfig, "sft": SFTConfig}
+"""The groups of settings that are also known under the names that other frameworks have for them."""
 
 
 def _kind_of(policy: Any) -> str:
@@ -175,9 +179,14 @@ class RunConfig(BaseModel):
     def _refuse_misplaced(cls, values: Any) -> Any:
         """Say of a key below ``training`` that it belongs beside it."""
         training = values.get("training") if isinstance(values, dict) else None
+        below = [*TrainConfig.model_fields, *TrainConfig.SYNONYMS, *TrainConfig.EXPLAINED]
         for key in training if isinstance(training, dict) else ():
-            if key in cls.model_fields and key not in TrainConfig.model_fields:
-                raise ConfigError(f"{key!r} stands beside 'training', not below it. Write {key}, not training.{key}.")
+            near = None if key in below else nearest_name(str(key), [*cls.model_fields, *below])
+            if near is not None and near not in below:
+                meant = "" if near == key else f" There is no {key!r}; did you mean {near!r}?"
+                raise ConfigError(
+                    f"{near!r} stands beside 'training', not below it.{meant} Write {near}, not training.{key}."
+                )
         return values
 
     @field_validator("policy", mode="before")
@@ -251,11 +260,13 @@ def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    changes = [_change(override) for override in overrides]
+    changes = [_canonical(_change(override)) for override in overrides]
     try:
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path} does not hold a mapping of names to values at its top.")
+        for change in changes:
+            _forget_other_names(loaded, change)
         merged = OmegaConf.merge(loaded, *changes)
         values = OmegaConf.to_container(merged, resolve=True)
     except yaml.MarkedYAMLError as error:
@@ -283,6 +294,27 @@ def _change(override: str) -> Any:
         ) from None
 
 
+def _canonical(change: Any) -> dict[str, Any]:
+    """A change under the names that settings have here."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(change)
+    assert isinstance(values, dict)
+    return {
+        str(name): GROUPS[str(name)].canonical(value) if name in GROUPS and isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+
+
+def _forget_other_names(loaded: Any, change: Mapping[str, Any]) -> None:
+    """Take from a file what a change sets, where the file has it under another name, so that the change counts."""
+    for name, settings in GROUPS.items():
+        written, changed = loaded.get(name), change.get(name)
+        if isinstance(written, MutableMapping) and isinstance(changed, Mapping):
+            for other in names_of_changed(changed, settings.SYNONYMS):
+                written.pop(other, None)
+
+
 def _complaints(error: ValidationError) -> Iterator[str]:
     from agentfly.cli.field_list import nearest_field  # which is made of the configuration
 
@@ -297,8 +329,8 @@ def _complaints(error: ValidationError) -> Iterator[str]:
             given = problem["input"] if isinstance(problem["input"], dict) else {}
             known = {*RunConfig.model_fields, *PolicyConfig.model_fields}
             unknown = [key for key in given if key not in known]
-            meant = difflib.get_close_matches(where.rpartition(".")[2], unknown, n=1)
-            slip = f" There is no {meant[0]!r}: is that what it was to be?" if meant else ""
+            meant = nearest_name(where.rpartition(".")[2], unknown)
+            slip = f" There is no {meant!r}: is that what it was to be?" if meant else ""
             yield f"  The key {where!r} is needed and is missing.{slip}"
         else:
             yield f"  {where}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."

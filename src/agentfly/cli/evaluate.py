@@ -62,6 +62,7 @@ def evaluate(
     from agentfly.cli.source import endpoint_asked
     from agentfly.events import EventStream
     from agentfly.rollouts.scoreboard import Scoreboard
+    from agentfly.run_directory import RunDirectory
     from agentfly.trajectory import load_trajectories
     from agentfly.viewing.counted import counted
     from agentfly.viewing.progress import ConsoleProgress
@@ -75,9 +76,8 @@ def evaluate(
             )
         step, path = _stored(source, checkpoint)
         board = Scoreboard.of(load_trajectories(path))
-        _show(
-            board, _told(wanted, board), path, f"held-out tasks after step {step}", as_json=as_json, all_tasks=all_tasks
-        )
+        title = ", ".join([counted(len(board.tasks), "held-out task"), *_whose(RunDirectory(source), step)])
+        _show(board, _told(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks)
         return
     kept = KeptRun.of("eval", source, words, checkpoint, resume)
     most = kept.config.training.eval_attempts
@@ -99,6 +99,18 @@ def evaluate(
     path = directory.trajectories_file(kept.step, "eval")
     title = f"{counted(len(rows), 'held-out task')}, {experiment.model_name}"
     _show(board, _told(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
+
+
+def _whose(run: RunDirectory, step: int) -> list[str]:
+    """Of which model a stored evaluation is, in words: by the run's configuration, and how far it was trained."""
+    from agentfly.cli.config_file import load_config
+    from agentfly.cli.experiment import model_name
+
+    config = load_config(run.config_file) if run.config_file.is_file() else None
+    whose = [] if config is None else [model_name(config) or f"the model of {config.agent}"]
+    if not step:
+        return [*whose, "before training"] if run.metrics_file.exists() else whose
+    return [*whose, f"after step {step}"]
 
 
 def _told(wanted: list[int] | None, board: Scoreboard) -> list[int]:

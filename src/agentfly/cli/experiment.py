@@ -14,7 +14,7 @@ import typer
 
 from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, VLLMConfig
 from agentfly.cli.references import load_reference
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, type_of
 from agentfly.task import Task, as_tasks
 
 if TYPE_CHECKING:
@@ -121,12 +121,7 @@ class Experiment:
     @property
     def model_name(self) -> str:
         """What is shown as the model."""
-        asked = self.config.policy
-        if isinstance(asked, OracleConfig):
-            return "the oracle"
-        if not isinstance(asked, PolicyConfig):
-            return str(self.agent.model)
-        return asked.model or f"the model at {asked.base_url}"
+        return model_name(self.config) or str(self.agent.model)
 
     def policy(self) -> Policy | ChatPolicy:
         """The policy that is configured, to be entered."""
@@ -173,6 +168,16 @@ class Experiment:
         return VLLMPolicy(spec, model=model, **settings)
 
 
+def model_name(config: RunConfig) -> str | None:
+    """What is shown as the model that a configuration names; None where it is the agent's own."""
+    asked = config.policy
+    if isinstance(asked, OracleConfig):
+        return "the oracle"
+    if isinstance(asked, PolicyConfig):
+        return asked.model or f"the model at {asked.base_url}"
+    return config.model
+
+
 def _agent(config: RunConfig, base: Path) -> Agent:
     from agentfly.agents.agent import Agent
     from agentfly.agents.tool import Tool
@@ -193,7 +198,7 @@ def _agent(config: RunConfig, base: Path) -> Agent:
             f"agent: {config.agent} is a tool, not an agent. Name an Agent that has it: Agent(tools=[{named.name}])."
         )
     raise ConfigError(
-        f"agent: {config.agent} is a {type(named).__name__}. It must be an Agent, or a function that takes a model "
+        f"agent: {config.agent} is {type_of(named)}. It must be an Agent, or a function that takes a model "
         "and returns an Agent."
     )
 
@@ -233,7 +238,7 @@ def named_reward(named: object, reference: str) -> AnyReward:
     from agentfly.agents.group_reward import AnyReward
 
     if not isinstance(named, AnyReward):
-        raise ConfigError(f"reward: {reference} is a {type(named).__name__}, not a reward. Put @reward above it.")
+        raise ConfigError(f"reward: {reference} is {type_of(named)}, not a reward. Put @reward above it.")
     return named
 
 
@@ -244,7 +249,7 @@ def _curriculum(reference: str, base: Path) -> Curriculum:
     made = _called(named, "curriculum", reference) if callable(named) else named
     if not isinstance(made, Curriculum):
         raise ConfigError(
-            f"curriculum: {reference} is a {type(made).__name__}. It must be a Curriculum, such as BySuccessRate(), or "
+            f"curriculum: {reference} is {type_of(made)}. It must be a Curriculum, such as BySuccessRate(), or "
             "what makes one when it is called without arguments."
         )
     return made
@@ -261,7 +266,7 @@ def _oracle(reference: str, base: Path, agent: Agent) -> Script | Sequence[str]:
     if isinstance(named, (list, tuple)) and all(isinstance(text, str) for text in named):
         return named
     raise ConfigError(
-        f"oracle: {reference} is a {type(named).__name__}. It must be a list of texts, one a turn, a function of the "
+        f"oracle: {reference} is {type_of(named)}. It must be a list of texts, one a turn, a function of the "
         "conversation and the number of the turn that returns a text, or a function of the tool-call format that "
         "returns one of these."
     )

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentfly.cli.config_file import RunConfig
-from agentfly.training.config.synonyms import SYNONYMS
+from agentfly.cli.config_file import GROUPS, RunConfig
+from agentfly.errors import nearest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +70,43 @@ def field_groups() -> tuple[FieldGroup, ...]:
 
 
 def field_called(name: str) -> str | None:
-    """The whole key of the field that is called so, such as ``training.steps`` for ``steps``; None if none is."""
-    keys = [field.key for group in field_groups() for field in group.fields]
-    return next((key for key in keys if key == name or key.endswith(f".{name}")), None)
+    """The whole key of the field that is called so, here or elsewhere; None if none is.
+
+    ``training.steps`` is called ``steps``, and ``training.learning_rate`` is called ``lr`` elsewhere.
+    """
+    return next((meant for key, meant in _spellings().items() if key == name or key.endswith(f".{name}")), None)
 
 
 def nearest_field(name: str) -> str | None:
     """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
     group, _, last = name.rpartition(".")
-    if last in SYNONYMS:
-        return f"training.{SYNONYMS[last]}"
-    keys = [field.key for each in field_groups() for field in each.fields]
-    beside = [key for key in keys if key.rpartition(".")[0] == group]
-    for among, cutoff in ((beside, 0.75), (keys, 0.6)):
-        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in among], n=1, cutoff=cutoff)
-        if near:
-            return next(key for key in among if key.rpartition(".")[2] == near[0])
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-    return near[0] if near else None
+    spellings = _spellings()
+    alike = [key for key in spellings if key.rpartition(".")[2] == last]
+    if alike:  # in another group
+        return spellings[difflib.get_close_matches(name, alike, n=1, cutoff=0.0)[0] if group else alike[0]]
+    beside: dict[str, str] = {}
+    anywhere: dict[str, str] = {}
+    for key, meant in spellings.items():
+        within, _, spelled = key.rpartition(".")
+        anywhere.setdefault(spelled, meant)
+        if within == group:
+            beside[spelled] = meant
+    for wanted, among in ((last, beside), (last, anywhere), (name, spellings)):
+        near = nearest_name(wanted, among)
+        if near is not None:
+            return among[near]
+    return None
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """The whole keys of all fields by themselves, and by the names that other frameworks have for them."""
+    keys = {field.key: field.key for group in field_groups() for field in group.fields}
+    return keys | {
+        f"{group}.{name}": f"{group}.{meant}"
+        for group, settings in GROUPS.items()
+        for name, meant in settings.SYNONYMS.items()
+    }
 
 
 def _groups(model: type[BaseModel], prefix: str) -> Iterator[FieldGroup]:

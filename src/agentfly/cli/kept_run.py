@@ -93,7 +93,7 @@ class KeptRun:
             if not run.trajectories_file(self.step, self.kind).exists():
                 if self.resumed is None:
                     run.config_file.unlink(missing_ok=True)
-                    run.remove_if_empty()
+                    run.remove_unless_begun()
             elif not isinstance(error, UsageError):
                 typer.echo(f"stopped; to go on: agentfly {command} --resume {run.path}", err=True)
             raise

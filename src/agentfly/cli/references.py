@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentfly.errors import AgentFlyError, ConfigError
+from agentfly.errors import AgentFlyError, ConfigError, nearest_name
 
 
 def load_reference(reference: str, *, base: Path, field: str) -> Any:
@@ -37,8 +36,8 @@ def load_reference(reference: str, *, base: Path, field: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest_name(name, vars(module))
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ConfigError(f"{field}: there is no {name!r} in {home}.{hint}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +42,7 @@ def rollout(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with rollouts that were cut short; only overrides follow."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the trajectories.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the file of the trajectories.")] = False,
 ) -> None:
     """Roll out the agent of a configuration, or of a run's last checkpoint, on its tasks.
 
@@ -66,14 +67,19 @@ def rollout(
     experiment.require_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
-    with kept.directory("rollout") as directory, ConsoleProgress() as progress, events.subscribed(progress):
+    with ExitStack() as stack:
+        directory = stack.enter_context(kept.directory("rollout"))
+        if not quiet:
+            stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
         result = interruption.run(_rolled_out(experiment, events, rows, attempts, kept, directory))
-    console = Console()
-    if not quiet:
-        for trajectory in result.trajectories:
-            console.print(trajectory_panel(trajectory))
-    console.print(metrics_table(result.metrics, counted(len(result.trajectories), "rollout")))
     path = directory.trajectories_file(kept.step, "rollout")
+    if quiet:
+        typer.echo(path)
+        return
+    console = Console()
+    for trajectory in result.trajectories:
+        console.print(trajectory_panel(trajectory))
+    console.print(metrics_table(result.metrics, counted(len(result.trajectories), "rollout")))
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 
 

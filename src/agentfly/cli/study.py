@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import ConfigError, did_you_mean
+from agentfly.errors import ConfigError, did_you_mean, type_of
 
 if TYPE_CHECKING:
     from agentfly.benchmarks.studies.study import Study
@@ -73,5 +73,5 @@ def _study(name: str) -> Study:
         return STUDIES[name]
     found = load_reference(name, base=Path.cwd(), field="study")
     if not isinstance(found, Study):
-        raise ConfigError(f"{name} is a {type(found).__name__}, and not a Study.")
+        raise ConfigError(f"{name} is {type_of(found)}, and not a Study.")
     return found

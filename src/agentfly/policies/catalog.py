@@ -10,13 +10,13 @@ A model is always a Hugging Face directory (config, safetensors, tokenizer, chat
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError, nearest_name
+from agentfly.run_directory import RunDirectory
 from agentfly.user_directories import cache_directory, is_seen
 
 Report = Callable[[str], None]
@@ -101,8 +101,8 @@ def find_model(name: str | Path, *, report: Report | None = None) -> Path:
     if path.is_absolute() or len(path.parts) > 1:
         raise ConfigError(f"There is no model directory {path}.")
     names = [model.name for model in list_models()]
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(str(name), names)
+    hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
         f"There is no model {str(name)!r}.{hint} Known names: {', '.join(names)}; or give a local directory or a "
         "Hugging Face id (owner/name)."
@@ -124,6 +124,23 @@ def _shipped(name: str) -> Path:
 
 
 def _checked_directory(path: Path) -> Path:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} is not a model directory: it has no config.json.")
-    return path
+    if (path / "config.json").is_file():
+        return path
+    run = RunDirectory(path.parent if path.name == RunDirectory(path).checkpoints.name else path)
+    checkpoints = sorted(run.checkpoints.glob("step-*"))
+    if checkpoints:
+        raise ConfigError(
+            f"{path} is of a run, and no model by itself. Name a checkpoint, of which {checkpoints[-1]} is the "
+            f"last. For other programs, agentfly export {run.path} --to DIR writes it as a model."
+        )
+    if run.holds_run:
+        raise ConfigError(f"{path} is the directory of a run that has saved no checkpoint yet, and holds no model.")
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{path} holds an adapter alone. Name the checkpoint that it is of, or have it merged into its model: "
+            "agentfly export RUN_DIR --to DIR, without --adapter."
+        )
+    raise ConfigError(
+        f"{path} is not a model directory: it has no config.json. Name a directory as Hugging Face's save_pretrained "
+        "writes it, with weights and tokenizer."
+    )

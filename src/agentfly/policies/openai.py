@@ -19,6 +19,7 @@ from agentfly.errors import (
     TokenInvariantError,
     UsageError,
     did_you_mean,
+    type_of,
 )
 from agentfly.messages import Message, ToolCall, with_images_apart
 from agentfly.policies.policy import ChatGeneration, SamplingParams
@@ -284,7 +285,7 @@ def _arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:
     """The arguments of a call, or what the model is to be told of them."""
     try:
         value = json.loads(text.strip() or "{}", parse_constant=_refuse_constant)
-        wrong = None if isinstance(value, dict) else f"they are a {type(value).__name__}"
+        wrong = None if isinstance(value, dict) else f"they are {type_of(value)}"
     except (ValueError, RecursionError) as error:
         value, wrong = None, str(error)
     if wrong is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, type_of
 
 Variables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
 """A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
@@ -22,7 +22,7 @@ def settle_variables(spec: Any) -> None:
     given, where = spec.env, f"{type(spec).__name__}(env=…)"
     pairs = given.items() if isinstance(given, Mapping) else given
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
-        raise ConfigError(f"{where} is a {type(given).__name__}: write a mapping, for instance {{'THREADS': '1'}}.")
+        raise ConfigError(f"{where} is {type_of(given)}: write a mapping, for instance {{'THREADS': '1'}}.")
     variables: dict[str, str] = {}
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):

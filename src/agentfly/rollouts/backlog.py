@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 
-from agentfly.errors import UsageError
+from agentfly.errors import UsageError, type_of
 from agentfly.rollouts.foresight import AHEAD
 from agentfly.rollouts.group import Group
 from agentfly.task import Task
@@ -90,7 +90,7 @@ class Backlog:
                 self._unread = 0
             return
         if not isinstance(task, Task):
-            raise UsageError(f"A batch is made of Tasks, and a {type(task).__name__} is among them: Task(prompt=…).")
+            raise UsageError(f"A batch is made of Tasks, and {type_of(task)} is among them: Task(prompt=…).")
         if self._unread is not None:
             self._unread -= attempts
         self._expect(task)

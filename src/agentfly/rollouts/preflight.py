@@ -28,7 +28,7 @@ from agentfly.rollouts.runner import Runner, require_agent
 from agentfly.rollouts.spoken_length import SpokenLength
 from agentfly.rollouts.summary import succeeded
 from agentfly.rollouts.task_fields import require_reward_fields, require_tool_fields
-from agentfly.task import Task, as_tasks
+from agentfly.task import Task, as_tasks, shared_tasks
 from agentfly.threads.pool import on_thread
 from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
@@ -83,6 +83,7 @@ async def preflight(
     agent: Agent,
     tasks: Tasks,
     *,
+    eval_tasks: Tasks | None = None,
     reward: AnyReward | None = None,
     oracle: Script | Sequence[str] | None = None,
     policy: AnyPolicy | Callable[[], AnyPolicy] | None = None,
@@ -101,6 +102,7 @@ async def preflight(
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
+        eval_tasks: the held-out tasks of a training, which have to be others than the tasks.
         reward: scores the oracle's rollout.
         oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called.
         policy: an entered policy, or what makes one that is to be entered; from ``agent.model`` if not given.
@@ -110,9 +112,14 @@ async def preflight(
     """
     require_durations("preflight", limit_s=limit_s)
     rows = as_tasks(tasks)
-    found = check_definitions(agent, rows, reward)
+    held_out = [] if eval_tasks is None else as_tasks(eval_tasks)
+    found = check_definitions(agent, [*rows, *held_out], reward)
     for finding in found:
         yield finding
+    if held_out:
+        shared = shared_tasks(rows, held_out)
+        said = shared or f"{len(held_out)}, of which none is trained on"
+        yield Finding("held-out tasks", True, said, doubtful=bool(shared))
     if not all(finding.ok for finding in found):
         return  # what would be tried next would fail for the same reason
     async with AsyncExitStack() as stack:

@@ -114,7 +114,7 @@ async def run(
                 settings["label"] = label or record.about.get("label") or uuid.uuid4().hex[:8]
                 about = {"label": settings["label"], "tasks": len(rows), "attempts": attempts}
                 directory.ensure()
-                stack.callback(directory.remove_if_empty)
+                stack.callback(directory.remove_unless_begun)
                 await stack.enter_async_context(record.opened(runner.traits(sampling), about))
             if (events := runner_settings.get("events")) is not None:
                 total = len(rows) * attempts

@@ -15,7 +15,7 @@ from typing import Any, Self, TypedDict, Unpack
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.tool import Tool
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.events import EventStream
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, generations_at_a_time
@@ -59,7 +59,7 @@ def require_agent(agent: object) -> None:
     name = getattr(agent, "__name__", None)
     if callable(agent) and name:
         raise UsageError(f"{name} is not an Agent. If it makes one, call it and pass an Agent, e.g. {name}('tiny').")
-    raise UsageError(f"A {type(agent).__name__} is not an Agent. Pass an Agent, e.g. Agent(model='tiny').")
+    raise UsageError(f"agent is {type_of(agent)}, not an Agent. Pass an Agent, e.g. Agent(model='tiny').")
 
 
 class BatchSettings(TypedDict, total=False):
@@ -335,7 +335,7 @@ def _require_policy(policy: object) -> None:
         raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
     if not isinstance(policy, Policy | ChatPolicy):
         raise UsageError(
-            f"A {type(policy).__name__} is not a policy. Pass an EmbeddedPolicy, VLLMPolicy, OpenAIPolicy or "
+            f"policy is {type_of(policy)}, not a policy. Pass an EmbeddedPolicy, VLLMPolicy, OpenAIPolicy or "
             "ScriptedPolicy, or an object with the methods of agentfly.policies.policy.Policy."
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.rollouts.summary import succeeded
 from agentfly.task import Task
 from agentfly.training.task_order import TaskOrder
@@ -202,7 +202,7 @@ def order_of(tasks: Sequence[Task], seed: int, curriculum: Curriculum | None) ->
         return TaskOrder(tasks, seed)
     if not isinstance(curriculum, Curriculum):
         raise UsageError(
-            f"A {type(curriculum).__name__} is not a Curriculum. Derive a class from it, and pass an object of that "
-            "class, e.g. BySuccessRate()."
+            f"curriculum is {type_of(curriculum)}, not a Curriculum. Derive a class from it, and pass an object of "
+            "that class, e.g. BySuccessRate()."
         )
     return GuidedOrder(tasks, seed, curriculum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from agentfly.errors import ConfigError, did_you_mean
+from agentfly.errors import ConfigError, did_you_mean, type_of
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Registry(Generic[T]):
         """
         if self._wanted is not None and not isinstance(thing, self._wanted):
             raise ConfigError(
-                f"The {self._kind} {name!r} is a {type(thing).__name__}, and has to be of the class "
+                f"The {self._kind} {name!r} is {type_of(thing)}, and has to be of the class "
                 f"{self._wanted.__name__} ({self._wanted.__module__}), which holds the function and says what it uses."
             )
         if name in self._known:

@@ -11,12 +11,13 @@ from typing import Any
 from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.events import EventStream
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.voice import NO_OTHERS
-from agentfly.run_directory import RunDirectory, new_run
+from agentfly.run_directory import RunDirectory
+from agentfly.training.config.settings import Settings
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.curriculum import Curriculum
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
@@ -105,7 +106,8 @@ async def train_async(
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     events = events or EventStream()
     with ExitStack() as stack:
-        run = RunDirectory(run_dir) if run_dir is not None else stack.enter_context(new_run())
+        run = RunDirectory(run_dir) if run_dir is not None else RunDirectory.create()
+        stack.callback(run.remove_unless_begun)
         trainer = Trainer(
             agent,
             tasks,
@@ -128,14 +130,19 @@ async def train_async(
 
 def _with(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: those of a configuration, with some replaced."""
+    TrainConfig.refuse_misspelled(train, settings)
     if config is None:
         return TrainConfig(**settings)
     if not isinstance(config, TrainConfig):
-        raise ConfigError(f"config is a {type(config).__name__}, and has to be a TrainConfig.")
+        raise ConfigError(f"config is {type_of(config)}, and has to be a TrainConfig.")
     if not settings:
         return config
     given = {name: getattr(config, name) for name in config.model_fields_set}
-    return TrainConfig(**{**given, **settings})
+    replaced = TrainConfig.canonical(settings)
+    for name in replaced.keys() - settings.keys():  # of a group under another name, such as beta, the rest stays
+        if isinstance(held := getattr(config, name, None), Settings):
+            replaced[name] = {one: getattr(held, one) for one in held.model_fields_set} | replaced[name]
+    return TrainConfig(**{**given, **replaced})
 
 
 def _require_no_loop() -> None:

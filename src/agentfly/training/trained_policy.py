@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, type_of
 from agentfly.events import EventStream, Progress
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy
@@ -44,8 +44,9 @@ async def trained_policy(
         policy = loaded if given is None else ServedPolicy(loaded.model, given, events=events)
     if not isinstance(policy, TrainablePolicy):
         raise ConfigError(
-            f"A {type(policy).__name__} cannot be trained: its weights are not in this process. Give the agent a model "
-            "that is loaded here (a name, or a Hugging Face directory), or have vLLM sample from it (policy: vllm)."
+            f"policy is {type_of(policy)}, which cannot be trained: its weights are not in this process. Give the "
+            "agent a model that is loaded here (a name, or a Hugging Face directory), or have vLLM sample from it "
+            "(policy: vllm)."
         )
     if not policy.in_use:
         if isinstance(policy, ServedPolicy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -34,7 +35,7 @@ from agentfly.rollouts.task_fields import require_fields
 from agentfly.rollouts.traits import agent_traits, plain
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
-from agentfly.task import Task, as_tasks
+from agentfly.task import Task, as_tasks, shared_tasks
 from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.checkpoints import (
@@ -54,13 +55,23 @@ from agentfly.training.feed import TRAIN
 from agentfly.training.journal import Journal
 from agentfly.training.learning.learner import Learner
 from agentfly.training.requirements import require_evaluations, require_score, training_temperature
-from agentfly.training.resume import forget_after, goes_on, require_same_run, standing_of, steps_on_file
+from agentfly.training.resume import (
+    depends_on_steps,
+    forget_after,
+    goes_on,
+    how_to_go_further,
+    require_same_run,
+    standing_of,
+    steps_on_file,
+)
 from agentfly.training.supply import Supply
 from agentfly.training.trackers import TRACKERS
 from agentfly.training.trackers.tracking import tracked
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.trained_policy import trained_policy
 from agentfly.training.update import Update
+
+logger = logging.getLogger(__name__)
 
 Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
@@ -163,6 +174,8 @@ class Trainer:
         self._curriculum = plain(curriculum)
         self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
         require_fields(agent, [*rows, *self._eval_tasks], self._reward)
+        if told := shared_tasks(rows, self._eval_tasks):
+            logger.warning("%s", told)
         self._run = RunDirectory(run_dir)
         self._events = events or EventStream()
         self._given_policy = policy
@@ -209,6 +222,11 @@ class Trainer:
                     model=str(self._agent.model),
                     dtype=dtype_of(policy.model),
                     device=str(policy.model.device),
+                    further=how_to_go_further(
+                        "training.steps",
+                        f"the schedule {config.schedule} has ended" if depends_on_steps(config.schedule) else "",
+                        self._run,
+                    ),
                 )
             )
             metrics: dict[int, dict[str, float]] = {}

@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 from agentfly.agents.excerpt import excerpt
 from agentfly.agents.invocation import FunctionFailed, invoke
 from agentfly.contexts.context import Context
-from agentfly.errors import UsageError
+from agentfly.errors import UsageError, type_of
 from agentfly.messages import Message, Role, joined, text_of
 
 _VIEW = "[*past.opening, *past.exchanges[-1]]"
@@ -145,7 +145,7 @@ def require_view(view: object, memory: Memory, exchanges: Sequence[Sequence[Mess
     """
     name = f"The view that the memory {type(memory).__name__} gives"
     if isinstance(view, (str, bytes)) or not isinstance(view, Sequence):
-        raise UsageError(f"{name} is a {type(view).__name__}. It must be a list of messages, for instance {_VIEW}.")
+        raise UsageError(f"{name} is {type_of(view)}. It must be a list of messages, for instance {_VIEW}.")
     if not view:
         raise UsageError(f"{name} is empty. Keep at least past.opening, which has the task.")
     for message in view:

@@ -10,7 +10,7 @@ from functools import partial
 from agentfly.agents.invocation import FunctionFailed, invoke
 from agentfly.agents.memory.memory import Past, with_note
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, UsageError
+from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.messages import Message
 
 Summarise = Callable[[Sequence[Message], Context], str | Awaitable[str]]
@@ -98,5 +98,5 @@ class SummaryFolding:
         except FunctionFailed as failed:
             failed.raise_as_of("SummaryFolding(summarise=…)")
         if not isinstance(summary, str):
-            raise UsageError(f"SummaryFolding(summarise=…) returned a {type(summary).__name__}; it must return a text.")
+            raise UsageError(f"SummaryFolding(summarise=…) returned {type_of(summary)}; it must return a text.")
         return summary.encode("utf-8", errors="replace").decode()  # half of a surrogate pair could not be tokenized

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentfly.errors import type_of
 from agentfly.gateway.json_values import UnfitValue, parsed
 from agentfly.gateway.refusal import Refusal
 from agentfly.images import Image
@@ -54,7 +55,7 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
             read["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
-                raise Refusal(f"{where}: the tool_calls are a {type(calls).__name__}; give a list.")
+                raise Refusal(f"{where}: the tool_calls are {type_of(calls)}; give a list.")
             read["tool_calls"] = [_call(call, where) for call in calls]
     return read
 
@@ -63,7 +64,7 @@ def _content(content: Any, where: str) -> Content:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refusal(f"{where}: the content is a {type(content).__name__}; give a text or a list of parts.")
+        raise Refusal(f"{where}: the content is {type_of(content)}; give a text or a list of parts.")
     parts = [_part(part, where) for part in content]
     texts = [part["text"] for part in parts if part["type"] == "text"]
     return "".join(texts) if len(texts) == len(parts) else parts

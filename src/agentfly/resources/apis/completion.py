@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
-from agentfly.errors import APIMalformed
+from agentfly.errors import APIMalformed, type_of
 
 Json = Mapping[str, Any]
 
@@ -92,7 +92,7 @@ def read_json(body: bytes) -> Json:
     except (ValueError, RecursionError):
         raise APIMalformed(f"is not JSON but begins with {_excerpt(body)}") from None
     if not isinstance(found, dict):
-        raise APIMalformed(f"is JSON, but a {type(found).__name__} where an object belongs: {_excerpt(body)}")
+        raise APIMalformed(f"is JSON, but {type_of(found)} where an object belongs: {_excerpt(body)}")
     return found
 
 

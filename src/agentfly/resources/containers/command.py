@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
 
-from agentfly.errors import ToolError, UsageError
+from agentfly.errors import ToolError, UsageError, type_of
 from agentfly.resources.containers.output import BoundedOutput
 
 
@@ -77,7 +77,7 @@ def require_type(name: str, value: object, kind: type | UnionType, cure: str, *,
         UsageError: it is of another. The message does not have its value, which may be a secret.
     """
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"{of}({name}=…) was given a {type(value).__name__}: write {cure}.")
+        raise UsageError(f"{of}({name}=…) was given {type_of(value)}: write {cure}.")
 
 
 def shell_word(text: str, what: str) -> bytes:

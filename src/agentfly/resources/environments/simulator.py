@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import ConfigError, UsageError, did_you_mean
+from agentfly.errors import ConfigError, UsageError, did_you_mean, nearest_name
 
 
 def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -115,8 +114,8 @@ def named(name: str) -> Callable[..., Any]:
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise ConfigError(f"The factory {name!r} has no {part!r}" + (f"; is it {near[0]!r}?" if near else "."))
+            near = nearest_name(part, dir(found))
+            raise ConfigError(f"The factory {name!r} has no {part!r}" + (f"; is it {near!r}?" if near else "."))
         found = getattr(found, part)
     made: Callable[..., Any] = found
     return made

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, type_of
 from agentfly.resources.environments import simulator
 from agentfly.resources.environments.declared_types import DeclaredTypes
 from agentfly.resources.environments.parcel import pack
@@ -208,7 +208,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 hash(value)
             except TypeError:
                 raise ConfigError(
-                    f"EnvironmentSpec: {name} is a {type(value).__name__} and cannot be hashed, but the whole spec is "
+                    f"EnvironmentSpec: {name} is {type_of(value)} and cannot be hashed, but the whole spec is "
                     "the key of its pool. Give a tuple for a list, pairs for a dict, or a path for what lies in a file."
                 ) from None
 

@@ -10,11 +10,10 @@ import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager, aclosing, closing
-from difflib import get_close_matches
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import Any, TypeVar, cast
 
-from agentfly.errors import LeaseOver, NoSuchAttribute, UsageError
+from agentfly.errors import LeaseOver, NoSuchAttribute, UsageError, nearest_name
 from agentfly.resources.instances.attendance import Use
 from agentfly.resources.resource import Resource
 
@@ -84,11 +83,9 @@ class Handle:
 def _no_such(resource: Resource, name: str) -> NoSuchAttribute:
     engines = dir(Resource)
     offered = [one for one in dir(resource) if one[0] != "_" and one not in engines]
-    nearest = get_close_matches(name, offered, 1)
-    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return NoSuchAttribute(
-        f"{resource.instance} has no {name!r}.{guess} A {type(resource).__name__} has {', '.join(offered)}."
-    )
+    nearest = nearest_name(name, offered)
+    guess = f" Did you mean {nearest!r}?" if nearest else ""
+    return NoSuchAttribute(f"{resource.instance} has no {name!r}.{guess} It has {', '.join(offered)}.")
 
 
 def _live(handle: Any) -> Resource:

@@ -1,8 +1,8 @@
-"""Names that other frameworks have for training settings, and what they are called here."""
+"""Names that other frameworks have for settings of training and warm starts, and what they are called here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SYNONYMS: Mapping[str, str] = {
@@ -43,7 +43,7 @@ SYNONYMS: Mapping[str, str] = {
     "total_steps": "steps",
     "total_training_steps": "steps",
 }
-"""Settings by what they are called elsewhere; both mean the same number in the same unit."""
+"""Training settings by what they are called elsewhere; both mean the same number in the same unit."""
 
 EXPLAINED: Mapping[str, str] = {
     name: text
@@ -86,15 +86,51 @@ EXPLAINED: Mapping[str, str] = {
     )
     for name in names
 }
-"""What to set in place of a setting that has no counterpart of the same meaning."""
+"""What to set in place of a training setting that has no counterpart of the same meaning."""
+
+SFT_SYNONYMS: Mapping[str, str] = {
+    **{
+        name: meant
+        for name, meant in SYNONYMS.items()
+        if meant in ("learning_rate", "schedule", "lora.rank", "lora.alpha", "keep_checkpoints")
+    },
+    "batch_size": "rows_per_update",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "save_steps": "checkpoint_every_updates",
+    "total_epochs": "epochs",
+    "train_batch_size": "rows_per_update",
+    "warmup_ratio": "warmup_share",
+}
+"""Settings of a warm start by what they are called elsewhere; both mean the same number in the same unit."""
+
+SFT_EXPLAINED: Mapping[str, str] = {
+    **{
+        name: EXPLAINED[name]
+        for name in ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    },
+    **dict.fromkeys(
+        ("max_steps", "num_steps", "steps", "total_steps", "total_training_steps"),
+        "A warm start is as long as epochs says: set epochs. An update learns rows_per_update rows.",
+    ),
+    **dict.fromkeys(
+        ("max_length", "max_seq_length"),
+        "Conversations are left out and never cut: set max_context_tokens, the most tokens that one may have.",
+    ),
+    "per_device_train_batch_size": "Set rows_per_update, the rows of an update, and micro_batch_tokens for memory.",
+}
+"""What to set in place of a setting of a warm start that has no counterpart of the same meaning."""
 
 
-def with_canonical_names(values: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def with_canonical_names(
+    values: Mapping[str, Any], known: Mapping[str, Any], synonyms: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings under the names that they have here.
 
     Args:
-        values: training settings as a user wrote them; groups are mappings.
+        values: settings as a user wrote them; groups are mappings.
         known: the names that there are.
+        synonyms: the settings by what they are called elsewhere.
 
     Returns:
         The settings, and what was renamed: the name here by the name that was written. A name is left as it is where
@@ -103,9 +139,9 @@ def with_canonical_names(values: Mapping[str, Any], known: Mapping[str, Any]) ->
     renamed: dict[str, Any] = dict(values)
     names: dict[str, str] = {}
     for name in values:
-        if name in known or name not in SYNONYMS:
+        if name in known or name not in synonyms:
             continue
-        group, _, last = SYNONYMS[name].rpartition(".")
+        group, _, last = synonyms[name].rpartition(".")
         place = renamed
         if group:
             inner = renamed.get(group)
@@ -117,5 +153,26 @@ def with_canonical_names(values: Mapping[str, Any], known: Mapping[str, Any]) ->
         place[last] = renamed.pop(name)
         if group:
             renamed[group] = place
-        names[name] = SYNONYMS[name]
+        names[name] = synonyms[name]
     return renamed, names
+
+
+def names_of_changed(change: Mapping[str, Any], synonyms: Mapping[str, str]) -> set[str]:
+    """The other names of the settings that a change sets, alone or with their whole group.
+
+    Args:
+        change: settings under the names that they have here; groups are mappings.
+        synonyms: the settings by what they are called elsewhere.
+    """
+    changed = list(_dotted(change))
+    return {
+        name for name, meant in synonyms.items() if any(meant == one or meant.startswith(f"{one}.") for one in changed)
+    }
+
+
+def _dotted(values: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}"

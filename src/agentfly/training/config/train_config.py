@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +17,7 @@ from agentfly.training.config.kl_config import KLConfig
 from agentfly.training.config.lora_config import LoRAConfig
 from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
 from agentfly.training.config.settings import Settings
+from agentfly.training.config.synonyms import EXPLAINED, SYNONYMS
 from agentfly.training.config.unused import refuse_unused
 from agentfly.training.losses import LOSSES
 from agentfly.training.trackers import TRACKERS
@@ -29,6 +31,9 @@ class TrainConfig(Settings):
     Raises:
         ConfigError: a setting is unknown, out of its range, or contradicts another.
     """
+
+    SYNONYMS: ClassVar[Mapping[str, str]] = SYNONYMS
+    EXPLAINED: ClassVar[Mapping[str, str]] = EXPLAINED
 
     algorithm: str = "grpo"
     """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`; in a file also a

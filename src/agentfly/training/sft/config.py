@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from agentfly.errors import ConfigError
 from agentfly.training.config.lora_config import LoRAConfig
 from agentfly.training.config.settings import Settings
+from agentfly.training.config.synonyms import SFT_EXPLAINED, SFT_SYNONYMS
 
 
 class SFTConfig(Settings):
@@ -19,6 +21,8 @@ class SFTConfig(Settings):
     """
 
     GROUP: ClassVar[str] = "sft"
+    SYNONYMS: ClassVar[Mapping[str, str]] = SFT_SYNONYMS
+    EXPLAINED: ClassVar[Mapping[str, str]] = SFT_EXPLAINED
 
     min_reward: float = 1.0
     """Trajectories of at least this reward are learned from."""

@@ -12,7 +12,7 @@ from agentfly.events import EventStream, Progress
 from agentfly.garbage import tuned_gc
 from agentfly.policies.load import load_policy
 from agentfly.rollouts.runner import require_agent
-from agentfly.run_directory import RunDirectory, new_run
+from agentfly.run_directory import RunDirectory
 from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.examples import Data, Examples, examples_from, read_data
 from agentfly.training.sft.trainer import SFTResult, SupervisedTrainer
@@ -49,18 +49,17 @@ def sft(
         ConfigError: a setting is unknown, there is nothing to learn from, or the run cannot be gone on with.
         PrerequisiteError: the model cannot be had.
     """
+    SFTConfig.refuse_misspelled(sft, settings)
     config = SFTConfig(**settings)
     require_agent(agent)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     events = events or EventStream()
     with ExitStack() as stack:
-        if run_dir is None:
-            run = stack.enter_context(new_run())
-        else:
-            run = RunDirectory(run_dir)
-            if not resume:
-                run.require_unused()
+        run = RunDirectory(run_dir) if run_dir is not None else RunDirectory.create()
+        stack.callback(run.remove_unless_begun)
+        if not resume:
+            run.require_unused()
         trajectories = read_data(data)
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))

@@ -6,20 +6,12 @@ import asyncio
 import contextvars
 import sqlite3
 import threading
-import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from agentfly.agents.tool import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import (
-    ToolTimeout,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from agentfly.errors import ToolTimeout
 
 speaker: contextvars.ContextVar[str] = contextvars.ContextVar("speaker", default="nobody")
 
@@ -57,28 +49,6 @@ async def test_a_tool_that_takes_no_notice_of_its_time_has_overrun_all_the_same(
 
     with pytest.raises(ToolTimeout, match=r"stopped after 0\.01 s"):
         await stubborn.call({}, context)
-
-
-async def test_time_spent_waiting_for_resources_is_not_the_tools(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = True
-    clock = time.monotonic()
-    monkeypatch.setattr(
-        Context, "waited_seconds", property(lambda _: time.monotonic() - clock if waiting else waited), raising=True
-    )
-    waited = 0.0
-
-    @tool(timeout_s=0.05)
-    async def queue() -> str:
-        """Wait for a resource for longer than the tool may take, and then work for a moment."""
-        nonlocal waiting, waited
-        await asyncio.sleep(0.2)
-        waited = time.monotonic() - clock
-        waiting = False
-        return "done"
-
-    assert (await queue.call({}, context)).observation == "done"
 
 
 async def test_cancelling_the_caller_cancels_the_call(context: Context) -> None:

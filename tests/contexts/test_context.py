@@ -5,8 +5,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
+import agentfly as af
 from agentfly.contexts.context import Context
-from agentfly.errors import AcquireTimeout, DeadlockBroken, LeaseOver, ResourceError, ResourceStartError, UsageError
+from agentfly.errors import (
+    AcquireTimeout,
+    DeadlockBroken,
+    LeaseOver,
+    ResourceError,
+    ResourceStartError,
+    ToolTimeout,
+    UsageError,
+)
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.registry import register
 from agentfly.resources.resource import Resource, Status
@@ -87,6 +96,187 @@ async def test_a_full_pool_makes_the_next_rollout_wait_until_the_first_has_ended
     await first.close()
     await waiting
     assert second.waited_seconds > 0
+
+
+@pytest.fixture
+async def busy(engine):
+    """A pool of one whose only instance another rollout holds until the event is set."""
+    spec, give_back = BoxSpec(capacity=1), asyncio.Event()
+    holder = context(engine, "holder")
+    await holder.acquire(spec)
+
+    async def hold():
+        await give_back.wait()
+        await holder.close()
+
+    holding = asyncio.create_task(hold())
+    yield spec, give_back
+    give_back.set()
+    await holding
+
+
+async def call_of(whole, tool, **arguments):
+    """A call of a tool as a rollout makes it, with a context of its own."""
+    async with whole.call() as of_call:
+        return (await tool.call(arguments, of_call)).observation
+
+
+LIMIT_S = 0.03
+
+
+async def wait_for_it(context):
+    await asyncio.sleep(0)
+    return str((await context.acquire(context.task["spec"], scope="call")).contents)
+
+
+def wait_on_a_thread(context):
+    return str(context.wait(context.acquire(context.task["spec"], scope="call")).contents)
+
+
+async def wait_in_a_task(context):
+    return await asyncio.create_task(wait_for_it(context))
+
+
+async def wait_twice_at_once(context):
+    one, other = await asyncio.gather(*(context.acquire(context.task["spec"]) for _ in range(2)))
+    assert one is other
+    return str(one.contents)
+
+
+class Holder:
+    """Its methods ask by the context that the instance was made with."""
+
+    def __init__(self, context: Context):
+        self._context = context
+
+    async def get(self) -> str:
+        """Get it."""
+        async with self._context.lease(self._context.task["spec"]) as box:
+            return str(box.contents)
+
+
+def tool_that(get):
+    if isinstance(get, type):
+        return next(iter(af.Agent(model="m", tools=[af.tool(timeout_s=LIMIT_S)(get)]).tools))
+    if asyncio.iscoroutinefunction(get):
+
+        @af.tool(timeout_s=LIMIT_S)
+        async def run(context: Context) -> str:
+            """Get it."""
+            return await get(context)
+    else:
+
+        @af.tool(timeout_s=LIMIT_S)
+        def run(context: Context) -> str:
+            """Get it."""
+            return get(context)
+
+    return run
+
+
+@pytest.mark.parametrize("get", [wait_for_it, wait_on_a_thread, wait_in_a_task, wait_twice_at_once, Holder])
+async def test_time_that_a_call_waits_for_a_resource_is_not_counted_however_it_asks(engine, busy, get):
+    spec, give_back = busy
+    calling = asyncio.create_task(call_of(context(engine, spec=spec), tool_that(get)))
+    await asyncio.sleep(4 * LIMIT_S)
+    assert not calling.done()
+    give_back.set()
+    assert await calling == "[]"
+
+
+@pytest.mark.parametrize("waiting", [1, 2])
+async def test_the_time_of_a_call_runs_on_while_others_of_its_rollout_wait_for_resources(engine, busy, waiting):
+    spec, _ = busy
+    rollout = context(engine, spec=spec)
+    waits = [asyncio.create_task(call_of(rollout, tool_that(wait_for_it))) for _ in range(waiting)]
+    await asyncio.sleep(0.01)
+
+    @af.tool(timeout_s=LIMIT_S)
+    async def hang() -> str:
+        """Hang."""
+        await asyncio.Event().wait()
+        return "never"
+
+    with pytest.raises(ToolTimeout):
+        await asyncio.wait_for(call_of(rollout, hang), timeout=5)
+    assert not any(one.done() for one in waits)
+    for one in waits:
+        one.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def test_a_call_that_waits_for_the_preparation_of_another_waits_for_a_resource(engine):
+    rollout, begun, go_on = context(engine), asyncio.Event(), asyncio.Event()
+
+    async def prepare(box, asked):
+        begun.set()
+        await go_on.wait()
+
+    @af.tool(timeout_s=LIMIT_S)
+    async def use(context: Context) -> str:
+        """Use it."""
+        return str((await context.acquire(BoxSpec(), prepare=prepare)).contents)
+
+    first = asyncio.create_task(rollout.acquire(BoxSpec(), prepare=prepare))
+    await begun.wait()
+    second = asyncio.create_task(call_of(rollout, use))
+    await asyncio.sleep(4 * LIMIT_S)
+    assert not second.done()
+    go_on.set()
+    assert await second == "[]"
+    await first
+
+
+async def test_waits_at_the_same_time_count_once_for_the_rollout(engine, busy):
+    spec, give_back = busy
+    rollout, loop = context(engine, spec=spec), asyncio.get_running_loop()
+    began = loop.time()
+    calls = [asyncio.create_task(call_of(rollout, tool_that(wait_for_it))) for _ in range(3)]
+    await asyncio.sleep(LIMIT_S)
+    give_back.set()
+    await asyncio.gather(*calls)
+    assert 0 < rollout.waited_seconds <= loop.time() - began
+
+
+async def test_the_timeout_of_an_acquire_holds_for_the_preparation_by_another_call(engine):
+    rollout, begun = context(engine), asyncio.Event()
+
+    async def prepare(box, asked):
+        begun.set()
+        await asyncio.Event().wait()
+
+    first = asyncio.create_task(rollout.acquire(BoxSpec(), prepare=prepare))
+    await begun.wait()
+    with pytest.raises(AcquireTimeout, match="another call of rollout r0 still prepares it"):
+        await asyncio.wait_for(rollout.acquire(BoxSpec(), prepare=prepare, timeout=0.01), timeout=5)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_the_timeout_of_an_acquire_holds_for_all_its_requests_together(engine, monkeypatch):
+    rollout, begun, fail, timeouts = context(engine), asyncio.Event(), asyncio.Event(), []
+
+    async def prepare(box, asked):
+        begun.set()
+        await fail.wait()
+        raise ValueError("no such file")
+
+    async def acquire(*args, timeout, **kwargs):
+        timeouts.append(timeout)
+        return await ask(*args, timeout=timeout, **kwargs)
+
+    first = asyncio.create_task(rollout.acquire(BoxSpec(), prepare=prepare))
+    await begun.wait()
+    ask = engine.acquire
+    monkeypatch.setattr(engine, "acquire", acquire)
+    second = asyncio.create_task(rollout.acquire(BoxSpec(), prepare=lambda box, asked: None, timeout=60))
+    await asyncio.sleep(0.01)
+    fail.set()
+    with pytest.raises(ResourceStartError):
+        await first
+    await second
+    assert timeouts[0] == 60
+    assert timeouts[1] < 60
 
 
 async def test_waiting_longer_than_allowed_names_the_holder(engine):

@@ -78,7 +78,7 @@ async def invoke(
         arguments: its arguments, by name.
         timeout_s: seconds that the function may take with all its tries, what it waits for resources not counted; None
             for any time.
-        context: the rollout's context, which knows what was waited for.
+        context: the call's context, which knows how long the call has waited. Other calls have contexts of their own.
         retries: how often it is called again after failures that may pass (see `may_pass`), after pauses of random
             length.
         caller: calls sync functions.
@@ -97,7 +97,8 @@ async def invoke(
             result = await _call_until_it_works(function, arguments, retries, caller)
         else:
             async with limit, _Clock(limit, timeout_s, context):
-                result = await _call_until_it_works(function, arguments, retries, caller)
+                with context.waits.count_all():
+                    result = await _call_until_it_works(function, arguments, retries, caller)
     except BaseException as error:  # SystemExit, and what other languages' bindings raise, too
         if must_pass(error, task):
             raise

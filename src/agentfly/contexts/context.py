@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from agentfly.contexts.acquisition import Acquisition, Lending
 from agentfly.contexts.belongings import Belongings
-from agentfly.contexts.waits import Waits
-from agentfly.errors import AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
+from agentfly.contexts.waits import Waits, waiting
+from agentfly.errors import AcquireTimeout, AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
 from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.lease import Lease
@@ -79,12 +79,18 @@ class Context:
         self._over = over
         self._loop = asyncio.get_running_loop()
         self._rollout = _Shared()
+        self._waits = self._rollout_waits = Waits(self._loop.time)
         self._call: _Call | None = None
 
     @property
+    def waits(self) -> Waits:
+        """The waits for resources: those of one call in the context of a call, else those of the whole rollout."""
+        return self._waits
+
+    @property
     def waited_seconds(self) -> float:
-        """How long the rollout has waited for resources: all its calls together, those that wait now included."""
-        return self._rollout.waits.seconds
+        """The seconds that `waits` has counted until now. Calls that wait at the same time count once."""
+        return self._waits.seconds
 
     def declare(self, specs: Iterable[ResourceSpec[Any]]) -> None:
         """Say what the rollout will need with scope ``rollout``: got together, at the first acquire of one of it."""
@@ -108,7 +114,8 @@ class Context:
             spec: what is needed.
             scope: ``rollout`` for an instance that nobody else has until the rollout ends; ``call`` for one of its own
                 for this tool call; ``global`` for one that is shared with other rollouts.
-            timeout: seconds to wait at most; None waits as long as it takes.
+            timeout: seconds to wait at most, for other calls that prepare the instance too; None waits as long as it
+                takes.
             prepare: called once with the fresh instance and this context before anybody of this rollout gets it, to
                 lay out what the task needs: ``prepare(box, context)``. A sync function is called on the event loop
                 and must not block. Not for scope ``global``.
@@ -145,17 +152,21 @@ class Context:
                 f"acquire({spec.label}, scope='global', prepare=…): what all rollouts share is not prepared by one of "
                 "them. Put what it needs into the spec, or acquire it with scope='rollout'."
             )
+        asked = self._loop.time()
+        left = timeout
         while True:
             if call is not None and call.ended:
                 raise self._too_late()
-            lease = await self._request(spec, scope, timeout, (self._call, asyncio.current_task()))
+            lease = await self._request(spec, scope, left, (self._call, asyncio.current_task()))
+            deadline = None if timeout is None else asked + timeout
             if call is not None:
                 call.leases.append(lease)
                 if call.ended:  # meanwhile, so that nobody else would end the lease
                     await self._engine.release(lease)
                     raise self._too_late()
-            if prepare is None or await self._prepare_once(lease, prepare):
+            if prepare is None or await self._prepare_once(lease, prepare, deadline):
                 return lease.resource
+            left = None if deadline is None else max(0.0, deadline - self._loop.time())
 
     def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> Lending[R]:
         """An instance of ``spec`` for the length of a block, however often the rollout asks.
@@ -226,6 +237,7 @@ class Context:
         """
         whole = self._copy()
         whole._call = None
+        whole._waits = Waits(self._loop.time)
         return await self._rollout.belongings.get(key, lambda: make(whole), close)
 
     def call(self, *, noticed: bool = True) -> AbstractAsyncContextManager[Context]:
@@ -241,6 +253,7 @@ class Context:
         if not noticed:
             of_call._notice = unnoticed
         of_call._call = call = _Call()
+        of_call._waits = Waits(self._loop.time)
         return _Block(of_call, call, self._engine, self._owner)
 
     async def close(self) -> None:
@@ -274,7 +287,7 @@ class Context:
             )
         together = scope is Scope.ROLLOUT and spec in declared and not self._rollout.has_declared
         wanted = declared if together else (spec,)
-        with self._rollout.waits.one(), self._notice(wanted, scope):
+        with waiting(self._waits, self._rollout_waits), self._notice(wanted, scope):
             if together:
                 leases = await self._engine.acquire_all(
                     wanted, self._owner, timeout=timeout, priority=self._priority, callers=callers
@@ -285,13 +298,27 @@ class Context:
                 spec, self._owner, scope=scope, timeout=timeout, priority=self._priority, callers=callers
             )
 
-    async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R]) -> bool:
+    async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R], deadline: float | None) -> bool:
         """Prepare what a lease is for, unless that was done. A preparation that does not end well ends the lease.
 
         False if another call's preparation, which this one has waited for, ended so: the lease is over.
+
+        Raises:
+            AcquireTimeout: another call was still preparing it at the deadline.
         """
         preparation, task = self._rollout.preparations.setdefault(lease.id, _Preparation()), asyncio.current_task()
-        async with preparation.turn:
+        try:
+            with waiting(self._waits, self._rollout_waits):
+                async with asyncio.timeout_at(deadline) as limit:
+                    await preparation.turn.acquire()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise AcquireTimeout(
+                f"{lease.spec.label} {lease.instance} was not ready in time: another call of rollout "
+                f"{self.rollout_id} still prepares it. Give acquire() a longer timeout, or prepare less."
+            ) from None
+        try:
             if preparation.done or preparation.failed:
                 return preparation.done
             asked = 0 if task is None else task.cancelling()
@@ -312,6 +339,8 @@ class Context:
                 ) from error
             preparation.done = True
             return True
+        finally:
+            preparation.turn.release()
 
     def _copy(self) -> Context:
         copied = object.__new__(type(self))
@@ -371,7 +400,6 @@ class _Shared:
     """What all contexts of one rollout have in common, those of its single calls included."""
 
     def __init__(self) -> None:
-        self.waits = Waits()
         self.preparations: dict[int, _Preparation] = {}
         self.declared: dict[ResourceSpec[Any], None] = {}
         self.has_declared = False

@@ -1,8 +1,8 @@
 """The typed events that everything observable is made of.
 
 An `EventStream` hands each event to its subscribers at once, in the thread that emits it. Progress display, metrics,
-event files and timelines are subscribers; none of them is in the hot path, and a subscriber that raises is logged
-and dropped from the stream rather than failing the work it watches.
+event files and timelines are subscribers; none of them is in the hot path. A subscriber that raises is logged and
+dropped from the stream rather than failing the work it watches, unless that work must not go on without it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,38 @@ class EventStream:
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
+        self._required: tuple[Subscriber, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Hand an event to every subscriber."""
+        """Hand an event to every subscriber.
+
+        Raises:
+            Exception: what a required subscriber raised, once all others have the event.
+        """
+        failure: Exception | None = None
         for subscriber in self._subscribers:
             try:
                 subscriber(event)
-            except Exception:
+            except Exception as error:
+                if any(subscriber is one for one in self._required):
+                    failure = failure or error
+                    continue
                 logger.exception("A subscriber of events failed and gets no more of them: %r", subscriber)
                 self._drop(subscriber)
+        if failure is not None:
+            raise failure
 
     @contextmanager
-    def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
-        """Have ``subscriber`` called with every event while the block runs."""
+    def subscribed(self, subscriber: Subscriber, *, required: bool = False) -> Iterator[None]:
+        """Have ``subscriber`` called with every event while the block runs.
+
+        Args:
+            subscriber: called with each event, in the thread that emits it.
+            required: whether the work may not go on without it: what it raises reaches the code that emits the event.
+        """
         self._subscribers = (*self._subscribers, subscriber)
+        if required:
+            self._required = (*self._required, subscriber)
         try:
             yield
         finally:
@@ -61,6 +79,7 @@ class EventStream:
 
     def _drop(self, subscriber: Subscriber) -> None:
         self._subscribers = tuple(kept for kept in self._subscribers if kept is not subscriber)
+        self._required = tuple(kept for kept in self._required if kept is not subscriber)
 
 
 # --- resources -----------------------------------------------------------------------------------------------------

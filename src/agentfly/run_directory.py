@@ -7,6 +7,8 @@ import itertools
 import json
 import logging
 import os
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -113,7 +115,7 @@ class RunDirectory:
         if self.holds_run:
             raise ConfigError(
                 f"{self.path} already holds a run. Go on with it (agentfly train, sft, eval or rollout --resume "
-                f"{self.path}; in Python resume=True), choose another directory, or remove this one."
+                f"{shlex.quote(str(self.path))}; in Python resume=True), choose another directory, or remove this one."
             )
 
     @property
@@ -142,12 +144,7 @@ class RunDirectory:
 
     def trajectory_files(self, kind: Kind = "train") -> list[tuple[int, Path]]:
         """The saved files of trajectories with their steps, in the order of the steps."""
-        found = []
-        for path in self.trajectories.glob(f"{kind}-*.jsonl"):
-            step = path.stem.removeprefix(f"{kind}-")
-            if step.isdigit():
-                found.append((int(step), path))
-        return sorted(found)
+        return numbered(self.trajectories.glob(f"{kind}-*.jsonl"), f"{kind}-")
 
     def saved_trajectories(self) -> list[Path]:
         """All saved files of trajectories as they came of the run, in the order of kinds and steps."""
@@ -192,6 +189,34 @@ class RunDirectory:
         return [rows[step] for step in sorted(rows)]
 
 
+def numbered(paths: Iterable[Path], prefix: str) -> list[tuple[int, Path]]:
+    """The paths that are named ``prefix`` and a number, with their numbers, lowest first; others are left out."""
+    numbers = [(path.stem.removeprefix(prefix), path) for path in paths]
+    return sorted((int(number), path) for number, path in numbers if number.isascii() and number.isdecimal())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file as a whole: whenever the process or the machine stops, it has its old text or the new one.
+
+    Raises:
+        PrerequisiteError: it cannot be written, for instance because the disk is full; it is as it was.
+    """
+    written = path.with_name(f".{path.name}.unfinished")
+    try:
+        with written.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
+        raise PrerequisiteError(
+            f"{path} cannot be written: {error.strerror}. It is as it was. Free some space, or make the directory "
+            "writable, and call this again."
+        ) from error
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The values of a JSON-lines file; none if it is missing. A line that was cut by a crash is left out."""
     if not path.is_file():
@@ -210,7 +235,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one line to a JSON-lines file, behind whatever a crash left of the line before it."""
+    """Add one line to a JSON-lines file, behind whatever a crash left of the line before it.
+
+    Raises:
+        OSError: it cannot be written, for instance because the disk is full.
+    """
     end_last_line(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")

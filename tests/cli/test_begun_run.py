@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
 
 from agentfly.cli.begun_run import begun_run
 from agentfly.cli.config_file import RunConfig
+from agentfly.cli.kept_run import KeptRun
+from agentfly.errors import PrerequisiteError
 from agentfly.events import EventStream, TrainingStarted
 from agentfly.run_directory import RunDirectory
 
@@ -31,6 +35,32 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
         begin()
     assert yaml.safe_load(run.config_file.read_text())["agent"] == CONFIG.agent
     assert f"to go on: agentfly sft --resume '{run.path}' runs/oracle" in capsys.readouterr().err
+
+
+def test_a_run_whose_configuration_cannot_be_kept_does_not_begin(tmp_path: Path) -> None:
+    run, events = RunDirectory(tmp_path).ensure(), EventStream()
+    run.config_file.mkdir()
+    begun = TrainingStarted(run_dir=str(tmp_path), model="tiny", dtype="", device="cpu", steps=2, start_step=0)
+    with begun_run(CONFIG, None, events, command="train"), pytest.raises(PrerequisiteError, match=r"config\.yaml"):
+        events.emit(begun)
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Literal["eval", "rollout"]
+) -> None:
+    kept = KeptRun(CONFIG.model_copy(update={"run_dir": str(tmp_path / "it's a run")}), 0, command, None)
+    run = RunDirectory(tmp_path / "it's a run")
+
+    def stopped() -> None:
+        with kept.directory(command):
+            run.trajectories_file(0, command).touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    told = capsys.readouterr().err.partition("to go on: ")[2]
+    assert shlex.split(told) == ["agentfly", command, "--resume", str(run.path)]
 
 
 def test_a_new_run_that_is_stopped_before_it_has_begun_names_none(capsys: pytest.CaptureFixture[str]) -> None:

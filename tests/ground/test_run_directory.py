@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory, replace_text
 from agentfly.viewing.metrics import MetricsWriter
 
 
@@ -18,10 +19,10 @@ def test_runs_begun_in_the_same_second_get_directories_of_their_own(tmp_path):
 
 
 def test_a_name_that_holds_a_run_is_refused_and_the_message_says_how_to_go_on_with_it(tmp_path):
-    run = RunDirectory.create(tmp_path, "mine")
+    run = RunDirectory.create(tmp_path, "my run")
     run.metrics_file.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"--resume .*mine"):
-        RunDirectory.create(tmp_path, "mine")
+    with pytest.raises(ConfigError, match=r"--resume '.*my run'"):
+        RunDirectory.create(tmp_path, "my run")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,20 @@ def test_a_number_that_is_not_finite_is_left_out_and_the_rest_of_the_step_kept(t
     run = RunDirectory.create(tmp_path)
     MetricsWriter(run)(StepFinished(step=1, metrics={"kl": float("nan"), "reward/mean": 1.0}))
     assert [row.values for row in run.metrics()] == [{"reward/mean": 1.0}]
+
+
+def test_a_file_that_cannot_be_replaced_is_as_it_was_and_the_message_names_the_cure(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    replace_text(path, "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PrerequisiteError, match=r"config\.yaml cannot be written: No space left on device.*Free some"):
+        replace_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_of_trajectories_are_listed_by_step(tmp_path):

@@ -6,6 +6,7 @@ import copy
 import errno
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from agentfly.training.checkpoints import (
     require_sound,
     write_place,
 )
+from agentfly.training.sft.config import SFTConfig
+from agentfly.training.sft.trainer import About, require_same
 from tests.support.scale import scaled
 
 PLACE = Place(
@@ -36,6 +39,9 @@ PLACE = Place(
     reward="brief",
     config={"steps": 9, "learning_rate": 1e-5},
 )
+
+
+ABOUT = About(model="m", examples="", config={})
 
 
 def write_text(path: Path) -> None:
@@ -52,14 +58,14 @@ def test_a_checkpoint_that_could_not_be_written_is_not_there_and_the_last_one_is
 
     with pytest.raises(OSError, match="disk full"):
         checkpoints.save(2, fail)
-    assert checkpoints.latest() == first
-    assert checkpoints.save(2, write_text) == checkpoints.latest()
+    assert checkpoints.current == first
+    assert checkpoints.save(2, write_text) == checkpoints.current
 
 
 def test_a_checkpoint_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     seen = []
-    checkpoints.save(1, lambda path: seen.append(checkpoints.latest()))
+    checkpoints.save(1, lambda path: seen.append(checkpoints.sound()))
     assert seen == [None]
 
 
@@ -68,7 +74,7 @@ def test_what_a_killed_process_left_half_written_or_half_removed_is_cleared(tmp_
     saved = checkpoints.save(1, write_text)
     for name in (".unfinished-000002", ".unfinished-removed-step-000000"):
         shutil.copytree(saved, tmp_path / name)
-    assert checkpoints.latest() == saved
+    assert checkpoints.sound() == saved
     checkpoints.remove_unfinished()
     assert list(tmp_path.iterdir()) == [saved]
 
@@ -80,8 +86,42 @@ def test_the_newest_checkpoints_are_kept_by_their_steps_and_not_by_their_names(t
     assert [step for step, _ in checkpoints.saved()] == [999_999, 1_000_000]
 
 
-def test_a_directory_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "nothing", keep=1).latest() is None
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("damaged", [(30,), (20, 30), (10, 30)])
+@pytest.mark.parametrize("best", [0, 10])
+def test_what_a_resumed_run_saves_stands_and_the_damaged_ones_that_it_was_to_come_to_go(
+    tmp_path: Path, keep: int, damaged: tuple[int, ...], best: int
+) -> None:
+    Checkpoints(tmp_path, keep=9).save(10, write_text)
+    for step in (20, 30):
+        Checkpoints(tmp_path, keep=9).save(step, write_text, best=best)
+    for step in damaged:
+        (tmp_path / f"step-{step:06d}" / "file").write_text("other")
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    begun = checkpoints.sound()
+    assert begun is not None
+    step = int(begun.name.removeprefix("step-")) + 1
+    saved = checkpoints.save(step, write_text, best=best)
+    assert checkpoints.current == checkpoints.sound() == saved
+    assert max(kept for kept, _ in checkpoints.saved()) == step
+    assert (checkpoints.best() is not None) == (best > 0)
+
+
+def test_a_best_step_without_a_checkpoint_leaves_no_other_as_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, write_text, best=1)
+    checkpoints.mark_best(2)
+    assert checkpoints.best() is None
+
+
+def test_only_names_of_steps_are_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-²", "step-٣", "step-", "step-x", "step--1", "step-000004"):
+        (tmp_path / name).mkdir()
+    assert Checkpoints(tmp_path, keep=1).saved() == [(4, tmp_path / "step-000004")]
+
+
+def test_a_directory_without_checkpoints_has_none_to_resume(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "nothing", keep=1).sound() is None
 
 
 def test_place_and_learner_come_back_as_they_were_saved(tmp_path: Path) -> None:
@@ -182,7 +222,7 @@ def damage(file: Path, how: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp_path, caplog, name, how) -> None:
     checkpoints = saved_checkpoints(tmp_path, 1, 2)
-    assert checkpoints.sound() == checkpoints.latest()
+    assert checkpoints.sound() == tmp_path / "step-000002"
     damage(tmp_path / "step-000002" / name, how)
     assert checkpoints.sound() == tmp_path / "step-000001"
     assert "step-000002 is damaged and passed over" in caplog.text
@@ -195,7 +235,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
-    path = saved_checkpoints(tmp_path, 1).latest()
+    path = saved_checkpoints(tmp_path, 1).current
     read = {
         "trainer/place.json": read_place,
         "trainer/learner.pt": read_learner,
@@ -215,13 +255,22 @@ def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
 
 
 @settings(max_examples=scaled(25, 5_000))
-@given(content=st.binary(max_size=400), name=st.sampled_from(["place.json", "learner.pt"]))
+@given(content=st.binary(max_size=400), name=st.sampled_from(["place.json", "sft.json", "learner.pt"]))
 @example(content=b"[]", name="place.json")
 @example(content=b'{"format": 4, "standing": 5}', name="place.json")
+@example(content=b'{"format": 3}', name="place.json")
+@example(content=b'{"format": 3}', name="sft.json")
+@example(content=b'{"format": 4, "model": "m", "examples": "", "config": {}, "more": 1}', name="sft.json")
+@example(content=b'{"model": "m", "examples": "", "config": {}}', name="sft.json")
 @example(content=b"\x80\x04.", name="learner.pt")
 def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, content, name) -> None:
     folder = tmp_path_factory.getbasetemp() / "any" / "trainer"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=name):
-        (read_place if name == "place.json" else read_learner)(folder.parent)
+    readers = {
+        "place.json": read_place,
+        "sft.json": partial(require_same, now=ABOUT, config=SFTConfig()),
+        "learner.pt": read_learner,
+    }
+    with pytest.raises(ConfigError, match=rf"{name} (is damaged|was written by another version)"):
+        readers[name](folder.parent)

@@ -214,7 +214,7 @@ def test_a_run_killed_at_random_points_ends_as_one_that_never_was_to_the_last_bi
     assert all(row.values["policy/updates"] for row in whole.metrics())
     assert comparable(run) == comparable(whole)
     assert set(told(run).values()) == {1}
-    weights = [Checkpoints(one.checkpoints, keep=2).latest() / "model.safetensors" for one in (run, whole)]  # type: ignore[operator]
+    weights = [Checkpoints(one.checkpoints, keep=2).sound() / "model.safetensors" for one in (run, whole)]  # type: ignore[operator]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not any(run.journal.glob("*"))
 
@@ -244,4 +244,4 @@ def test_sigterm_ends_a_run_in_good_order_and_its_checkpoint_stands(lives: Lives
         time.sleep(0.01)
     os.kill(process, signal.SIGTERM)
     assert lives.end() == 128 + signal.SIGTERM
-    assert Checkpoints(run.checkpoints, keep=2).latest() is not None
+    assert Checkpoints(run.checkpoints, keep=2).sound() is not None

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
+from agentfly.errors import PrerequisiteError
 from agentfly.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
 from agentfly.run_directory import RunDirectory, read_json_lines
-from agentfly.viewing.metrics import QueuedEvents, recorded
+from agentfly.viewing.metrics import EventWriter, QueuedEvents, recorded
 
 
 def emit_a_run(run: RunDirectory) -> None:
@@ -79,6 +80,46 @@ def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
     with recorded(run, events):
         events.emit(StepFinished(step=1, metrics={"reward/mean": 0.5}))
         assert [row.step for row in run.metrics()] == [1]
+
+
+def test_a_run_whose_metrics_cannot_be_written_stops_and_says_how_to_go_on(tmp_path):
+    run, events, seen = RunDirectory(tmp_path / "run").ensure(), EventStream(), []
+    run.metrics_file.symlink_to("/dev/full")
+    with recorded(run, events), events.subscribed(seen.append):
+        for event in (StepFinished(step=3, metrics={"a": 0.5}), EvaluationFinished(step=3, metrics={"a": 0.5})):
+            with pytest.raises(PrerequisiteError, match=r"metrics of step 3 cannot be written.*Free some.*--resume"):
+                events.emit(event)
+        run.metrics_file.unlink()
+        events.emit(StepFinished(step=3, metrics={"a": 0.75}))
+    assert [row.values for row in run.metrics()] == [{"a": 0.75}]
+    assert len(seen) == 3
+
+
+def test_events_that_cannot_be_written_for_a_while_are_written_later(tmp_path, caplog):
+    run = RunDirectory(tmp_path / "run").ensure()
+    run.events_file.symlink_to("/dev/full")
+    with EventWriter(run) as writer:
+        for number in range(2000):
+            writer(RolloutStarted(rollout_id=str(number), group_id="g", task_id="t"))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        run.events_file.unlink()
+        writer(StepFinished(step=1, metrics={}))
+    assert [event["event"] for event in read_json_lines(run.events_file)] == [
+        *["RolloutStarted"] * 2000,
+        "StepFinished",
+    ]
+    assert len(caplog.records) == 1
+
+
+def test_events_that_are_lost_are_counted_and_stop_no_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("agentfly.viewing.metrics._WAITING_BYTES", 2**12)
+    run, events = RunDirectory(tmp_path / "run").ensure(), EventStream()
+    run.events_file.symlink_to("/dev/full")
+    with recorded(run, events):
+        for number in range(2000):
+            events.emit(RolloutStarted(rollout_id=str(number), group_id="g", task_id="t"))
+    assert "2000 events of the run are lost" in caplog.text
+    assert len(caplog.records) == 2
 
 
 def test_events_of_a_resumed_run_follow_those_of_the_killed_one(tmp_path):

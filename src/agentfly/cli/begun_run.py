@@ -43,7 +43,7 @@ def begun_run(
             save_config(config, run.config_file)
 
     try:
-        with events.subscribed(keep_configuration):
+        with events.subscribed(keep_configuration, required=True):  # without it the run could not be resumed
             yield
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
         if run is not None:

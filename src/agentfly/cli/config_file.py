@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError, nearest_name
+from agentfly.run_directory import replace_text
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.config.settings import Settings
 from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
@@ -237,8 +238,12 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration, every field with the value in force."""
-    path.write_text(config_text(config), encoding="utf-8")
+    """Write the resolved configuration, every field with the value in force, in place of the one that was there.
+
+    Raises:
+        PrerequisiteError: it cannot be written; the one that was there stands.
+    """
+    replace_text(path, config_text(config))
 
 
 def config_text(config: RunConfig) -> str:

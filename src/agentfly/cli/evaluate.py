@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -156,7 +157,7 @@ def _stored(source: Path, checkpoint: str | None) -> tuple[int, Path]:
 
     files = dict(RunDirectory(source).trajectory_files("eval"))
     if not files:
-        raise ConfigError(f"{source} holds no evaluation. Make one: agentfly eval {source}")
+        raise ConfigError(f"{source} holds no evaluation. Make one: agentfly eval {shlex.quote(str(source))}")
     if checkpoint is None:
         return max(files), files[max(files)]
     step = 0 if checkpoint == "none" else int(checkpoint) if checkpoint.isdecimal() else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,5 +96,6 @@ class KeptRun:
                     run.config_file.unlink(missing_ok=True)
                     run.remove_unless_begun()
             elif not isinstance(error, UsageError):
-                typer.echo(f"stopped; to go on: agentfly {command} --resume {run.path}", err=True)
+                words = shlex.join(["agentfly", command, "--resume", str(run.path)])
+                typer.echo(f"stopped; to go on: {words}", err=True)
             raise

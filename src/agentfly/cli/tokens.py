@@ -91,7 +91,7 @@ def _model(source: Path, files: Sequence[Path]) -> str:
     try:
         if config.is_file():
             return str(Experiment.of(load_config(config, [])).agent.model)
-        if run.checkpoints.is_dir() and (checkpoint := Checkpoints(run.checkpoints, keep=1).latest()):
+        if run.checkpoints.is_dir() and (checkpoint := Checkpoints(run.checkpoints, keep=1).sound()):
             return read_place(checkpoint).model
         models = {str(RolloutRecord(path, resume=True).settings["the model"]) for path in files}
     except (AgentFlyError, KeyError) as error:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from agentfly.errors import ConfigError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.traits import differences
+from agentfly.run_directory import replace_text
 from agentfly.threads.dedicated import DedicatedThread
 from agentfly.trajectory import FinishReason, Trajectory, trajectory_line
 
@@ -189,9 +190,7 @@ class RolloutRecord:
     def _open(self, saved: dict[str, Any]) -> None:
         self._file = held(self.path)
         self._read()
-        written = self.settings_file.with_suffix(".written")
-        written.write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        written.replace(self.settings_file)
+        replace_text(self.settings_file, json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
         self._opened = True
 
     def _read(self) -> None:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentfly.errors import ConfigError, PrerequisiteError, say
 from agentfly.policies.embedded.adapters import has_adapters, load_adapters, save_adapters
 from agentfly.policies.embedded.loading import quiet_transformers
+from agentfly.run_directory import numbered
 from agentfly.training.standing import Standing
 
 FORMAT = 4
@@ -26,6 +27,8 @@ FORMAT = 4
 
 SUMS = "SHA256SUMS"
 """The file with the SHA-256 of every other file of a checkpoint, as ``sha256sum --check`` reads it."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -64,31 +67,26 @@ class Place:
 class Checkpoints:
     """The checkpoints of one run, ``step-000010`` and so on.
 
-    A checkpoint is written under another name, forced to disk and then renamed, so that one that can be seen is
-    whole, whenever the process or the machine stopped.
+    A checkpoint is written to a temporary name, synced to disk and then renamed. A visible checkpoint is therefore
+    complete, even after a crash or power loss.
 
     Args:
         directory: where they are.
         keep: how many to keep; older ones are removed when a new one is whole.
+
+    Attributes:
+        current: the checkpoint that the run stands at: the one that `sound` found or `save` made last. Others may have
+            a higher step and be damaged.
     """
 
     def __init__(self, directory: Path, *, keep: int) -> None:
         self._directory = directory
         self._keep = keep
+        self.current: Path | None = None
 
     def saved(self) -> list[tuple[int, Path]]:
-        """The checkpoints with their steps, oldest first."""
-        found = []
-        for path in self._directory.glob("step-*"):
-            number = path.name.removeprefix("step-")
-            if number.isdigit():
-                found.append((int(number), path))
-        return sorted(found)
-
-    def latest(self) -> Path | None:
-        """The newest checkpoint."""
-        saved = self.saved()
-        return saved[-1][1] if saved else None
+        """The checkpoints with their steps, lowest step first; damaged ones too."""
+        return numbered(self._directory.glob("step-*"), "step-")
 
     def sound(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; None where there is no checkpoint at all.
@@ -102,6 +100,7 @@ class Checkpoints:
         for _, path in reversed(self.saved()):
             damage = damage_of(path)
             if not damage:
+                self.current = path
                 return path
             logger.warning("The checkpoint %s is damaged and passed over: %s.", path, damage)
             damages.append(f"{path.name}: {damage}")
@@ -118,21 +117,22 @@ class Checkpoints:
         return link.resolve() if link.is_symlink() and link.exists() else None
 
     def mark_best(self, step: int | None) -> None:
-        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on, if there is one.
+        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on.
 
-        None takes the link away, so that no checkpoint is kept for being the best.
+        None, and a step without a checkpoint, take the link away, so that no checkpoint is kept for being the best.
         """
-        if step is None:
+        name = None if step is None else f"step-{step:06d}"
+        if name is None or not (self._directory / name).is_dir():
             (self._directory / "best").unlink(missing_ok=True)
             return
-        name = f"step-{step:06d}"
-        if (self._directory / name).is_dir():
-            made = self._directory / ".unfinished-best"
-            made.symlink_to(name)
-            made.replace(self._directory / "best")
+        made = self._directory / ".unfinished-best"
+        made.symlink_to(name)
+        made.replace(self._directory / "best")
 
     def save(self, step: int, write: Callable[[Path], None], *, best: int = 0) -> Path:
         """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given.
+
+        Checkpoints of this step and of later ones go: the run has come here from an earlier one, past them.
 
         Args:
             step: the step.
@@ -160,10 +160,12 @@ class Checkpoints:
                 "disk. The last whole checkpoint stands. Free some space, or lower keep_checkpoints, and go on with "
                 "--resume (in Python: resume=True)."
             ) from error
-        if final.exists():
-            self._remove(final)
+        for number, path in self.saved():
+            if number >= step:
+                self._remove(path)
         unfinished.rename(final)
         _force_to_disk(self._directory, deep=False)
+        self.current = final
         if best:
             self.mark_best(best)
         kept = self.best()
@@ -241,7 +243,7 @@ def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
         place: how far the run has come.
         learner: state of the learner, tensors and plain values.
     """
-    write_state(path, "place.json", {"format": FORMAT, **asdict(place)}, learner)
+    write_state(path, "place.json", asdict(place), learner)
 
 
 def write_state(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
@@ -255,7 +257,7 @@ def write_state(path: Path, name: str, about: Mapping[str, Any], learner: Mappin
     """
     folder = path / "trainer"
     folder.mkdir()
-    (folder / name).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    (folder / name).write_text(json.dumps({"format": FORMAT, **about}, indent=1), encoding="utf-8")
     torch.save(learner, folder / "learner.pt")
 
 
@@ -265,16 +267,30 @@ def read_place(path: Path) -> Place:
     Raises:
         ConfigError: the directory is no checkpoint of this version of AgentFly.
     """
-    file = path / "trainer" / "place.json"
+    return read_state(path, "place.json", place_of)
+
+
+def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) -> T:
+    """What `write_state` wrote into the checkpoint at ``path``.
+
+    Args:
+        path: the checkpoint.
+        name: the JSON file below ``trainer/``.
+        made_of: makes it of its plain values.
+
+    Raises:
+        ConfigError: the file is missing, damaged or of another version of AgentFly.
+    """
+    file = path / "trainer" / name
     if not file.is_file():
         raise ConfigError(f"{path} holds a model but not the state of a run: {file} is missing. Resume another one.")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("format") == FORMAT:
-            return place_of(value)
+            return made_of(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is damaged: {say(error)}. Resume another checkpoint.") from None
-    raise ConfigError(f"{path} was written by another version of AgentFly, and cannot be resumed by this one.")
+    raise ConfigError(f"{file} was written by another version of AgentFly, and cannot be resumed by this one.")
 
 
 def place_of(value: dict[str, Any]) -> Place:

@@ -14,6 +14,7 @@ from typing import Any
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.record import Finished, has_finished, held
+from agentfly.run_directory import replace_text
 from agentfly.threads.dedicated import DedicatedThread
 from agentfly.trajectory import Trajectory, trajectory_line
 
@@ -69,9 +70,7 @@ class Journal:
 
     def begin(self, with_: dict[str, Any]) -> None:
         """A run begins: remember what it is made with, as plain values, until there is a checkpoint that says so."""
-        written = self._begun_file.with_suffix(".written")
-        written.write_text(json.dumps(with_), encoding="utf-8")
-        written.replace(self._begun_file)
+        replace_text(self._begun_file, json.dumps(with_))
 
     def rely_on_checkpoint(self) -> None:
         """There is a checkpoint that says what the run is made with."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentfly.errors import ConfigError
 from agentfly.rollouts.traits import differences
-from agentfly.run_directory import Kind, RunDirectory, read_json_lines
+from agentfly.run_directory import Kind, RunDirectory, read_json_lines, replace_text
 from agentfly.training.checkpoints import Place, place_of
 from agentfly.training.standing import Standing
 
@@ -138,6 +138,4 @@ def _step_of(line: dict[str, Any]) -> float:
 
 
 def _replace_lines(run: RunDirectory, lines: list[dict[str, Any]]) -> None:
-    kept = run.metrics_file.with_suffix(".kept")
-    kept.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    kept.replace(run.metrics_file)
+    replace_text(run.metrics_file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

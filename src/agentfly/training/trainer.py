@@ -243,7 +243,7 @@ class Trainer:
                     await self._save(means, place)
             stopped_early = self._verdict(place) if place.step < config.steps else ""
             events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early))
-        checkpoint = self._checkpoints.latest()
+        checkpoint = self._checkpoints.current
         assert checkpoint is not None
         return TrainResult(
             self._run.path,
@@ -300,7 +300,7 @@ class Trainer:
 
     async def _means(self, policy: TrainablePolicy, learner: Learner, place: Place, owned: AsyncExitStack) -> _Means:
         runner = await owned.enter_async_context(self._runner(policy))
-        if self._checkpoints.latest() is None:
+        if self._checkpoints.current is None:
             await on_thread_to_its_end(partial(self._journal.begin, asdict(place)))
         supply = Supply(
             self._run,

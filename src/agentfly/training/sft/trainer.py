@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -24,7 +23,7 @@ from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Checkpoints, load_weights, read_learner, write_model, write_state
+from agentfly.training.checkpoints import Checkpoints, load_weights, read_learner, read_state, write_model, write_state
 from agentfly.training.resume import forget_after, how_to_go_further
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
@@ -57,7 +56,7 @@ class SFTResult:
 
 
 @dataclass(frozen=True)
-class _About:
+class About:
     """What a checkpoint says about the run it is of."""
 
     model: str
@@ -102,7 +101,7 @@ class SupervisedTrainer:
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.keep_checkpoints)
         self._per_epoch = math.ceil(len(examples.rows) / config.rows_per_update)
         self._updates = config.epochs * self._per_epoch
-        self._about = _About(model, examples.fingerprint, config.model_dump(mode="json"))
+        self._about = About(model, examples.fingerprint, config.model_dump(mode="json"))
 
     def run(self) -> SFTResult:
         """Learn. Blocks; a run that is stopped, in whatever way, can be gone on with from its last checkpoint.
@@ -140,7 +139,7 @@ class SupervisedTrainer:
             if epoch_over or (every is not None and learner.done % every == 0):
                 self._save(learner)
         self._events.emit(TrainingFinished(step=learner.done, seconds=time.perf_counter() - started))
-        checkpoint = self._checkpoints.latest()
+        checkpoint = self._checkpoints.current
         assert checkpoint is not None
         return SFTResult(self._run.path, learner.done, losses, held_out, checkpoint, self._examples)
 
@@ -164,7 +163,7 @@ class SupervisedTrainer:
         self._checkpoints.remove_unfinished()
         latest = self._checkpoints.sound()
         if latest is not None:
-            _require_same(latest, self._about, self._config)
+            require_same(latest, self._about, self._config)
         learner = SupervisedLearner(self._policy.model, self._config, updates=self._updates)
         if latest is not None:
             load_weights(self._policy.model, latest)
@@ -188,7 +187,7 @@ def _depends_on_length(config: SFTConfig) -> str:
     return "warmup_share is a share of all its updates" if config.warmup_share else ""
 
 
-def _require_same(checkpoint: Path, now: _About, config: SFTConfig) -> None:
+def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:
     """Raise unless the run of a checkpoint learns the same rows by the same settings.
 
     Raises:
@@ -200,7 +199,7 @@ def _require_same(checkpoint: Path, now: _About, config: SFTConfig) -> None:
             f"{checkpoint} is no checkpoint of a supervised warm start. Go on with a run of agentfly train by agentfly "
             "train --resume."
         )
-    saved = _About(**json.loads(file.read_text(encoding="utf-8")))
+    saved = read_state(checkpoint, "sft.json", lambda value: About(**value))
     free = _FREE_TO_CHANGE if _depends_on_length(config) else _FREE_TO_CHANGE | {"epochs"}
     kept = [name for name in now.config if name not in free]
     others = [

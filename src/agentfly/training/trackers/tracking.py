@@ -15,7 +15,7 @@ from typing import Any
 
 from agentfly.errors import say
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
-from agentfly.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory, replace_text
 from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.trackers.tracker import TrackedRun, Tracker
 
@@ -141,6 +141,4 @@ class _Ids:
                 return
             self._ids[tracker] = known_as
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            written = self._path.with_suffix(".new")
-            written.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
-            written.replace(self._path)
+            replace_text(self._path, json.dumps(self._ids, indent=1))

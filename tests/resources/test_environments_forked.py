@@ -179,6 +179,31 @@ async def test_a_zygote_that_does_not_answer_is_replaced(make: Make, monkeypatch
     await released([first, second])
 
 
+SLOW_TO_FORK = """
+    os.register_at_fork(before=lambda: time.sleep(0.1))
+"""
+
+
+@pytest.mark.slow
+async def test_a_zygote_has_its_time_for_each_fork_and_not_for_all_that_are_asked_for(
+    make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "ANSWER_S", 1.0)
+    simulators = await alive([make(SLOW_TO_FORK) for _ in range(20)])
+    assert len(importers(notes)) == 1
+    assert len({await each.pid() for each in simulators}) == 20
+    await released(simulators)
+
+
+async def test_any_number_of_simulators_may_be_asked_for_at_once(
+    make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "FORKS_ASKED_FOR", 2)
+    simulators = await alive([make() for _ in range(6)])
+    assert len(importers(notes)) == 1
+    await released(simulators)
+
+
 async def test_a_simulator_has_no_open_file_of_another(make: Make) -> None:
     simulators = await alive([make() for _ in range(5)])
     first, *others = [await simulator.open_files() for simulator in simulators]

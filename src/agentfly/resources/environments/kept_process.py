@@ -108,10 +108,11 @@ class KeptProcess:
             self._claimed = True
             for _ in range(FORK_TRIES):
                 with contextlib.suppress(ConnectionError):  # the zygote died, perhaps of what it imported
-                    if not await self._nursery.warm():
-                        break
-                    await self._begin(self._fork)
-                    return
+                    async with self._nursery.turn:
+                        if not await self._nursery.warm():
+                            break
+                        await self._begin(self._fork)
+                        return
                 self._hang_up()
         await self._begin(self._spawn)  # by which an import that kills is told
 

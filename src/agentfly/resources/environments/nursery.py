@@ -31,7 +31,10 @@ LINGER_S = 2.0
 """Seconds that a zygote outlives the last simulator, so that one that is replaced need not import anew."""
 
 ANSWER_S = 10.0
-"""Seconds after which a zygote that has not forked is taken for stuck and is replaced."""
+"""Seconds for which a zygote that is asked to fork may do nothing before it is taken for stuck and is replaced."""
+
+FORKS_ASKED_FOR = 16
+"""Starts that ask a zygote at a time. It forks one after another, and the socket of requests is short."""
 
 
 Reply = asyncio.Future[dict[str, Any]]
@@ -57,6 +60,9 @@ class Nursery:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._awaited: deque[Reply] = deque()
+        self._answer_due: asyncio.TimerHandle | None = None
+        self.turn = asyncio.Semaphore(FORKS_ASKED_FOR)
+        """Is held by each start from `warm` to the reply of `fork`."""
 
     def claim(self) -> None:
         """Say that the zygote is needed."""
@@ -103,12 +109,16 @@ class Nursery:
             reply.set_exception(ConnectionError(f"The zygote of {self._label} cannot be reached: {error}"))
         else:
             self._awaited.append(reply)
-            asyncio.get_running_loop().call_later(ANSWER_S, self._expect, reply)
+            if self._answer_due is None:
+                self._expect_an_answer()
         return reply
 
-    def _expect(self, reply: Reply) -> None:
-        if reply in self._awaited:
-            self.close()
+    def _expect_an_answer(self) -> None:
+        """Give the zygote its time for the first of the requests that it has not answered."""
+        if self._answer_due is not None:
+            self._answer_due.cancel()
+        asked = bool(self._awaited)
+        self._answer_due = asyncio.get_running_loop().call_later(ANSWER_S, self.close) if asked else None
 
     async def _warm_up(self) -> None:
         ready: Reply = asyncio.get_running_loop().create_future()
@@ -153,6 +163,7 @@ class Nursery:
             self.close()
             return
         reply = self._awaited.popleft()
+        self._expect_an_answer()
         if reply.done():
             return
         if "error" in said:
@@ -183,6 +194,9 @@ class Nursery:
             THREADS.submit(_tidy_up, zygote, directory)  # one that has imported gigabytes takes a while to be gone
         elif zygote is not None:
             THREADS.submit(_end, zygote)
+        if self._answer_due is not None:
+            self._answer_due.cancel()
+            self._answer_due = None
         while self._awaited:
             if not (reply := self._awaited.popleft()).done():
                 reply.set_exception(ConnectionError(f"The zygote of {self._label} has ended."))

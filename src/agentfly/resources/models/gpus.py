@@ -1,7 +1,8 @@
 """GPUs: which of a machine's graphics processors a server gets, so that no two servers are sent to the same one.
 
-The engine's budget counts how many are taken. Who has which ones is written down in a file that all processes of the
-user share; what a dead process had is free.
+The engine's budget counts how many are taken. The claims on devices are in a file that all processes of the user on
+this machine share; the claims of a dead process do not count. Nodes of a cluster often share the directory and never
+its files, because the device ``0`` of one node is not the device ``0`` of another.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from agentfly.errors import ResourceError, ResourceStartError
-from agentfly.resources.identity import start_time
+from agentfly.resources.identity import ProcessIdentity
 from agentfly.resources.shared_file import Busy, Held, hold
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -26,20 +26,38 @@ _DEVICE = re.compile(r"nvidia\d+")
 _WHOLE = 1000  # thousandths, so that sums stay exact
 _PATIENCE_S = 1.0  # the file is held for microseconds
 
-Claims = dict[str, dict[str, Any]]
-"""By instance: the process that it belongs to, the devices, and the thousandths of each that it takes."""
+
+@dataclass(frozen=True)
+class Claim:
+    """The devices that an instance has.
+
+    Attributes:
+        process: the process that the instance belongs to.
+        devices: their names.
+        share: the thousandths of each that it takes.
+    """
+
+    process: ProcessIdentity
+    devices: tuple[str, ...]
+    share: int
+
+
+Claims = dict[str, Claim]
+"""By instance."""
 
 
 class GPUs:
     """The graphics processors that this process may use.
 
     Args:
-        file: where it is written down who has which.
+        directory: where claims are written down, in a file for each boot of each machine.
         devices: their names, as in ``CUDA_VISIBLE_DEVICES``.
     """
 
-    def __init__(self, file: Path, devices: tuple[str, ...]) -> None:
-        self._file = file
+    def __init__(self, directory: Path, devices: tuple[str, ...]) -> None:
+        self._process = ProcessIdentity.here()
+        self._directory = directory
+        self._file = directory / self._process.boot  # which all containers of a machine have in common
         self._devices = devices
 
     async def claim(self, instance: str, count: int, gpus: float) -> tuple[str, ...]:
@@ -51,21 +69,20 @@ class GPUs:
             gpus: how many graphics processors' worth of work all of them are; below ``count``, they are shared.
 
         Raises:
-            ResourceStartError: there are not enough; the message says who has them.
+            ResourceStartError: there are not enough; the message names the holders.
             ResourceError: the file cannot be used.
         """
         share = min(_WHOLE, round(_WHOLE * gpus / count))
         async with self._claims() as claims:
             taken = dict.fromkeys(self._devices, 0)
             for claim in claims.values():
-                for device in claim["devices"]:
-                    taken[device] = taken.get(device, 0) + claim["share"]
+                for device in claim.devices:
+                    taken[device] = taken.get(device, 0) + claim.share
             room = [device for device in self._devices if taken[device] + share <= _WHOLE]
             if len(room) < count:
-                raise ResourceStartError(_shortage(instance, count, share, self._devices, claims))
+                raise ResourceStartError(self._shortage(instance, count, share, claims))
             chosen = tuple(sorted(room, key=lambda device: -taken[device])[:count])
-            pid = os.getpid()
-            claims[instance] = {"pid": pid, "started": start_time(pid), "devices": chosen, "share": share}
+            claims[instance] = Claim(self._process, chosen, share)
         return chosen
 
     async def free(self, instance: str) -> None:
@@ -87,10 +104,9 @@ class GPUs:
                     if time.monotonic() > deadline:
                         raise OSError(f"another process has held it for {_PATIENCE_S:g} s")
                     await asyncio.sleep(0.005)
-                claims: Claims = json.loads(held.read() or b"{}")
-                living = {name: claim for name, claim in claims.items() if _lives(claim)}
+                living = _living(held.read())
                 yield living
-                held.write(json.dumps(living).encode())
+                held.write(json.dumps({name: asdict(claim) for name, claim in living.items()}).encode())
             except (OSError, ValueError) as error:
                 raise ResourceError(
                     f"{self._file}, in which model servers write down who has which GPU, cannot be used: {error}. Make "
@@ -100,8 +116,35 @@ class GPUs:
     def _hold(self, locked: contextlib.ExitStack) -> Held | None:
         """The file, until the stack is closed; None if another process has it."""
         with contextlib.suppress(Busy):
-            return locked.enter_context(hold(self._file))
+            new = not self._file.exists()
+            held = locked.enter_context(hold(self._file))
+            if new:
+                self._remove_unused()
+            return held
         return None
+
+    def _remove_unused(self) -> None:
+        """Remove the files of earlier boots, and those of other machines in which nothing is claimed."""
+        for path in self._directory.iterdir():
+            with contextlib.suppress(OSError, ValueError, Busy):
+                if path != self._file:
+                    with hold(path) as held:
+                        if not _living(held.read()):
+                            path.unlink()
+
+    def _shortage(self, instance: str, count: int, share: int, claims: Claims) -> str:
+        holders = [
+            f"{name} ({_described(claim.process, self._process)}) has {claim.share / _WHOLE:g} of "
+            f"{', '.join(claim.devices)}"
+            for name, claim in claims.items()
+        ]
+        there = f"There are {len(self._devices)}, {', '.join(self._devices)}: {'; '.join(holders) or 'none is taken'}."
+        unseen = any(claim.process.namespace != self._process.namespace for claim in claims.values())
+        return (
+            f"{instance} needs {share / _WHOLE:g} of each of {count} GPUs. {there} Ask for fewer, or have the engine "
+            f"wait for them to come free: ResourceEngine(budget=Budget(gpus={len(self._devices)}))."
+            + (f" If a container named here is gone, remove {self._file} while no server runs." if unseen else "")
+        )
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -112,18 +155,24 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tup
     return tuple(map(str, range(sum(_DEVICE.fullmatch(path.name) is not None for path in devices.iterdir()))))
 
 
-def _lives(claim: Mapping[str, Any]) -> bool:
-    started: int | None = claim["started"]
-    return started is not None and start_time(claim["pid"]) == started
+def _living(text: bytes) -> Claims:
+    """The claims in a file that are not those of dead processes.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    claims: Claims = {}
+    try:
+        for name, saved in json.loads(text or b"{}").items():
+            claim = Claim(ProcessIdentity(**saved["process"]), tuple(saved["devices"]), int(saved["share"]))
+            if not claim.process.is_dead():
+                claims[name] = claim
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds what is no claim: {error!r}") from error
+    return claims
 
 
-def _shortage(instance: str, count: int, share: int, devices: tuple[str, ...], claims: Claims) -> str:
-    holders = [
-        f"{name} (process {claim['pid']}) has {claim['share'] / _WHOLE:g} of {', '.join(claim['devices'])}"
-        for name, claim in claims.items()
-    ]
-    return (
-        f"{instance} needs {share / _WHOLE:g} of each of {count} GPUs. There are {len(devices)}, "
-        f"{', '.join(devices)}: {'; '.join(holders) or 'none is taken'}. Ask for fewer, or have the "
-        f"engine wait for them to come free: ResourceEngine(budget=Budget(gpus={len(devices)}))."
-    )
+def _described(process: ProcessIdentity, here: ProcessIdentity) -> str:
+    if process.namespace == here.namespace:
+        return f"process {process.pid}"
+    return f"process {process.pid} in the container {process.machine}"

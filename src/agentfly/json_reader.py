@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 _DEEPEST = 100  # levels of nesting: nothing downstream can then run out of stack
@@ -31,6 +32,14 @@ _NEAR = 30  # characters of the text that an error shows
 
 class NotJSON(ValueError):
     """The text is not what was expected. The message says where and why."""
+
+
+class RepeatedName(NotJSON):
+    """A name stands twice in one object."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the name {name[:100]!r} stands in it twice")
+        self.name = name
 
 
 class TooDeep(NotJSON):
@@ -68,7 +77,7 @@ def decode_value(text: str, start: int, *, origin: int | None = None) -> tuple[A
     except ValueError:  # int() of too many digits
         raise NotJSON("a number in it has too many digits") from None
     if not _is_surely_storable(text[start:end]):
-        _require_storable(value)
+        require_storable(value)
     return value, end
 
 
@@ -139,7 +148,7 @@ class JSONReader:
                 self._fail("':' is missing behind a name")
             self.position += 1
             pairs.append((name, self.value()))
-        return _unique(pairs)
+        return without_repeats(pairs)
 
     def _array(self) -> list[Any]:
         values: list[Any] = []
@@ -211,17 +220,15 @@ def _finite(written: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its members.
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its members, for `json.loads` as ``object_pairs_hook``.
 
     Raises:
-        NotJSON: a name stands in it twice.
+        RepeatedName: a name stands in it twice, so that one value would be lost.
     """
-    value: dict[str, Any] = {}
-    for name, one in pairs:
-        if name in value:
-            raise NotJSON(f"the name {name[:100]!r} stands in it twice")
-        value[name] = one
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise RepeatedName(next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
     return value
 
 
@@ -245,7 +252,12 @@ def _is_surely_storable(written: str) -> bool:
     return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= _DEEPEST
 
 
-def _require_storable(value: Any) -> None:
+def require_storable(value: Any) -> None:
+    """That a value of JSON can be kept and handed on.
+
+    Raises:
+        NotJSON: it is nested beyond 100 levels, or holds half of a surrogate pair.
+    """
     level = [value]
     for _ in range(_DEEPEST):
         inner: list[Any] = []
@@ -271,5 +283,5 @@ def _require_whole(text: str) -> None:
 
 
 _DECODER = json.JSONDecoder(
-    strict=False, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
+    strict=False, object_pairs_hook=without_repeats, parse_float=_finite, parse_constant=_refuse_constant
 )

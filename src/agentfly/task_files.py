@@ -6,12 +6,14 @@ import csv
 import importlib.util
 import io
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentfly.errors import ConfigError, PrerequisiteError, type_of
 from agentfly.installation import install_command
+from agentfly.json_reader import RepeatedName, without_repeats
 
 _CSV = {".csv": ",", ".tsv": "\t"}
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -25,7 +27,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow, ``.json`` is one list of objects. Every other file is JSON lines.
 
     Raises:
-        ConfigError: there is no such file, or it is not what its ending says, or a row is not an object.
+        ConfigError: there is no such file, or it is not what its ending says, or a row is not an object or has one name
+            twice.
         PrerequisiteError: pyarrow is needed and not installed.
     """
     if not path.is_file():
@@ -48,8 +51,8 @@ def _text_of(path: Path) -> str:
     content = path.read_bytes()
     if content.startswith(_PARQUET_MAGIC):
         raise ConfigError(f"{path} is a parquet file. Let its name end in .parquet.")
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ConfigError(f"{path} is UTF-16 text. Save it as UTF-8.")
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in content[:4]:
+        raise ConfigError(f"{path} is UTF-16 or UTF-32 text. Save it as UTF-8.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -65,7 +68,9 @@ def _json_line_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=without_repeats)
+        except RepeatedName as error:
+            raise _twice(f"{path}, line {number}", error.name) from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path}, line {number} is not a JSON object: {error}. The file is read as JSON lines, one object a "
@@ -76,7 +81,9 @@ def _json_line_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=without_repeats)
+    except RepeatedName as error:
+        raise _twice(str(path), error.name) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}. If it has one object a line, call it .jsonl.") from None
     if not isinstance(rows, list):
@@ -111,6 +118,9 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, dict
             f"where a file called {path.suffix} has {_SEPARATORS[delimiter]}. Save it with these, or call it by the "
             "ending that fits: .csv for commas, .tsv for tabs."
         )
+    if not header and text.strip():
+        raise ConfigError(f"{path} begins with a blank line. Its first line has to name the columns.")
+    _require_one_of_each(header, f"The header line of {path}")
     while True:
         place = f"line {reader.line_num + 1}"
         try:
@@ -122,7 +132,7 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, dict
         if None in row or None in row.values():
             raise ConfigError(
                 f"{path}, {place} has another number of cells than the header line has, which names "
-                f"{', '.join(map(str, reader.fieldnames or []))}. Put cells with a {delimiter!r} in them in quotes."
+                f"{', '.join(header)}. Put cells with a {delimiter!r} in them in quotes."
             )
         yield place, dict(row)
 
@@ -138,15 +148,39 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            _require_one_of_each(file.schema_arrow.names, str(path))
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a parquet file that can be read: {error}") from None
+    except ValueError as error:  # text that is not UTF-8, or a time that Python has no type for
+        raise ConfigError(
+            f"{path} holds a value behind row {number} that Python cannot hold: {error}. Write that column as text in "
+            "UTF-8, or as numbers."
+        ) from None
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a JSON object but {type_of(row)}.")
     return row
+
+
+def _require_one_of_each(columns: Sequence[str], where: str) -> None:
+    """Refuse columns of one name: a row holds one value a name, so all but one would be lost.
+
+    Raises:
+        ConfigError: there are such columns.
+    """
+    for name, count in Counter(columns).items():
+        if count > 1:
+            raise _twice(where, name)
+
+
+def _twice(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{where} has the name {name[:100]!r} more than once, and a task keeps one value a name. Rename or remove the "
+        "others."
+    )

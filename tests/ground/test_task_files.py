@@ -53,7 +53,9 @@ def test_a_byte_mark_at_the_beginning_is_no_part_of_the_file(tmp_path):
     ("name", "content", "told"),
     [
         ("t.jsonl", '{"prompt": "a"}\n{"prompt": "caf\xe9"}\n'.encode("latin-1"), r"line 2 is not UTF-8 text.*Save"),
-        ("t.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16 text. Save it as UTF-8"),
+        ("t.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16 or UTF-32 text. Save it as UTF-8"),
+        ("t.jsonl", '{"prompt": "a"}\n'.encode("utf-16-le"), "is UTF-16 or UTF-32 text. Save it as UTF-8"),
+        ("t.jsonl", '{"prompt": "a"}\n'.encode("utf-32-be"), "is UTF-16 or UTF-32 text. Save it as UTF-8"),
         ("t.jsonl", b"prompt,answer\na,b\n", r"line 1 is not a JSON object.*\.csv"),
         ("t.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
         ("t.json", b'{"prompt": "a"}', r"holds a dict at its top.*put \[ before it and \] behind it"),
@@ -70,6 +72,7 @@ def test_a_byte_mark_at_the_beginning_is_no_part_of_the_file(tmp_path):
         ("t.tsv", b"prompt,answer\na,b\n", "separated by commas, where a file called .tsv has tabs"),
         ("t.csv", b"question text\na\n", "needs a field 'prompt'"),
         ("t.csv", b"", "holds no task"),
+        ("t.csv", b"\nprompt\na\n", "begins with a blank line"),
         ("t.parquet", b"nothing of the kind", "is not a parquet file"),
     ],
 )
@@ -79,6 +82,41 @@ def test_a_file_that_is_not_what_its_name_says_is_told(tmp_path, name, content, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=told):
         as_tasks(tmp_path / name)
+
+
+def parquet_of(columns, names, path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'agentfly-rl[data]'")
+    import pyarrow
+
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=names), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("t.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "answer": 1, "answer": 2}\n', "line 2"),
+        ("t.jsonl", b'{"prompt": "a", "facts": [{"answer": 1, "answer": 2}]}\n', "line 1"),
+        ("t.json", b'[{"prompt": "a", "answer": 1, "answer": 2}]', ""),
+        ("t.csv", b"prompt,answer,answer\na,1,2\n", "The header line of"),
+        ("t.parquet", None, ""),
+    ],
+)
+def test_a_row_with_two_values_of_one_name_is_refused_and_none_is_lost(tmp_path, name, content, place):
+    if content is None:
+        parquet_of([["a"], [1], [2]], ["prompt", "answer", "answer"], tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"has the name 'answer' more than once.*Rename or remove") as refusal:
+        as_tasks(tmp_path / name)
+    assert place in str(refusal.value)
+
+
+def test_a_value_of_a_parquet_file_that_python_cannot_hold_is_told(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'agentfly-rl[data]'")
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    parquet_of([pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)], ["prompt"], tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"holds a value behind row 0 that Python cannot hold.*Write that column"):
+        as_tasks(tmp_path / "t.parquet")
 
 
 @settings(max_examples=scaled(60, 20_000))

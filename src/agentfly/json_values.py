@@ -16,6 +16,9 @@ MAX_DEPTH = 100
 MAX_BITS = 4096
 """The longest whole number that is recorded as one; Python reads and writes no more than 4,300 digits."""
 
+MAX_SCORE = 1e30
+"""The largest score: its square, and sums over any batch, are numbers still, in training's 32 bits too."""
+
 MAX_STAND_IN_CHARS = 1000
 """How much stands in a record for an object that JSON has no form for."""
 
@@ -62,6 +65,15 @@ def as_json(value: Any, unknown: Unknown | None = None) -> Any:
     return _of_object(value, unknown)
 
 
+def own_copy(value: Any) -> Any:
+    """A value whose lists, mappings and sets, at any depth, are nobody else's. All other things in it are shared."""
+    if type(value) in (list, tuple):
+        return type(value)(map(own_copy, value))
+    if type(value) is dict:
+        return {key: own_copy(item) for key, item in value.items()}
+    return set(value) if type(value) is set else value
+
+
 def json_line(value: Any) -> str:
     """A record as one line of JSON, without its end. Whatever is in it, there is a line.
 
@@ -90,6 +102,15 @@ def number_of(value: object) -> float | None:
     except OverflowError:  # a whole number or a fraction beyond all floats
         return None
     return number if math.isfinite(number) else None
+
+
+def score_of(value: object) -> float | None:
+    """A number that can be a score, or a metric beside one: finite and at most `MAX_SCORE` to either side.
+
+    None for anything else.
+    """
+    number = number_of(value)
+    return number if number is not None and abs(number) <= MAX_SCORE else None
 
 
 def has_words(value: object) -> bool:

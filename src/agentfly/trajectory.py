@@ -9,14 +9,14 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
 from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say, type_of
 from agentfly.images import Image
-from agentfly.json_values import json_line
+from agentfly.json_values import json_line, own_copy, score_of
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -249,6 +249,20 @@ class Trajectory:
             and any(sequence.sampled_count for sequence in self.own_sequences)
         )
 
+    def copy(self) -> Trajectory:
+        """The same record with a task, lists and mappings of its own; turns and token sequences are shared."""
+        return replace(
+            self,
+            task=self.task.copy(),
+            messages=own_copy(self.messages),
+            turns=list(self.turns),
+            sequences=list(self.sequences),
+            subagents=own_copy(self.subagents),
+            metrics=dict(self.metrics),
+            seconds=dict(self.seconds),
+            notes=list(self.notes),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-able value that `from_json` turns back into an equal trajectory."""
         return {
@@ -291,6 +305,10 @@ class Trajectory:
         for name, kind in _KINDS.items():
             if not isinstance(value[name], kind):
                 raise TypeError(f"{name} is {type_of(value[name])}")
+        scores = value["metrics"] if value["reward"] is None else {**value["metrics"], "reward": value["reward"]}
+        for name, number in scores.items():
+            if score_of(number) is None:
+                raise ValueError(f"{name} is {number!r:.100}, which is no finite number up to 1e30")
         trajectory = cls(
             rollout_id=value["rollout_id"],
             group_id=value["group_id"],
@@ -336,15 +354,24 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Read what `save_trajectories` wrote. A last line that was cut by a crash is left out.
+    """Read what `save_trajectories` wrote. A last line without its end that was cut by a crash is left out.
 
     Raises:
         ConfigError: a line holds something else; the message says which line of which file.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n") or _is_whole(line):
                 yield _trajectory_in(line, f"{path}, line {number}")
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without its end is all there, as other programs write a last one: no cut object is JSON."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _trajectory_in(line: bytes, place: str) -> Trajectory:

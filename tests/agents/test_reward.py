@@ -249,7 +249,16 @@ def test_the_rewards_of_the_tools_pickle_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "huge", [10**400, Fraction(10**400), {"reward": 1, "size": 10**400}, {"reward": 1, "text": "x" * 10**6}]
+    "huge",
+    [
+        1e31,
+        -1e308,
+        {"reward": 1, "size": 1e31},
+        10**400,
+        Fraction(10**400),
+        {"reward": 1, "size": 10**400},
+        {"reward": 1, "text": "x" * 10**6},
+    ],
 )
 async def test_what_is_too_much_for_a_number_or_a_message_is_refused_in_few_words(
     huge: Any, trajectory: Trajectory, context: Context

@@ -11,7 +11,7 @@ import pytest
 from openai import APIStatusError
 
 import agentfly as af
-from agentfly.errors import ChatFormatError
+from agentfly.errors import ChatFormatError, UsageError
 from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
 from agentfly.tokens import Origin
@@ -387,3 +387,24 @@ async def test_a_model_whose_template_knows_no_tools_is_offered_them_all_the_sam
     written = policy.tokenizer.decode(sequence.ids)
     assert written.startswith("<|im_start|>user\nYou can use these tools")
     assert written.count("<tool_response>\n3\n</tool_response>") == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"reward": float("nan")},
+        {"reward": 1e31},
+        {"reward": "1"},
+        {"metrics": {"length": float("nan")}},
+        {"metrics": {"length": "3"}},
+        {"attempt": -1},
+        {"attempt": "1"},
+        {"error": "it could not run"},
+    ],
+)
+async def test_what_no_record_can_hold_is_refused_and_the_rollout_stays_open(serving: Any, said: Any) -> None:
+    async with serving(["hello"]) as (gateway, client):
+        await client().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(UsageError, match=rf"finish\({next(iter(said))}="):
+            gateway.finish("r.0", **said)
+        assert gateway.finish("r.0", reward=1, metrics={"length": 3}).metrics == {"length": 3.0}

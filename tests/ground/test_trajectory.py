@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import MISSING, fields
 
 import pytest
@@ -177,3 +178,18 @@ def test_a_line_that_is_no_trajectory_is_named(tmp_path, line):
     file.write_bytes(file.read_bytes() + line + b"\n")
     with pytest.raises(ConfigError, match=r"t\.jsonl, line 2: (This is no trajectory|It is not JSON)"):
         list(load_trajectories(file))
+
+
+def test_a_last_line_without_its_end_is_read_where_all_of_it_is_there(tmp_path):
+    file = tmp_path / "t.jsonl"
+    save_trajectories([trajectory(), trajectory(rollout_id="last")], file)
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    assert [t.rollout_id for t in load_trajectories(file)] == ["run-0.1", "last"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reward": 1e31}, {"reward": math.nan}, {"metrics": {"x": None}}, {"metrics": {"x": "1"}}]
+)
+def test_a_stored_score_that_is_no_number_is_refused(changes):
+    with pytest.raises(ConfigError, match="no finite number"):
+        Trajectory.from_json(trajectory().to_json() | changes)

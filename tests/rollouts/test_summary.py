@@ -7,7 +7,9 @@ import math
 import pytest
 
 from agentfly.errors import Boundary
+from agentfly.json_values import MAX_SCORE
 from agentfly.messages import ToolCall
+from agentfly.rollouts.scoreboard import Scoreboard
 from agentfly.rollouts.summary import summarize
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -87,3 +89,15 @@ def test_lengths_that_nobody_knows_are_left_out():
     assert metrics["turns/mean"] == 1
     assert not {"response_length/mean", "sequences/mean", "sequence_breaks/mean"} & metrics.keys()
     assert summarize([])["response_length/mean"] == 0
+
+
+def test_the_largest_scores_that_are_taken_make_finite_numbers():
+    far = [trajectory(FinishReason.ANSWERED, reward=one) for one in (MAX_SCORE, -MAX_SCORE, MAX_SCORE, MAX_SCORE)]
+    for one in far:
+        one.metrics["size"] = MAX_SCORE
+    metrics = summarize(far)
+    assert metrics["reward/mean"] == MAX_SCORE / 2
+    assert all(map(math.isfinite, metrics.values()))
+    estimate = Scoreboard.of(far).reward()
+    assert estimate is not None
+    assert math.isfinite(estimate.mean)

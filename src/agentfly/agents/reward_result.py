@@ -9,9 +9,12 @@ from typing import Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.errors import RewardDefinitionError
-from agentfly.json_values import number_of
+from agentfly.json_values import score_of
 
-_CURE = "Return a float, a RewardResult, or a dict with the key 'reward'; raise an exception if there is no score."
+_CURE = (
+    "Return a float (finite, up to 1e30), a RewardResult, or a dict with the key 'reward'; raise an exception if there "
+    "is no score."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def read_result(value: Any, name: str, turns: int) -> RewardResult:
     reward: Any = given.reward
     if reward is None and turn_rewards is not None:
         reward = sum_of(turn_rewards)
-    score = number_of(reward)
+    score = score_of(reward)
     if score is None:
         found = "None" if reward is None else f"{type(reward).__name__} {_echo(reward)}"
         raise RewardDefinitionError(f"The reward {name!r} returned {found}, which is not a score. {_CURE}")
@@ -73,12 +76,12 @@ def _as_result(value: Any, name: str) -> RewardResult:
 
 
 def _metrics(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
-    read = {str(key): number_of(number) for key, number in metrics.items()}
+    read = {str(key): score_of(number) for key, number in metrics.items()}
     for key, number in metrics.items():
         if read[str(key)] is None:
             raise RewardDefinitionError(
-                f"The reward {name!r} returned the metric {key!r} as {_echo(number)}, which is no finite number. "
-                "Leave it out where it has no value."
+                f"The reward {name!r} returned the metric {key!r} as {_echo(number)}, which is no finite number up to "
+                "1e30. Leave it out where it has no value."
             )
     return {key: number for key, number in read.items() if number is not None}
 
@@ -91,12 +94,12 @@ def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
             f"The reward {name!r} returned turn_rewards for a trajectory of {turns} turns, and this is {found}. "
             "Give one for each of trajectory.turns, None where there is none."
         )
-    read = [None if reward is None else number_of(reward) for reward in rewards]
+    read = [None if reward is None else score_of(reward) for reward in rewards]
     for number, reward in enumerate(rewards):
         if reward is not None and read[number] is None:
             raise RewardDefinitionError(
                 f"The reward {name!r} returned {_echo(reward)} as the reward of turn "
-                f"{number}, which is no finite number. Give None where there is none."
+                f"{number}, which is no finite number up to 1e30. Give None where there is none."
             )
     return tuple(read)
 

@@ -12,7 +12,7 @@ from agentfly.agents.reward_result import RewardResult, sum_of
 from agentfly.agents.together import together
 from agentfly.contexts.context import Context
 from agentfly.errors import RewardDefinitionError
-from agentfly.json_values import number_of
+from agentfly.json_values import score_of
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
 from agentfly.trajectory import Trajectory
@@ -87,5 +87,5 @@ def _require_part(part: object, weight: object) -> None:
             f"weighted(): {part!r} is no reward of one trajectory. Put @reward above a function; for a sum with a "
             "group reward write @group_reward(after=…), whose function sees the scores so far."
         )
-    if number_of(weight) is None or isinstance(weight, bool):
+    if score_of(weight) is None or isinstance(weight, bool):
         raise RewardDefinitionError(f"weighted(): the weight of {part.name!r} is {weight!r}, which is no number.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +23,7 @@ from agentfly.gateway.program_api import ProgramAPI
 from agentfly.gateway.sampling import RolloutSampling
 from agentfly.gateway.session import Session
 from agentfly.installation import install_command
+from agentfly.json_values import score_of
 from agentfly.policies.policy import Policy
 from agentfly.task import Task, as_tasks
 from agentfly.trajectory import Failure, Trajectory
@@ -211,18 +211,29 @@ class Gateway:
             tell: whether ``on_finish`` is told of it now; otherwise `tell` is for the caller to call.
 
         Raises:
-            UsageError: no such rollout is open, or the reward is no finite number.
+            UsageError: no such rollout is open, or a number is none that can be.
         """
-        if reward is not None and not math.isfinite(reward):
-            raise UsageError(f"finish(reward={reward!r}): it must be a finite number, or None for no score.")
+        score = None if reward is None else score_of(reward)
+        if score is None and reward is not None:
+            raise UsageError(
+                f"finish(reward={reward!r:.100}): it must be a finite number up to 1e30, or None for no score."
+            )
+        numbers = {str(name): score_of(number) for name, number in dict(metrics or {}).items()}
+        for name, number in numbers.items():
+            if number is None:
+                raise UsageError(f"finish(metrics=…): {name!r:.100} is no finite number up to 1e30. Leave it out.")
+        if attempt is not None and (type(attempt) is not int or attempt < 0):
+            raise UsageError(f"finish(attempt={attempt!r:.100}): it must be a whole number of at least 0.")
+        if error is not None and not isinstance(error, BaseException | Failure):
+            raise UsageError(f"finish(error={error!r:.100}): give the exception that kept the program from its work.")
         parts = _ATTEMPT.fullmatch(rollout_id)
         described = None if task is None else as_tasks([task])[0]
         trajectory = self.session(rollout_id).finish(
             task=described,
-            reward=None if reward is None else float(reward),
+            reward=score,
             group_id=group_id or (parts[1] if parts else rollout_id),
             attempt=attempt if attempt is not None else int(parts[2]) if parts else 0,
-            metrics=metrics or {},
+            metrics={name: number for name, number in numbers.items() if number is not None},
             failure=error if isinstance(error, Failure | None) else Failure.of(error),
         )
         self._forget(rollout_id)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 from agentfly.errors import ConfigError, UsageError, nearest_name, type_of
 from agentfly.images import Image
+from agentfly.json_reader import require_storable
+from agentfly.json_values import own_copy
 from agentfly.messages import Message, content_of, images_of, message_to_json
 from agentfly.task_files import read_rows
 
@@ -26,10 +29,11 @@ class Task:
         prompt: what the agent is asked: a text, which becomes one user message, or a list of messages. The content of
             a message may be a list of texts and images: see `agentfly.messages.content_of`. Images are read here.
         fields: everything else of the row. A reward gets a field by naming a parameter after it.
-        id: a name that is stable between runs; made from the content when it is not given.
+        id: a name that is stable between runs; made from the content when it is not given. A whole number becomes text.
 
     Raises:
-        ConfigError: a message holds something that is neither text nor image, or an image that cannot be had.
+        ConfigError: the id is neither text nor a whole number; or a message holds something that is neither text nor
+            image, or an image that cannot be had.
     """
 
     prompt: str | Sequence[Message]
@@ -38,6 +42,7 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _with_images(self.prompt, None))
+        object.__setattr__(self, "id", _id_of(self.id))
         if not self.id:
             try:
                 content = json.dumps([self.prompt_to_json(), dict(self.fields)], sort_keys=True, default=repr)
@@ -80,7 +85,11 @@ class Task:
                 "A task needs a field 'prompt' (a text or a list of messages); this row has only "
                 f"{sorted(map(str, fields))}. {_how_to_name_a_prompt(fields)}"
             )
-        return cls(prompt=prompt, id=str(fields.pop("id", "")), fields=fields)
+        return cls(prompt=prompt, id=fields.pop("id", ""), fields=fields)
+
+    def copy(self) -> Task:
+        """A task of the same content, with lists and mappings of its own, so that it can be written into."""
+        return replace(self, prompt=own_copy(self.prompt), fields=own_copy(dict(self.fields)))
 
     def to_row(self) -> dict[str, Any]:
         """The inverse of `from_row`, with images as data URLs."""
@@ -92,6 +101,28 @@ class Task:
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             return prompt
         return [message_to_json(message) if _has_parts(message) else message for message in prompt]
+
+
+def _id_of(given: Any) -> str:
+    """An id as text; empty where none is given.
+
+    Raises:
+        ConfigError: it is neither text nor a whole number.
+    """
+    if given is None:
+        return ""
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return str(int(given))
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"A task has the id {given!r:.100}, a {type(given).__name__}. Give a text or a whole number, or leave it "
+            "out: it is then made of what the task holds."
+        )
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"A task has the id {given!r:.100}, which holds half of a surrogate pair.") from None
+    return given
 
 
 def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
@@ -216,9 +247,10 @@ def _require_json(task: Task) -> None:
     for name, value in [*task.fields.items(), ("prompt", task.prompt_to_json())]:
         try:
             json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode("utf-8")
+            require_storable(value)
             if not isinstance(name, str):
                 raise TypeError("its name is not a text")
-        except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
+        except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate is a ValueError too
             raise ConfigError(
                 f"The field {name!r} of task {task.id!r} cannot be saved as JSON: {error}. Tasks are saved with their "
                 "trajectories: give texts, finite numbers, lists and mappings, for instance a date as a text."

@@ -253,3 +253,26 @@ async def test_a_local_tool_pickles_by_value(context: Context) -> None:
     assert copy.parameters == move.parameters
     assert copy.timeout_s == 3
     assert (await copy.call({"by": {"x": 1}}, context)).observation == "3"
+
+
+class Basket(BaseModel):
+    eggs: list[int] = []
+
+
+@tool
+def collect(found: list[int] = [], basket: Basket = Basket(), named: dict[str, list[int]] = {"a": []}) -> int:  # noqa: B006, B008
+    """Collect.
+
+    Args:
+        found: what was found.
+        basket: where it goes.
+        named: what is named.
+    """
+    for kept in (found, basket.eggs, named["a"]):
+        kept.append(1)
+    return len(found) + len(basket.eggs) + len(named["a"])
+
+
+async def test_a_default_that_a_call_writes_into_is_as_it_was_for_the_next(context: Context) -> None:
+    assert [(await collect.call({}, context)).observation for _ in range(3)] == ["3", "3", "3"]
+    assert (await collect.call({"found": [1, 2]}, context)).observation == "5"

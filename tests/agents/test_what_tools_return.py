@@ -104,6 +104,28 @@ async def test_an_awaitable_that_a_tool_returns_is_awaited(look: Tool, context: 
     assert (await look.call({"item": "sugar"}, context)).observation == "sugar: low"
 
 
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (number for number in range(3)),
+        map(str, [1]),
+        iter([1]),
+        [iter([1])],
+        {"found": zip([1], [2], strict=True)},
+        object(),
+        ToolResult(object()),
+    ],
+)
+async def test_what_reads_as_its_place_in_memory_is_refused_with_the_cure(returned: Any, context: Context) -> None:
+    @tool
+    def look() -> Any:
+        """Look."""
+        return returned
+
+    with pytest.raises(ToolDefinitionError, match=r"'look' returned .*Return what it holds"):
+        await look.call({}, context)
+
+
 class Wordless:
     """Something that cannot be asked what it reads as."""
 

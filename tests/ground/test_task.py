@@ -22,6 +22,21 @@ def test_a_task_without_an_id_gets_the_same_one_every_time():
     assert Task("2 + 2?", {"answer": 4}).id != Task("2 + 2?", {"answer": 5}).id
 
 
+@pytest.mark.parametrize("row", [{"id": None}, {"id": ""}, {}])
+def test_an_id_that_is_empty_is_made_of_the_content(row):
+    assert Task.from_row({"prompt": "2 + 2?", "answer": 4, **row}).id == Task("2 + 2?", {"answer": 4}).id
+
+
+def test_a_whole_number_is_an_id_and_becomes_text():
+    assert [Task.from_row({"prompt": "a", "id": given}).id for given in (0, 7, "7")] == ["0", "7", "7"]
+
+
+@pytest.mark.parametrize("given", [True, 1.5, math.nan, [1], {"x": 1}, "\ud800"])
+def test_an_id_that_is_neither_text_nor_a_whole_number_is_refused(given):
+    with pytest.raises(ConfigError, match="A task has the id"):
+        Task.from_row({"prompt": "a", "id": given})
+
+
 def test_a_text_prompt_is_one_user_message():
     assert Task("hello").messages == [{"role": "user", "content": "hello"}]
 

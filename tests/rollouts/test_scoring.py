@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from typing import Annotated
 
 import pytest
 
@@ -9,7 +10,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool import FromTask, ToolResult, tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.agents.weighted import weighted
 from agentfly.contexts.context import Context
@@ -111,6 +112,73 @@ async def test_what_a_reward_waits_for_says_nothing_of_how_a_rollout_that_begins
     await context.acquire(FakeSpec(name="tool's"))
     assert len(noticed) == 1
     await context.close()
+
+
+# --- what user code writes into --------------------------------------------------------------------------------------
+
+
+@tool
+async def take(items: Annotated[list[int], FromTask()], context: Context) -> int:
+    """Take an item."""
+    items.pop()
+    context.task["items"].append(0)
+    return len(items) + len(context.task["items"])
+
+
+def write_into(task, record=None):
+    task.fields["items"].clear()
+    task.fields["more"] = 1
+    task.prompt[0]["content"] = "another"
+    if record is not None:
+        record.turns.clear()
+        record.sequences.clear()
+        record.messages[0].clear()
+        record.metrics["kind"] = "none"
+        record.task.fields.clear()
+
+
+@reward
+def careless(trajectory: Trajectory, task: Task, prompt, items: list[int]) -> float:
+    seen = len(items), len(task["items"]), len(trajectory.task["items"])
+    items.clear()
+    prompt.append("no message")
+    write_into(task, trajectory)
+    return float(sum(seen))
+
+
+@group_reward
+def careless_group(trajectories, task: Task, items: list[int]) -> list[float]:
+    scores = [float(len(items) + len(task["items"]) + len(one.task["items"])) for one in trajectories]
+    items.clear()
+    write_into(task)
+    for one in trajectories:
+        write_into(one.task, one)
+    return scores
+
+
+def needed(task):
+    write_into(task)
+    return []
+
+
+@pytest.mark.parametrize("scoring", [careless, careless_group])
+async def test_what_tools_and_rewards_write_reaches_no_other_attempt_and_no_record(scoring):
+    task = Task([{"role": "user", "content": "take"}], {"items": [1, 2, 3]})
+    agent = Agent(model="scripted", tools=[take])
+    twice = HermesFormat().write("take", {}) * 2
+    result = await run(agent, [task], reward=scoring, attempts=3, policy=ScriptedPolicy([twice, "end"] * 3))
+    for trajectory in result.trajectories:
+        assert [call.observation for call in trajectory.turns[0].results] == ["6", "6"]
+        assert (trajectory.reward, trajectory.metrics) == (9.0, {})
+        assert (len(trajectory.turns), len(trajectory.sequences), trajectory.messages[-1]["content"]) == (2, 1, "end")
+        assert trajectory.task == Task([{"role": "user", "content": "take"}], {"items": [1, 2, 3]})
+
+
+async def test_a_function_that_says_what_a_task_needs_changes_no_task():
+    needy = tool(resources=needed)(take.function)
+    task = Task([{"role": "user", "content": "take"}], {"items": [1, 2, 3]})
+    result = await run(Agent(model="scripted", tools=[needy]), [task], policy=ScriptedPolicy(["end"]))
+    assert result.trajectories[0].task.to_row()["items"] == [1, 2, 3]
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

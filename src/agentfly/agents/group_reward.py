@@ -50,9 +50,10 @@ class GroupReward(RewardFunction):
                 whose the scores are; or it asks for a field that the task does not have.
             RewardError, UsageError, AgentFlyError: as of `Reward.score`.
         """
-        task = trajectories[0].task
+        shown = [one.copy() for one in trajectories] if self._shows_record else list(trajectories)
+        task = shown[0].task
         given = {
-            "trajectories": list(trajectories),
+            "trajectories": shown,
             "responses": [trajectory.response for trajectory in trajectories],
             "task": task,
             "prompt": task.prompt,

@@ -33,7 +33,7 @@ def needs_for(needs: Needs, task: Task) -> tuple[Spec, ...]:
     if not callable(needs):
         return tuple(needs)
     try:
-        found = needs(task)
+        found = needs(task.copy())
     except Exception as error:
         raise ValueError(
             f"resources= is a function, which failed for task {task.id} with {type(error).__name__}: "

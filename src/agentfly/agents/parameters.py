@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from agentfly.contexts.context import Context
+from agentfly.json_values import own_copy
 
 MISSING: Any = inspect.Parameter.empty
 """Stands where a parameter has no annotation, or no default."""
@@ -78,14 +79,15 @@ def names_at(depth: int) -> dict[str, Any]:
 
 
 def field_of_task(name: str, context: Context, default: Any) -> Any:
-    """A field of the rollout's task.
+    """A field of the rollout's task: a copy, so that whoever writes into it changes no other attempt at the task.
 
     Raises:
         KeyError: the task has no such field and there is no default; the message names the fields there are.
     """
-    if name not in context.task.fields and default is not MISSING:
+    task = context.trajectory.task
+    if name not in task.fields and default is not MISSING:
         return default
-    return context.task[name]
+    return own_copy(task[name])
 
 
 def _refuse_nameless(parameter: inspect.Parameter) -> None:

@@ -42,11 +42,12 @@ class Reward(RewardFunction):
             UsageError: the function is to run in a process of its own, and cannot travel there.
             AgentFlyError: a typed failure of something the function used, for instance of a resource.
         """
+        shown = trajectory.copy() if self._shows_record else trajectory
         given = {
             "response": trajectory.response,
-            "trajectory": trajectory,
-            "task": trajectory.task,
-            "prompt": trajectory.task.prompt,
+            "trajectory": shown,
+            "task": shown.task,
+            "prompt": shown.task.prompt,
         }
         if not self.per_turn:
             return read_result(await self._call(given, context), self.name, len(trajectory.turns))

@@ -22,6 +22,8 @@ from agentfly.task import Task
 
 F = TypeVar("F", bound="RewardFunction")
 
+_OF_RECORD = frozenset({"trajectory", "trajectories", "task", "prompt"})
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RewardFunction(UserFunction):
@@ -75,6 +77,11 @@ class RewardFunction(UserFunction):
             if one.source is not Source.CONTEXT and one.default is MISSING and one.name not in self.given
         ]
         return tuple(dict.fromkeys([*own, *getattr(self.function, "task_fields", ())]))
+
+    @property
+    def _shows_record(self) -> bool:
+        """Whether it is given what it could write into: a copy then, so that the record stays as it is."""
+        return any(one.source is Source.CALLER and one.name in _OF_RECORD for one in self.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "process_spec"}  # it refers back

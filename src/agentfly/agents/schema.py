@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import operator
@@ -10,7 +11,7 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Union
 
 import typing_extensions
@@ -113,6 +114,7 @@ class ArgumentSchema(ToolSchema):
             _model_of("check", [argument])  # so that the message can name the one that has no JSON form
         self._model = _model_of(tool, self.arguments)
         self._fields = [(argument.name, _field(number)) for number, argument in enumerate(self.arguments)]
+        self._changeable = {one.name: one.default for one in arguments if not one.required and _can_change(one.default)}
         self.json_schema = _json_schema(self._model, self.arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,6 +122,8 @@ class ArgumentSchema(ToolSchema):
 
     def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the tool's types, those that were not given left out.
+
+        Of a default that can be changed, such as a list, each call has a copy: it would be shared by all rollouts.
 
         Raises:
             InvalidArguments: a name is missing or too many, or a value does not fit. The message says which, and what
@@ -132,7 +136,15 @@ class ArgumentSchema(ToolSchema):
         except RecursionError:
             raise self.refusal(given, ["the value is nested too deeply"]) from None
         values = model.__dict__
-        return {name: values[field] for name, field in self._fields if field in model.model_fields_set}
+        read = {name: values[field] for name, field in self._fields if field in model.model_fields_set}
+        for name in self._changeable.keys() - read.keys():
+            read[name] = copy.deepcopy(self._changeable[name])
+        return read
+
+
+def _can_change(default: Any) -> bool:
+    """Whether a tool could write into a default."""
+    return isinstance(default, list | dict | set | bytearray | BaseModel) or is_dataclass(default)
 
 
 def _field(number: int) -> str:

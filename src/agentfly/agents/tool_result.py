@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.errors import ToolDefinitionError, message_of
 from agentfly.images import Image, is_pixels
-from agentfly.json_values import as_json, has_words, json_line, number_of
+from agentfly.json_values import as_json, has_words, json_line, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,10 @@ class ToolResult:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reward is not None and number_of(self.reward) is None:
+        if self.reward is not None and score_of(self.reward) is None:
             raise ToolDefinitionError(
-                f"ToolResult(reward={self.reward!r}): the reward of a tool call must be a finite number, or None."
+                f"ToolResult(reward={self.reward!r}): the reward of a tool call must be a finite number up to 1e30, or "
+                "None."
             )
         if not isinstance(self.info, Mapping):
             raise ToolDefinitionError(f"ToolResult(info={excerpt(repr(self.info), ECHO_CHARS)}): it must be a dict.")
@@ -73,7 +74,8 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
         told: what the tool's author was told before, and is not told again.
 
     Raises:
-        ToolDefinitionError: it holds a coroutine that was never awaited, or JSON cannot hold the state.
+        ToolDefinitionError: it holds a coroutine that was never awaited, or something that has no words, such as a
+            generator; or JSON cannot hold the state.
     """
     if isinstance(value, str):
         return ToolResult(_as_text(value), image=())
@@ -83,11 +85,17 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
             f"The tool {tool!r} returned a coroutine in its result, {excerpt(repr(value), ECHO_CHARS)}: an "
             "`await` is missing before the call that made it. In a sync tool write context.wait(…)."
         )
+    for part in {type(part): part for part in (result.observation, *_parts(result.observation))}.values():
+        if _says_nothing(part):
+            raise ToolDefinitionError(
+                f"The tool {tool!r} returned a {type(part).__name__}, of which the model could read nothing but where "
+                "it lies in memory. Return what it holds, for instance list(…), or a text."
+            )
     text, shown = _text_and_images(result.observation)
     return replace(
         result,
         observation=text,
-        reward=None if result.reward is None else number_of(result.reward),
+        reward=None if result.reward is None else score_of(result.reward),
         done=bool(result.done),
         state=_state(tool, result.state),
         image=(*shown, *result.images),
@@ -100,6 +108,22 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether an object reads as its address alone: what gives values once, and what has no words at all."""
+    if isinstance(value, Iterator | AsyncIterator):
+        return not has_words(value)
+    kind = type(value)
+    return kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__ and not _has_form(value)
+
+
+def _has_form(value: Any) -> bool:
+    try:
+        as_json(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _text_and_images(value: Any) -> tuple[str, tuple[Image, ...]]:

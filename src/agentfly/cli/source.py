@@ -52,7 +52,7 @@ def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
     if wanted is None:
         sound = checkpoints.sound()
         step = next(step for step, path in saved.items() if path == sound)
-    elif wanted.isdigit() and int(wanted) in saved:
+    elif wanted.isdecimal() and int(wanted) in saved:
         step = int(wanted)
     else:
         raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")

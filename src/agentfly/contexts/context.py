@@ -52,7 +52,8 @@ class Context:
         rollout_id: the rollout's name, with which the owner of its leases begins.
         group_id: shared by all attempts at one task.
         attempt: number of the attempt in its group, from 0.
-        task: the task; a field of it is ``context.task["name"]``.
+        task: the task; a field of it is ``context.task["name"]``. Each call has a copy, so that nothing that is written
+            into it reaches another call, another attempt or the record.
         trajectory: the rollout's record so far. Read it; never write to it.
         state: a place for what tools of one rollout want to share. Nothing of AgentFly reads it.
     """
@@ -69,7 +70,6 @@ class Context:
         self.rollout_id = trajectory.rollout_id
         self.group_id = trajectory.group_id
         self.attempt = trajectory.attempt
-        self.task: Task = trajectory.task
         self.trajectory = trajectory
         self.state: dict[str, Any] = {}
         self._owner = f"{self.rollout_id}/{secrets.token_hex(3)}"  # two runs may name their rollouts alike
@@ -81,6 +81,14 @@ class Context:
         self._rollout = _Shared()
         self._waits = self._rollout_waits = Waits(self._loop.time)
         self._call: _Call | None = None
+        self._task: Task | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task; see above."""
+        if self._task is None:
+            self._task = self.trajectory.task.copy()
+        return self._task
 
     @property
     def waits(self) -> Waits:
@@ -345,6 +353,7 @@ class Context:
     def _copy(self) -> Context:
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
+        copied._task = None
         return copied
 
     def _too_late(self) -> ResourceError:

@@ -64,7 +64,7 @@ class Backlog:
     def cancel(self, group_id: str) -> bool:
         """Have no further attempt of a group begin. False if no group of that name waits, or could come still."""
         label, _, number = group_id.rpartition("-")
-        if label != self._label or not number.isdigit():
+        if label != self._label or not number.isdecimal():
             return False
         if int(number) >= self._numbers:
             if self._sources:

@@ -16,7 +16,7 @@ def choose_threads(parameters: int) -> int:
     its affinity allows, at most what the control group's CPU quota amounts to, hyper-threads counted once.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if asked.isdigit() and int(asked) > 0:
+    if asked.isdecimal() and int(asked) > 0:
         return int(asked)
     if parameters < SMALL_MODEL:
         return 1

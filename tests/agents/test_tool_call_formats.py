@@ -284,6 +284,8 @@ def test_garbage_takes_linear_time(one: ToolCallFormat) -> None:
         written[: len(written) // 2] * 1_000,
         written[len(written) // 2 :] * 1_000,
         *(marker * (50_000 // len(marker)) for marker in (*MARKERS, "\n{'name':'x\\'")),
+        *(blank * 100_000 for blank in (" ", "\t", "\n", "\r\n", "\v", "\u2028", "\u3000")),
+        *(written + blank * 100_000 + "x" for blank in (" ", "\n", "\u2028")),
         *(
             opening * (500_000 // len(opening))
             for opening in (

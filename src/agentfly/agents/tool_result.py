@@ -112,10 +112,11 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _says_nothing(value: Any) -> bool:
     """Whether an object reads as its address alone: what gives values once, and what has no words at all."""
+    if has_words(value):
+        return False
     if isinstance(value, Iterator | AsyncIterator):
-        return not has_words(value)
-    kind = type(value)
-    return kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__ and not _has_form(value)
+        return True
+    return not any("__repr__" in vars(kind) for kind in type(value).__mro__[:-1]) and not _has_form(value)
 
 
 def _has_form(value: Any) -> bool:

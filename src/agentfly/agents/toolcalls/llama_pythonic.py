@@ -27,7 +27,8 @@ from agentfly.messages import Message, ToolCall
 _OPENING = re.compile(
     rf"<\|(?:python_tag|python_start|tool_call_start)\|>\s*|{LINE_START}(?=\[\s*([^\W\d][\w.-]*)\s*\()", re.MULTILINE
 )
-_CLOSING = re.compile(r"\s*<\|(?:python_end|tool_call_end|eom_id)\|>")
+_CLOSED = re.compile(r"<\|(?:python_end|tool_call_end|eom_id)\|>")
+_CLOSING = re.compile(rf"\s*{_CLOSED.pattern}")
 _LAST_LINE = re.compile(r"\][ \t]*$", re.MULTILINE)
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
 _END_OF_TURN = re.compile(rf"\s*(?:\Z|{MARKER.pattern})")
@@ -101,7 +102,7 @@ class LlamaPythonicFormat(NativeFormat):
         return super().said(text, calls) if self.opening else {"role": "assistant", "content": text}
 
     def _remains(self) -> re.Pattern[str]:
-        return _CLOSING
+        return _CLOSED
 
     def _attempted(self, heard: str, known: Known) -> str | None:
         calls = (call.group(1) for call in _BARE_CALL.finditer(heard) if call.group(1) in known)

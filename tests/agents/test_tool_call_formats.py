@@ -285,7 +285,18 @@ def test_garbage_takes_linear_time(one: ToolCallFormat) -> None:
         written[len(written) // 2 :] * 1_000,
         *(marker * (50_000 // len(marker)) for marker in (*MARKERS, "\n{'name':'x\\'")),
         *(blank * 100_000 for blank in (" ", "\t", "\n", "\r\n", "\v", "\u2028", "\u3000")),
-        *(written + blank * 100_000 + "x" for blank in (" ", "\n", "\u2028")),
+        *(
+            begun + blank * 100_000 + "x"
+            for begun in (
+                *(written[:length] for length in range(1, len(written) + 1, 3)),
+                "[TOOL_CALLS]say[CALL_ID]",
+                "{'name': 'say'",
+                "<｜tool▁call▁begin｜>function",
+                "Action: say\n",
+                "say(",
+            )
+            for blank in (" ", "\n", "\u2028")
+        ),
         *(
             opening * (500_000 // len(opening))
             for opening in (

@@ -12,7 +12,7 @@ _NAMED = re.compile(
 _ARGUMENTS = re.compile(
     r"""\b(?:arguments|parameters|args|kwargs|params|input|tool_input|action_input)["']?\s*:""", re.IGNORECASE
 )
-_NOTHING_ELSE = re.compile(r"\s*,?\s*\}")
+_NOTHING_ELSE = re.compile(r"\s*+,?\s*+\}")
 _OPENING = re.compile(
     r"<tool_call>|<function=|<function_call>|<\|python_(?:tag|start)\|>|<\|tool_call_start\|>|\[TOOL_CALLS\]"
     r"|<｜tool▁calls?▁begin｜>"

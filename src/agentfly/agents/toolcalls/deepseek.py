@@ -18,7 +18,7 @@ CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜
 CALL, SEPARATOR, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 _OPENING = re.compile(rf"(?:{CALLS}\s*)?{CALL}")
-_TYPED = re.compile(rf"\s*\w*\s*{SEPARATOR}\s*([^\s<>{{}}]+)[ \t]*\n\s*```(?:json)?\s*")
+_TYPED = re.compile(rf"\s*+\w*+\s*+{SEPARATOR}\s*([^\s<>{{}}]+)[ \t]*\n\s*```(?:json)?\s*")
 _PLAIN = re.compile(rf"\s*([^\s<>{{}}]+)\s*{SEPARATOR}\s*(?=\{{)")
 _END = re.compile(rf"\s*(?:```\s*)?(?:{END_OF_CALL}(?:\s*{END_OF_CALLS})?|(?={CALL}|{END_OF_CALLS})|\Z)")
 _INSIDE = re.compile("|".join((CALLS, END_OF_CALLS, SEPARATOR, END_OF_CALL)))

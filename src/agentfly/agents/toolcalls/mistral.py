@@ -19,7 +19,7 @@ from agentfly.json_reader import NotJSON
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 _OPEN = re.compile(re.escape(OPEN))
-_HEAD = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]{}]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_HEAD = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*+[^\s\[\]{}]*+\s*+)?(?:\[ARGS\]\s*)?(?=\{)")
 _END = re.compile(rf"\s*(?:\Z|</s>|(?={re.escape(OPEN)}|{MARKER.pattern}))")
 _INSIDE = re.compile(r"\[(?:ARGS|CALL_ID)\]")
 _WORD = re.compile(r"[^\s\[\]{}]+")

@@ -39,7 +39,7 @@ _INPUT_WORDS = r"Action[ \t]+Input"
 _LINE = rf"((?:(?!{MARKER.pattern})[^\n])*)"
 _ACTION = re.compile(rf"{LINE_START}{label('Action')}{_LINE}", _FLAGS)
 _INPUT = re.compile(rf"\s*\n[ \t]*{label(_INPUT_WORDS)}[ \t]*(?:\s*(?=\{{))?", _FLAGS)
-_LIKE_INPUT = re.compile(rf"\s*[^\w\n]*{_INPUT_WORDS}\b", _FLAGS)
+_LIKE_INPUT = re.compile(rf"\s*+[^\w\n]*+{_INPUT_WORDS}\b", _FLAGS)
 _REST_OF_LINE = re.compile(_LINE)
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
 _LABEL = re.compile(

@@ -20,7 +20,7 @@ _OPENING = re.compile(
     rf"<\|python_(?:tag|start)\|>\s*(?:<\|python_end\|>\s*)?|{LINE_START}(?=(?:\[\s*)?\{{\s*{_MEMBER})", re.MULTILINE
 )
 _BETWEEN = re.compile(r"\s*+[;,]?\s*+(?:<\|python_(?:tag|start)\|>\s*+)?(?=\{)")
-_END = re.compile(rf"\s*(?:<\|(?:python_end|eom_id|eom)\|>|\Z|(?={MARKER.pattern}))|[ \t]*;?[ \t]*\n")
+_END = re.compile(rf"\s*(?:<\|(?:python_end|eom_id|eom)\|>|\Z|(?={MARKER.pattern}))|[ \t]*+;?[ \t]*+\n")
 _ARGUMENTS = re.compile(r"[\"']?\b(?:parameters|arguments)[\"']?\s*:")
 _LAST_LINE = re.compile(r"\}[ \t]*$", re.MULTILINE)
 _NEAR = 1000  # characters in which a malformed object must show that it is a call

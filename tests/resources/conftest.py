@@ -216,6 +216,19 @@ async def start() -> AsyncIterator[Start]:
 
 
 @pytest.fixture
+def with_a_mount_below(tmp_path: Path) -> Iterator[Path]:
+    """A directory that everybody may write to, with a file system mounted at ``below`` in it."""
+    below = tmp_path / "below"
+    below.mkdir()
+    tmp_path.chmod(0o777)
+    words = ["mount", "-t", "tmpfs", "-o", "mode=777", "none", str(below)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("only root mounts something")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(below)], check=True)
+
+
+@pytest.fixture
 async def contract_box(ground: Ground, start: Start) -> Container:
     """A box on each backend."""
     return await start(ground)

@@ -154,13 +154,16 @@ async def test_a_limit_or_runtime_that_cannot_be_is_refused_with_the_cure(engine
         await start(engine_ground, runtime="no-such-runtime")
 
 
-async def test_mounts_are_seen_and_cannot_be_written(engine_ground: Ground, start: Start, tmp_path: Path) -> None:
-    (tmp_path / "given").write_text("from the host")
-    os.chmod(tmp_path, 0o777)  # noqa: PTH101
-    box = await start(engine_ground, mounts=((str(tmp_path), "/mnt/given"),), user="root")
-    result = await box.run("cat /mnt/given/given; touch /mnt/given/new")
-    assert result.stdout == "from the host"
-    assert "Read-only" in result.stderr
+@pytest.mark.parametrize("user", ["root", "agent"])
+async def test_mounts_are_seen_and_cannot_be_written(
+    engine_ground: Ground, start: Start, with_a_mount_below: Path, user: str
+) -> None:
+    (with_a_mount_below / "given").write_text("from the host")
+    (with_a_mount_below / "below" / "given").write_text(", and below")
+    box = await start(engine_ground, mounts=((str(with_a_mount_below), "/mnt/given"),), user=user)
+    result = await box.run("cat /mnt/given/given /mnt/given/below/given; touch /mnt/given/{,below/}new")
+    assert result.stdout == "from the host, and below"
+    assert result.stderr.count("Read-only") == 2
 
 
 async def test_a_workdir_that_has_files_in_the_image_is_not_hidden(engine_ground: Ground, start: Start) -> None:

@@ -289,6 +289,16 @@ async def test_system_directories_take_private_writes_where_they_can(box: Contai
         assert "Read-only" in result.stderr
 
 
+async def test_what_is_mounted_below_a_mount_cannot_be_written_either(
+    launcher: Launcher, with_a_mount_below: Path
+) -> None:
+    if launcher.tier is Tier.USER:
+        pytest.skip("its user may not see the directory of the test")
+    async with started(ContainerSpec(mounts=((str(with_a_mount_below), "/data"),)), launcher) as box:
+        result = await box.run("touch /data/new /data/below/new")
+        assert result.stderr.count("Read-only file system") == 2
+
+
 async def test_mounts_are_shown_read_only(launcher: Launcher, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -1,9 +1,10 @@
-"""The images that this process has made in an engine, once they are of no more use. No engine is needed."""
+"""What is asked of an engine, and the images made in it once they are of no more use. No engine is needed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from agentfly.errors import ResourceError
 from agentfly.resources.containers.docker import own_images
+from agentfly.resources.containers.docker.configuration import mounted_below
 from agentfly.resources.containers.docker.own_images import OwnImages
 
 
@@ -76,3 +78,22 @@ async def test_an_image_whose_removal_is_cancelled_is_not_forgotten(
             await removing
     await own.remove_dropped(engine)
     assert engine.asked == {"one": 1, "two": 1, "three": 1}
+
+
+def test_all_that_can_be_seen_below_a_path_is_found_among_the_mounts(tmp_path: Path) -> None:
+    places = [
+        "/",
+        "/data/hidden/deep",
+        "/data",
+        "/data/a",
+        r"/data/b\040c",
+        "/data/a/x",
+        "/database",
+        "/data/a",
+        "/dat",
+    ]
+    lines = [f"{n} 1 0:{n} / {place} rw - tmpfs none rw\n" for n, place in enumerate(places)]
+    (tmp_path / "mountinfo").write_text("".join(lines))
+    assert mounted_below("/data", str(tmp_path / "mountinfo")) == ["/a", "/b c"]
+    assert mounted_below("/", str(tmp_path / "mountinfo")) == ["/dat", "/data", "/data/a", "/data/b c", "/database"]
+    assert mounted_below("/elsewhere", str(tmp_path / "mountinfo")) == []

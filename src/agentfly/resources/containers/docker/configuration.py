@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from agentfly.resources.containers.docker.image import ImageFacts
@@ -12,6 +16,7 @@ AGENT = "1000:1000"
 ROOT = "0:0"
 # What the keeper needs to end the agent's processes, to start them without rights, and to empty its directories.
 _KEEPER_RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how such a file writes blanks
 _FILES = 4096
 _PROCESSES = 16384  # of a user of the host, in all its containers together; each has its own limit beside it
 _MIN_SIZE = 2**20
@@ -123,9 +128,7 @@ class Plan:
             "IpcMode": "private",
             "ShmSize": self.writable.get("/dev/shm", 64 * 2**20),
             "Tmpfs": self._in_memory(),
-            "Mounts": [
-                {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True} for source, target in spec.mounts
-            ],
+            "Mounts": [view for source, target in spec.mounts for view in _views(source, target)],
             "Ulimits": [
                 {"Name": "nofile", "Soft": _FILES, "Hard": _FILES},
                 {"Name": "nproc", "Soft": _PROCESSES, "Hard": _PROCESSES},
@@ -140,6 +143,39 @@ class Plan:
         exchange = {str(INSIDE): f"rw,noexec,nosuid,nodev,size={_EXCHANGE_SIZE},mode={mode}"}
         sizes = {path: size for path, size in self.writable.items() if path != "/dev/shm"}
         return {**{path: f"rw,exec,nosuid,nodev,size={size},mode=1777" for path, size in sizes.items()}, **exchange}
+
+
+def _views(source: str, target: str) -> Iterator[dict[str, Any]]:
+    """The mounts that show a path of the host read-only, and all that is mounted below it.
+
+    An engine makes a mount read-only and not those below it, which could be written. So none comes along, and those
+    that are known here are shown each by itself.
+    """
+    for below in ["", *mounted_below(source)]:
+        yield {
+            "Type": "bind",
+            "Source": source.rstrip("/") + below or "/",
+            "Target": target.rstrip("/") + below,
+            "ReadOnly": True,
+            "BindOptions": {"NonRecursive": True},
+        }
+
+
+def mounted_below(path: str, mounts: str = "/proc/self/mountinfo") -> list[str]:
+    """Where something is mounted below a path of this host: the rest of each path, which begins with a slash.
+
+    Args:
+        path: an absolute path.
+        mounts: a file that lists mounts, as proc_pid_mountinfo(5) has it.
+    """
+    real = os.path.realpath(path).rstrip("/")
+    found: list[str] = []
+    for line in Path(mounts).read_text(errors="surrogateescape").rstrip("\n").split("\n"):
+        place = _OCTAL.sub(lambda code: chr(int(code[1], 8)), line.split(" ")[4]).rstrip("/")
+        found = [below for below in found if not f"{real}{below}".startswith(f"{place}/")]  # which this one hides
+        if place.startswith(f"{real}/") and place[len(real) :] not in found:
+            found.append(place[len(real) :])
+    return sorted(found)
 
 
 def drop_words(user: str) -> list[str]:

@@ -6,7 +6,9 @@ import pytest
 
 from agentfly.cli.config_file import PolicyConfig, RunConfig, VLLMConfig, load_config, save_config
 from agentfly.errors import ConfigError
+from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.losses import LOSSES
 
 MINIMAL = "agent: my_agent.py:agent\ntasks: tasks.jsonl\n"
 
@@ -146,6 +148,22 @@ MINE = Algorithm(ALGORITHMS["reinforce"].estimate)
 my_loss = LOSSES["ppo_clip"]
 number = 3
 """
+
+
+def test_the_same_reference_names_the_code_of_each_configurations_own_directory(tmp_path):
+    before = [*ALGORITHMS], [*LOSSES]
+    configs = []
+    for name, estimate in (("a", "reinforce"), ("b", "opo")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_ones.py").write_text(OWN.replace("reinforce", estimate))
+        text = "training:\n  adv_estimator: own_ones.py:MINE\n  loss: own_ones.py:my_loss\n"
+        configs.append(load_config(written(tmp_path / name, MINIMAL + text)).training)
+    for config, estimate in zip(configs, ("reinforce", "opo"), strict=True):
+        for same in (config, config.replaced({"steps": 3})):
+            assert same.algorithm == "own_ones.py:MINE"
+            assert same.chosen_algorithm.estimate is ALGORITHMS[estimate].estimate
+            assert same.chosen_loss is LOSSES["ppo_clip"]
+    assert ([*ALGORITHMS], [*LOSSES]) == before
 
 
 def test_algorithms_and_losses_of_ones_own_are_named_by_reference(tmp_path):

@@ -39,6 +39,19 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
     assert [load(f"{name}/mine.py:where", tmp_path) for name in ("a", "b")] == ["a", "b"]
 
 
+@pytest.mark.parametrize("file", ["mine_too.py", "mine_too/__init__.py", "mine_too/deep/inner.py"])
+def test_a_module_that_another_directorys_hides_is_refused_and_can_be_named_by_its_file(tmp_path, file):
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for name in ("a", "b"):
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True)
+        path.write_text(f"where = {name!r}\n")
+    assert [load(f"{module}:where", tmp_path / "a") for _ in range(2)] == ["a", "a"]
+    with pytest.raises(ConfigError, match=rf"another one of that name .*Name it by its file: {file}:NAME"):
+        load(f"{module}:where", tmp_path / "b")
+    assert load(f"{file}:where", tmp_path / "b") == "b"
+
+
 def test_what_a_file_defines_can_be_sent_to_a_process_that_cannot_import_it(tmp_path):
     (tmp_path / "far.py").write_text("class Env:\n    pass\n")
     pickled = cloudpickle.dumps(load("far.py:Env", tmp_path))

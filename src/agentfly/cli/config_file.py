@@ -24,12 +24,9 @@ from pydantic_core import PydanticCustomError
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError, nearest_name
 from agentfly.run_directory import replace_text
-from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.config.settings import Settings
 from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
-from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.losses import LOSSES
-from agentfly.training.registry import Registry
+from agentfly.training.config.train_config import OwnCode, TrainConfig
 from agentfly.training.sft.config import SFTConfig
 
 
@@ -155,17 +152,6 @@ class RunConfig(BaseModel):
     sft: SFTConfig = Field(default_factory=SFTConfig)
     """How ``agentfly sft`` warm-starts the model on trajectories that won."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_own_algorithms(cls, values: Any) -> Any:
-        """Make known what the training names by reference, under that name."""
-        training = values.get("training") if isinstance(values, dict) else None
-        if isinstance(training, dict):
-            base = Path(str(values.get("directory", "."))).resolve()
-            _register_named(ALGORITHMS, training.get("algorithm"), base, "algorithm")
-            _register_named(LOSSES, training.get("loss"), base, "loss")
-        return values
-
     @field_validator("training", "sft", mode="wrap")
     @classmethod
     def _named(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
@@ -199,11 +185,6 @@ class RunConfig(BaseModel):
         return {"kind": value} if isinstance(value, str) else value
 
 
-def _register_named(registry: Registry[Any], name: Any, base: Path, field: str) -> None:
-    if isinstance(name, str) and ":" in name and name not in registry:
-        registry.register(name, load_reference(name, base=base, field=field))
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration file and apply overrides such as ``training.steps=20``.
 
@@ -228,8 +209,10 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
     Raises:
         ConfigError: a key is unknown (the message has the nearest name) or a value has the wrong type.
     """
+    base = Path(str(values.get("directory", "."))).resolve()
+    own = OwnCode(lambda reference, field: load_reference(reference, base=base, field=field))
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values, context=own)
     except ValidationError as error:
         raise ConfigError("\n".join([f"{source} cannot be followed:", *_complaints(error)])) from None
     except ConfigError as error:  # of the settings of training or sft, which explain themselves

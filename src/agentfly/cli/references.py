@@ -45,6 +45,7 @@ def _module(name: str, base: Path, field: str) -> ModuleType:
     if str(base) not in sys.path:
         sys.path.insert(0, str(base))
     importlib.invalidate_caches()
+    _require_own(name, base, field)
     try:
         return importlib.import_module(name)
     except AgentFlyError:
@@ -57,6 +58,22 @@ def _module(name: str, base: Path, field: str) -> ModuleType:
         raise _import_failure(name, field, error) from error
     except Exception as error:
         raise _import_failure(name, field, error) from error
+
+
+def _require_own(name: str, base: Path, field: str) -> None:
+    """Raise if a module of that name was imported from elsewhere and the directory has another.
+
+    Raises:
+        ConfigError: it has.
+    """
+    known = getattr(sys.modules.get(name), "__file__", None)
+    stem = base.joinpath(*name.split("."))
+    for file in (stem / "__init__.py", stem.with_suffix(".py")):
+        if known is not None and file.is_file() and file.resolve() != Path(known).resolve():
+            raise ConfigError(
+                f"{field}: the module {name!r} of {base} cannot be imported, because this process has imported "
+                f"another one of that name ({known}). Name it by its file: {file.relative_to(base)}:NAME."
+            )
 
 
 def _module_of_file(path: str, base: Path, field: str) -> ModuleType:

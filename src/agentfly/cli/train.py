@@ -100,7 +100,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
             progress=True,
             events=events,
             policy=experiment.training_policy(),
-            **config.training.model_dump(),
+            config=config.training,
         )
     console = Console()
     finished = RunDirectory(result.run_dir)

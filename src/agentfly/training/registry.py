@@ -29,14 +29,22 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: the name is taken, or the thing is of another class.
         """
+        self.require_kind(name, thing)
+        if name in self._known:
+            raise ConfigError(f"There is already a {self._kind} named {name!r}; register yours under another name.")
+        self._known[name] = thing
+
+    def require_kind(self, name: str, thing: object) -> None:
+        """Raise unless a thing is of the class that all things here are of.
+
+        Raises:
+            ConfigError: it is of another class.
+        """
         if self._wanted is not None and not isinstance(thing, self._wanted):
             raise ConfigError(
                 f"The {self._kind} {name!r} is {type_of(thing)}, and has to be of the class "
                 f"{self._wanted.__name__} ({self._wanted.__module__}), which holds the function and says what it uses."
             )
-        if name in self._known:
-            raise ConfigError(f"There is already a {self._kind} named {name!r}; register yours under another name.")
-        self._known[name] = thing
 
     def __contains__(self, name: str) -> bool:
         return name in self._known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentfly.training.advantages import ALGORITHMS, Evidence
+from agentfly.training.advantages import Evidence
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.feed import Attempted
 from agentfly.training.row_limits import overlong_penalty, within_limits
@@ -39,7 +39,7 @@ def teaches(group: Attempted, config: TrainConfig) -> bool:
 
     Only algorithms with ``judges_groups`` can be asked.
     """
-    algorithm = ALGORITHMS[config.algorithm]
+    algorithm = config.chosen_algorithm
     rows = limited_rows(group.trajectories, config).rows
     baselines = baselines_of([group], config) if algorithm.needs_greedy else None
     if not rows or (baselines is not None and group.group_id not in baselines):

@@ -17,7 +17,6 @@ from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
-from agentfly.training.config.settings import Settings
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.curriculum import Curriculum
 from agentfly.training.trainer import Tasks, Trainer, TrainResult
@@ -137,12 +136,7 @@ def _with(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfi
         raise ConfigError(f"config is {type_of(config)}, and has to be a TrainConfig.")
     if not settings:
         return config
-    given = {name: getattr(config, name) for name in config.model_fields_set}
-    replaced = TrainConfig.canonical(settings)
-    for name in replaced.keys() - settings.keys():  # of a group under another name, such as beta, the rest stays
-        if isinstance(held := getattr(config, name, None), Settings):
-            replaced[name] = {one: getattr(held, one) for one in held.model_fields_set} | replaced[name]
-    return TrainConfig(**{**given, **replaced})
+    return config.replaced(settings)
 
 
 def _require_no_loop() -> None:

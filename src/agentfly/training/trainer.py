@@ -37,7 +37,6 @@ from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task, as_tasks, shared_tasks
 from agentfly.threads.pool import on_thread_to_its_end
-from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.checkpoints import (
     Checkpoints,
     Place,
@@ -184,7 +183,7 @@ class Trainer:
         self._checkpoints = Checkpoints(self._run.checkpoints, keep=self._config.keep_checkpoints)
         self._journal = Journal(self._run.journal)
         self._temperature = training_temperature(agent, self._config)
-        self._greedy = ALGORITHMS[self._config.algorithm].needs_greedy
+        self._greedy = self._config.chosen_algorithm.needs_greedy
         require_score(agent, self._reward, greedy=self._greedy)
         require_evaluations(self._config, self._eval_tasks)
         self._trackers = {name: TRACKERS[name]() for name in self._config.trackers}
@@ -287,7 +286,7 @@ class Trainer:
             self._journal.clear()
             forget_after(self._run, None)
         forget_after(self._run, steps_on_file(self._run, saved.step if saved else 0))
-        needs_critic = ALGORITHMS[self._config.algorithm].needs_critic
+        needs_critic = self._config.chosen_algorithm.needs_critic
         learner = Learner(model, self._config, temperature=self._temperature, needs_critic=needs_critic)
         if latest is None or saved is None:
             return learner, None

@@ -8,7 +8,7 @@ from functools import partial
 
 from agentfly.rollouts.audit import drift_metrics
 from agentfly.threads.pool import on_thread_to_its_end
-from agentfly.training.advantages import ALGORITHMS, Evidence
+from agentfly.training.advantages import Evidence
 from agentfly.training.batch_metrics import group_metrics, row_metrics
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.harvest import Harvest
@@ -35,7 +35,7 @@ class Update:
         self._learner = learner
         self._config = config
         self._temperature = temperature
-        self._algorithm = ALGORITHMS[config.algorithm]
+        self._algorithm = config.chosen_algorithm
 
     def rows(self, gathered: Harvest) -> RowBatch:
         """What is learned from: the rows of the groups that are kept; where greedy rollouts are baselines, of those

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from agentfly.errors import ConfigError
-from agentfly.training.advantages import ALGORITHMS
+from agentfly.training.advantages import ALGORITHMS, Algorithm
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.config.correction_config import CorrectionConfig
 from agentfly.training.config.critic_config import CriticConfig
@@ -19,10 +20,25 @@ from agentfly.training.config.sampling_config import DynamicSamplingConfig, Over
 from agentfly.training.config.settings import Settings
 from agentfly.training.config.synonyms import EXPLAINED, SYNONYMS
 from agentfly.training.config.unused import refuse_unused
-from agentfly.training.losses import LOSSES
+from agentfly.training.losses import LOSSES, PolicyLoss
+from agentfly.training.registry import Registry
 from agentfly.training.trackers import TRACKERS
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """The validation context of settings that may name code by reference, as in a configuration file.
+
+    Each configuration holds what its references name. Nothing is registered, so that the same reference may name
+    different things in configurations of different directories.
+
+    Attributes:
+        load: gives what a reference names, for a field.
+    """
+
+    load: Callable[[str, str], Any]
 
 
 class TrainConfig(Settings):
@@ -174,12 +190,50 @@ class TrainConfig(Settings):
         names = ("dtype", "device", "threads", "seed", "max_concurrent_generations", "max_context_tokens")
         return {name: getattr(self, name) for name in names}
 
+    _own: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any) -> None:
+        """Load what the settings name by reference; see `OwnCode`."""
+        if isinstance(context, OwnCode):
+            registries: dict[str, Registry[Any]] = {"algorithm": ALGORITHMS, "loss": LOSSES}
+            for field, registry in registries.items():
+                reference = getattr(self, field)
+                if ":" in reference and reference not in registry:
+                    self._own[reference] = context.load(reference, field)
+                    registry.require_kind(reference, self._own[reference])
+
+    @property
+    def chosen_algorithm(self) -> Algorithm:
+        """The algorithm that ``algorithm`` names."""
+        own: Algorithm | None = self._own.get(self.algorithm)
+        return ALGORITHMS[self.algorithm] if own is None else own
+
+    @property
+    def chosen_loss(self) -> PolicyLoss:
+        """The policy loss that ``loss`` names."""
+        own: PolicyLoss | None = self._own.get(self.loss)
+        return LOSSES[self.loss] if own is None else own
+
+    def replaced(self, settings: Mapping[str, Any]) -> TrainConfig:
+        """These settings, with some replaced.
+
+        Raises:
+            ConfigError: a setting is unknown, out of its range, or contradicts another.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        changes = self.canonical(settings)
+        for name in changes.keys() - settings.keys():  # of a group under another name, such as beta, the rest stays
+            if isinstance(held := getattr(self, name, None), Settings):
+                changes[name] = {one: getattr(held, one) for one in held.model_fields_set} | changes[name]
+        kept = OwnCode(lambda reference, field: self._own[reference])
+        return TrainConfig.model_validate({**given, **changes}, context=kept if self._own else None)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        algorithm = ALGORITHMS[self.algorithm]
+        algorithm = self.chosen_algorithm
         for tracker in self.trackers:
             TRACKERS[tracker]  # raises for one that is unknown
-        LOSSES[self.loss]
+        self.chosen_loss  # noqa: B018  # raises for one that is unknown
         if self.attempts < algorithm.min_attempts:
             raise ConfigError(
                 f"attempts={self.attempts}: {self.algorithm} compares the attempts at one task with one another, so "

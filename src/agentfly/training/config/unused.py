@@ -41,7 +41,7 @@ def changed(settings: Settings, within: str = "") -> Iterator[tuple[str, Any]]:
 
 def _of_the_algorithm(config: TrainConfig) -> dict[str, str]:
     """What the algorithm does not read, and what to do instead."""
-    name, algorithm = config.algorithm, ALGORITHMS[config.algorithm]
+    name, algorithm = config.algorithm, config.chosen_algorithm
     unused = {}
     for setting in type(config.advantage).model_fields:
         if setting not in algorithm.uses:
@@ -64,7 +64,7 @@ def _of_the_loss(config: TrainConfig) -> dict[str, str]:
         setting: f"loss={config.loss} does not use it. "
         + _choose(other for other in LOSSES if setting in LOSSES[other].uses)
         for setting in OF_LOSSES
-        if setting not in LOSSES[config.loss].uses
+        if setting not in config.chosen_loss.uses
     }
 
 

@@ -29,7 +29,6 @@ from agentfly.training.learning.penalty import Penalty
 from agentfly.training.learning.policy_metrics import tally_policy
 from agentfly.training.learning.scores import Scores
 from agentfly.training.learning.stopping import give_up_if
-from agentfly.training.losses import LOSSES
 from agentfly.training.losses.aggregation import Aggregation
 from agentfly.training.losses.mismatch import mismatch_metrics
 from agentfly.training.losses.token_batch import ClipRange, TokenBatch
@@ -89,7 +88,7 @@ class Learner:
         self._model = model
         self._config = config
         self._temperature = temperature
-        self._loss = LOSSES[config.loss]
+        self._loss = config.chosen_loss
         self._clip = ClipRange(config.clip_low, config.clip_high, config.clip_dual)
         if config.gradient_checkpointing:  # before the rest, which copies the model
             enable_checkpointing(model)

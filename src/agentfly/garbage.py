@@ -78,3 +78,18 @@ def tuned_gc() -> Iterator[None]:
         yield
     finally:
         _TUNING.leave()
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Within the block nothing is collected, for what makes many objects at once and keeps them.
+
+    Collections would look at them again and again while they are being made. The block must not wait for anything.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

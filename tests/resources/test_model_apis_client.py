@@ -256,6 +256,18 @@ async def test_an_answer_is_never_decompressed(far_side, status, kind, coding):
         assert f"in the coding '{coding.lower()}'" in str(error)
 
 
+@pytest.mark.parametrize("value", ["[]", "{}", "1"])
+async def test_an_answer_of_more_values_than_can_be_read_at_once_is_malformed(far_side, monkeypatch, value):
+    monkeypatch.setattr("agentfly.resources.apis.completion.MOST_VALUES", 100_000)
+    body = f'{{"choices": [{",".join([value] * 100_000)}]}}'.encode()
+    assert "more than 100,000 commas and brackets" in str(await failure_of(far_side, replies(200, body)))
+
+
+async def test_a_large_answer_that_is_no_completion_is_told_in_few_words(far_side):
+    body = {"a": [{"b": "x" * 1000}] * 10_000, "c": {str(n): n for n in range(10_000)}}
+    assert len(str(await failure_of(far_side, replies(200, body)))) < 500
+
+
 async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):
     far_side.always = behaviour.stalls
     async with client_of(far_side) as client:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 from agentfly.errors import APIMalformed, type_of
+from agentfly.garbage import paused_gc
 
 Json = Mapping[str, Any]
+
+MOST_VALUES = 4_000_000
+"""Commas and opening brackets that an answer may have. Twenty log-probs for each of 20,000 tokens are fewer."""
 
 _MOST_TOKENS = 10**9  # of one call; a usage that says more is senseless, and would be counted against all others
 
@@ -85,10 +90,14 @@ def read_json(body: bytes) -> Json:
     """A JSON object from the body of an answer.
 
     Raises:
-        APIMalformed: it is something else. NaN and infinities are no JSON (RFC 8259, section 6).
+        APIMalformed: it is something else, or may hold more than `MOST_VALUES`, which would hold up the event loop. NaN
+            and infinities are no JSON (RFC 8259, section 6).
     """
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
+        raise APIMalformed(f"has more than {MOST_VALUES:,} commas and brackets, and begins with {_excerpt(body)}")
     try:
-        found = json.loads(body, parse_constant=_refuse_constant)
+        with paused_gc():
+            found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise APIMalformed(f"is not JSON but begins with {_excerpt(body)}") from None
     if not isinstance(found, dict):
@@ -220,8 +229,12 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _excerpt(found: Any) -> str:
-    text = found[:1000].decode("utf-8", errors="replace") if isinstance(found, bytes) else str(found)
+    text = found[:1000].decode("utf-8", errors="replace") if isinstance(found, bytes) else _SHORT.repr(found)
     return repr(text[:200]) if text else "nothing at all"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 4, 10, 10, 200
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -83,7 +83,7 @@ class RunDirectory:
             if new and self.path.is_dir():
                 raise
             raise ConfigError(f"{self.path} cannot hold a run: a file of that name is in the way.") from None
-        except PermissionError as error:
+        except OSError as error:
             raise PrerequisiteError(
                 f"The run's directory {self.path} cannot be made: {error.strerror}. "
                 "Choose a directory that you may write (run_dir=...)."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.tool import tool
-from agentfly.errors import ConfigError, ResourceStartError
+from agentfly.errors import ConfigError, PrerequisiteError, ResourceStartError
 from agentfly.events import EventStream, RewardFinished
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.health import TooManyFailures
@@ -399,3 +401,55 @@ async def test_a_run_that_was_stopped_leaves_each_rollout_once(tmp_path):
     saved = list(load_trajectories(path))
     assert len(saved) == len({one.rollout_id for one in saved}) == 4
     assert [one.reward for one in saved[:2]] == [1.0, 1.0]
+
+
+async def test_a_disk_that_becomes_full_is_told_and_leaves_whole_lines_to_go_on_from(tmp_path):
+    await roll(tmp_path / "whole", label="r")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_of(tmp_path / "whole").stat().st_size // 2, hard))
+    try:
+        with pytest.raises(PrerequisiteError, match=r"cannot be recorded in .*rollout-000000\.jsonl: .*--resume"):
+            await roll(tmp_path / "full", label="r", max_concurrent_rollouts=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = [one.rollout_id for one in load_trajectories(file_of(tmp_path / "full"))]
+    assert file_of(tmp_path / "full").read_bytes().endswith(b"\n")
+    result, asked = await roll(tmp_path / "full", resume=True)
+    assert 0 < len(kept) < len(result.trajectories) == len(TASKS)
+    assert not asked.keys() & set(kept)
+
+
+@pytest.mark.parametrize("change", [lambda run: run.rename(run.with_name("moved")), shutil.rmtree])
+async def test_a_run_whose_directory_is_moved_or_removed_stops_and_says_so(tmp_path, change):
+    async def moving(prompt, turn):
+        if "task 2" in prompt:
+            change(tmp_path / "run")
+        return "fine"
+
+    with pytest.raises(PrerequisiteError, match=r"was moved or removed while rollouts were recorded in it.*--resume"):
+        await roll(tmp_path / "run", policy=ScriptedOnly(moving), max_concurrent_rollouts=1)
+    if (tmp_path / "moved").exists():
+        assert 1 <= len(list(load_trajectories(file_of(tmp_path / "moved")))) <= 2
+
+
+class ScriptedOnly(ScriptedPolicy):
+    asked = ()
+
+
+@pytest.mark.parametrize("way", ["directory", "link", "file", "name"])
+async def test_a_place_that_no_record_can_be_made_at_is_told_before_anything_runs(tmp_path, way):
+    run_dir = tmp_path / "run"
+    if way == "directory":
+        file_of(run_dir).mkdir(parents=True)
+    elif way == "link":
+        file_of(run_dir).parent.mkdir(parents=True)
+        file_of(run_dir).symlink_to(tmp_path / "nowhere" / "file")
+    elif way == "file":
+        run_dir.write_text("")
+        run_dir /= "below"
+    else:
+        run_dir /= "x" * 300
+    policy = Policy()
+    with pytest.raises((PrerequisiteError, ConfigError), match=r"[Cc]hoose"):
+        await roll(run_dir, policy=policy)
+    assert not policy.asked

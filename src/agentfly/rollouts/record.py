@@ -10,10 +10,11 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.traits import differences
 from agentfly.run_directory import replace_text
@@ -85,7 +86,7 @@ class RolloutRecord:
         self._lines: dict[Key, _Line] = {}
         self._end = 0
         self._opened = False
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._writer = DedicatedThread()
         self._saved = self._read_settings() if resume else None
         if self.path.exists() and not resume:
@@ -216,13 +217,22 @@ class RolloutRecord:
         assert self._file is not None  # opened before the first rollout begins
         for trajectory in trajectories:
             line = trajectory_line(trajectory, occurrence=group.occurrence, scored=scored).encode("utf-8")
+            if not _is_at(self._file, self.path):
+                raise PrerequisiteError(
+                    f"{self.path} was moved or removed while rollouts were recorded in it. Put it back, if it is still "
+                    "there, and go on with --resume (in Python: resume=True)."
+                )
             try:
-                self._file.write(line)
-                self._file.flush()
-            except OSError:  # the disk is full, say; what has got there of the line would spoil the next
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError as error:  # the disk is full, say; what has got there of the line would spoil the next
                 with contextlib.suppress(OSError):
-                    os.truncate(self.path, self._end)
-                raise
+                    os.truncate(self._file.fileno(), self._end)
+                raise PrerequisiteError(
+                    f"The rollouts of the run cannot be recorded in {self.path}: {error.strerror}. Free some space, "
+                    "and go on with --resume (in Python: resume=True)."
+                ) from error
             self._note((group.task.id, group.occurrence, trajectory.attempt), trajectory, len(line))
 
     def _note(self, key: Key, trajectory: Trajectory, length: int) -> None:
@@ -269,22 +279,39 @@ class RolloutRecord:
         )
 
 
-def held(path: Path) -> BinaryIO:
+def held(path: Path) -> FileIO:
     """A file to be added to, made if it is not there, that no other process adds to until it is closed.
+
+    It has no buffer, in which a line that could not be written would wait for the next.
 
     Raises:
         ConfigError: another process has it.
+        PrerequisiteError: it cannot be opened.
     """
     while True:
-        file = path.open("ab")
+        try:
+            file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise PrerequisiteError(
+                f"{path} cannot be opened to add rollouts to it: {error.strerror}. Choose a directory that you may "
+                "write."
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise ConfigError(f"Another process is adding rollouts to {path}. Wait for its end, or stop it.") from None
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if _is_at(file, path):
             return file
         file.close()  # it was replaced or removed a moment ago
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def has_finished(trajectory: Trajectory) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -195,6 +196,37 @@ async def test_a_failure_shows_what_was_said_and_no_credential(monkeypatch: pyte
             await server.call("say", {})
     assert "HTTP status 403 (Forbidden): <b>[secret]</b> is not welcome..." in str(failed.value)
     assert len(str(failed.value)) < 500
+
+
+def in_pieces(answer: bytes) -> Answer:
+    """An answer in chunks of two bytes."""
+    pieces = [answer[at : at + 2] for at in range(0, len(answer), 2)]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    headers = {"transfer-encoding": "chunked", "content-length": ""}
+    return Answer(body, kind="text/event-stream", headers=headers)
+
+
+async def test_no_credential_that_a_server_sends_back_is_in_a_result_or_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("NOTES_KEY", "key-of-the-notes")
+    says = "it is key-of-the-notes, key-of-the"
+    redirect = Answer(b"", 302, headers={"location": "http://127.0.0.1:9/key-of-the-notes"})
+    async with MCPHTTPServer() as there, connected(there, api_key_env="NOTES_KEY") as server:
+        for wrap in (
+            lambda answer: Answer(answer, headers={"x-key": "key-of-the-notes"}),
+            lambda answer: Answer(b"data: " + answer + b"\n\n", kind="text/event-stream"),
+            lambda answer: in_pieces(b"data: " + answer + b"\n\n"),
+        ):
+            there.on_call = lambda request, wrap=wrap: wrap(told(request["id"], says).body)
+            assert text_of(await server.call("say", {})) == "it is [secret], key-of-the"
+        there.on_call = lambda _: redirect
+        failed = await failure_of_a_call(server)
+        there.on_call = lambda _: Answer(b'{"key-of-the-notes": 1}')
+        failed_too = await failure_of_a_call(server)
+    assert isinstance(failed, ResourceError)
+    assert "key-of-the-notes" not in f"{failed} {failed_too} {caplog.text}"
 
 
 # --- a server that forgets its sessions ------------------------------------------------------------------------------

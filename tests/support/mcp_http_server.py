@@ -94,7 +94,7 @@ class MCPHTTPServer:
                     head["content-type"] = answer.kind
                 lines = [
                     f"HTTP/1.1 {answer.status} Said",
-                    *(f"{name}: {value}" for name, value in head.items()),
+                    *(f"{name}: {value}" for name, value in head.items() if value),
                     "",
                     "",
                 ]

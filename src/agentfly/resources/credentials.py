@@ -19,8 +19,12 @@ LEAST_SECRET = 8
 """Characters of the shortest text that is taken for a secret. Servers that want no key get one such as ``EMPTY``, which
 may stand in any text."""
 
-WIRE_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
-"""Who logs, at level DEBUG, what comes over the wire. A server may send back in its headers what it was sent."""
+WIRE_LOGGERS = (
+    *("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy"),
+    *("httpx2", "httpcore2.connection", "httpcore2.http11", "httpcore2.http2", "httpcore2.proxy", "httpcore2.socks"),
+    "mcp.client.streamable_http",
+)
+"""Who logs what comes over the wire. A server may send back in its headers what it was sent."""
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -92,11 +96,21 @@ class Credentials:
             data = data.replace(secret, REDACTED)
         return data
 
+    def unfinished(self, data: bytes) -> int:
+        """How many bytes at the end of some data may be the beginning of a secret, the rest of which is to come."""
+        for secret in self._secrets:  # the longest first
+            for length in range(min(len(secret) - 1, len(data)), 0, -1):
+                if secret.startswith(data[-length:]):
+                    return length
+        return 0
+
     def filter(self, record: logging.LogRecord) -> bool:
         """Take the secrets out of a log record; as a filter of the loggers in `WIRE_LOGGERS`."""
         message = record.getMessage()
         if (redacted := self.redact(message)) != message:
             record.msg, record.args = redacted, ()
+        if record.exc_info and not record.exc_text:  # what it is shown as, unless it has been already
+            record.exc_text = self.redact(logging.Formatter().formatException(record.exc_info))
         return True
 
     def fingerprint(self, salt: bytes) -> str:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from http import HTTPStatus
+from types import TracebackType
 from typing import Any
 
 import httpx2
 from mcp import MCPError
 from mcp.types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 
-from agentfly.resources.credentials import Credentials
+from agentfly.resources.credentials import WIRE_LOGGERS, Credentials
 
 LONGEST_MESSAGE = 2**26
 """Bytes of the longest message that is taken from a server."""
@@ -64,8 +66,10 @@ class HTTPClient(httpx2.AsyncClient):
         super().__init__(
             headers={"accept-encoding": "identity", **credentials.headers()},
             timeout=timeout,
-            event_hooks={"response": [_bound]},
+            event_hooks={"response": [self._bound]},
         )
+        for name in WIRE_LOGGERS:
+            logging.getLogger(name).addFilter(credentials.filter)
         self._credentials = credentials
         self._has_answered = False
         self._next_stream_at = 0.0
@@ -90,6 +94,42 @@ class HTTPClient(httpx2.AsyncClient):
             gone = isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
             trouble = Trouble.UNREACHABLE if gone else Trouble.FAILED
             return self._failure(request, asked, trouble, f"{type(error).__name__}: {error}")
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await super().aclose()
+        self._let_loggers_go()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Close all connections."""
+        await super().__aexit__(kind, error, traceback)
+        self._let_loggers_go()
+
+    def _let_loggers_go(self) -> None:
+        for name in WIRE_LOGGERS:
+            logging.getLogger(name).removeFilter(self._credentials.filter)
+
+    async def _bound(self, response: httpx2.Response) -> None:
+        """See that a response costs a bounded amount of memory and of the event loop's time, and shows no credential.
+
+        Raises:
+            DecodingError: it is compressed, though nothing of the kind was asked for: a few hundred bytes may become
+                gigabytes.
+        """
+        redact = self._credentials.redact_bytes
+        response.headers = httpx2.Headers([(name, redact(value)) for name, value in response.headers.raw])
+        coding = response.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise httpx2.DecodingError(f"it answered in the coding {coding[:_SHOWN]!r}, and none was asked for")
+        response.encoding = "utf-8"  # of JSON and of events; others take long to decode
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        most = None if kind == "text/event-stream" else LONGEST_MESSAGE  # there is a bound for each event
+        response.stream = _Body(response.stream, most, self._credentials)
 
     async def _pause(self) -> None:
         """Wait before a stream of events is opened anew: a server may ask for that at once, again and again."""
@@ -141,35 +181,33 @@ def _message(request: httpx2.Request) -> Mapping[str, Any] | None:
     return message if isinstance(message, dict) and "method" in message else None
 
 
-async def _bound(response: httpx2.Response) -> None:
-    """See that a response costs a bounded amount of memory and of the event loop's time, whoever reads it.
+class _Body(httpx2.AsyncByteStream):
+    """A body without the credentials that were sent for it, which fails once it is longer than it may be.
 
-    Raises:
-        DecodingError: it is compressed, though nothing of the kind was asked for: a few hundred bytes may become
-            gigabytes.
+    Args:
+        stream: the body as it comes.
+        most: bytes that it may have; None for any number.
+        credentials: what is taken out.
     """
-    coding = response.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
-        raise httpx2.DecodingError(f"it answered in the coding {coding[:_SHOWN]!r}, and none was asked for")
-    response.encoding = "utf-8"  # of JSON and of events; others take long to decode
-    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "text/event-stream":  # which has a bound for each event
-        response.stream = _BoundedStream(response.stream)
 
-
-class _BoundedStream(httpx2.AsyncByteStream):
-    """A body that fails once it is longer than any message may be."""
-
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, most: int | None, credentials: Credentials) -> None:
         self._stream = stream
+        self._most = most
+        self._credentials = credentials
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+        size, rest = 0, b""
         async for part in self._stream:
             size += len(part)
-            if size > LONGEST_MESSAGE:
-                raise httpx2.ReadError(f"it answered with more than {LONGEST_MESSAGE} bytes")
-            yield part
+            if self._most is not None and size > self._most:
+                raise httpx2.ReadError(f"it answered with more than {self._most} bytes")
+            found = self._credentials.redact_bytes(rest + part)
+            end = len(found) - self._credentials.unfinished(found)
+            rest = found[end:]
+            if end:
+                yield found[:end]
+        if rest:
+            yield rest
 
     async def aclose(self) -> None:
         await self._stream.aclose()

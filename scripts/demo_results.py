@@ -11,18 +11,24 @@ import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from agentfly.run_directory import RunDirectory
 from agentfly.viewing.report import RunSummary
+from agentfly.yaml_reader import read_yaml
 
 HEADINGS = ["seed", "steps", "first reward", "last reward", "held-out before", "held-out after", "minutes"]
+
+
+def seed_of(run: RunDirectory) -> int:
+    """The seed that a run was made with."""
+    seed: int = read_yaml(run.config_file.read_bytes(), str(run.config_file))["training"]["seed"]
+    return seed
 
 
 def table_row(run: RunDirectory) -> list[str]:
     """What one run came to."""
     summary = RunSummary.of(run)
-    seed = OmegaConf.load(run.config_file).training.seed
+    seed = seed_of(run)
     seconds = sum(row.values["time/step_s"] for row in run.metrics())
     return [
         str(seed),
@@ -41,7 +47,7 @@ def draw(runs: list[RunDirectory], picture: Path) -> None:
     axes = figure.add_subplot()
     for run in runs:
         rewards = RunSummary.of(run).rewards
-        axes.plot(range(1, len(rewards) + 1), rewards, label=f"seed {OmegaConf.load(run.config_file).training.seed}")
+        axes.plot(range(1, len(rewards) + 1), rewards, label=f"seed {seed_of(run)}")
     axes.set(xlabel="training step", ylabel="mean reward", ylim=(-0.25, 1.05))
     axes.grid(alpha=0.3)
     axes.legend(ncols=len(runs), fontsize="small", loc="lower right")

@@ -1,10 +1,10 @@
-"""Durations that users give: finite numbers of seconds."""
+"""Numbers that users give: durations, counts and shares, checked where they are given."""
 
 from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from agentfly.errors import ConfigError
 
@@ -37,3 +37,39 @@ def require_durations(of: str, **given: object) -> None:
     for name, value in given.items():
         if not is_duration(value):
             raise ConfigError(f"{of}({name}={value!r}): write a finite number of seconds above 0, without quotes.")
+
+
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is a whole number, of at least so much. A bool is none, nor is a number in quotes."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def require_whole(of: str, *, least: int | None = 1, **given: object) -> None:
+    """See that settings are whole numbers.
+
+    Args:
+        of: what has them, for the message.
+        least: the least that they may be; None for any number.
+        given: the settings by name.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name, value in given.items():
+        if not is_whole(value, least):
+            wanted = "a whole number" if least is None else f"a whole number of at least {least}"
+            raise ConfigError(f"{of}({name}={value!r:.100}): it must be {wanted}{_unquoted(value)}.")
+
+
+def require_number(of: str, *, least: float, most: float | None = None, **given: object) -> None:
+    """See that settings are finite numbers within a range. Arguments and errors: as of `require_whole`."""
+    for name, value in given.items():
+        if not is_number(value) or value < least or (most is not None and value > most):
+            wanted = f"a finite number of at least {least:g}"
+            if most is not None:
+                wanted = f"a number from {least:g} to {most:g}"
+            raise ConfigError(f"{of}({name}={value!r:.100}): it must be {wanted}{_unquoted(value)}.")
+
+
+def _unquoted(value: Any) -> str:
+    return ", without quotes" if isinstance(value, str) else ""

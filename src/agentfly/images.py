@@ -41,6 +41,14 @@ class Image:
     data: bytes = field(repr=False)
     media_type: str = "image/png"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):
+            raise UsageError(
+                f"Image({self.data!r:.60}): it takes the bytes of a file. Read one by agentfly.Image.of('picture.png')."
+            )
+        if not isinstance(self.media_type, str):
+            raise UsageError(f"Image(media_type={self.media_type!r:.60}): it must be a text, such as 'image/png'.")
+
     @property
     def url(self) -> str:
         """The image as a data URL, which is its form in JSON."""
@@ -98,11 +106,11 @@ class Image:
         Raises:
             UsageError: it is no data URL of an image in base64.
         """
-        head, comma, body = url.partition(",")
+        head, comma, body = str(url).partition(",")
         media_type, _, coding = head.removeprefix("data:").rpartition(";")
         if not (head.startswith("data:image/") and comma and coding == "base64"):
             raise UsageError(
-                f"An image is wanted as a data URL (data:image/png;base64,…), found {url[:60]!r}. Read the file and "
+                f"An image is wanted as a data URL (data:image/png;base64,…), found {url!r:.60}. Read the file and "
                 "give its bytes: agentfly.Image(data, 'image/png')."
             )
         try:

@@ -1,14 +1,16 @@
-"""What users' code returns as values that JSON can hold, and any record as a line of JSON."""
+"""What users' code returns as values that JSON can hold, any record as a line of JSON, and any as a line for people."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
+import reprlib
+from array import array
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 MAX_DEPTH = 100
 """How deep values may lie within one another in a record; readers of JSON bear a few hundred levels."""
@@ -187,3 +189,28 @@ class _Storable:
         except Exception:
             return stand_in(value)
         return found
+
+
+class Brief:
+    """A dataclass that is shown in a line or two, however much it holds: long texts and lists are shortened."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """The fields that are not as by default, shortened."""
+        named = ((field, getattr(self, field.name)) for field in fields(cast(Any, self)) if field.repr)
+        shown = ", ".join(f"{field.name}={brief(value)}" for field, value in named if value is not field.default)
+        return f"{type(self).__name__}({shown})"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = _BRIEF.maxarray = 3
+_BRIEF.maxlevel = 3
+
+
+def brief(value: Any) -> str:
+    """A value as Python would write it, shortened; of a long list or mapping it says how long it is."""
+    shown = _BRIEF.repr(value)
+    count = len(value) if isinstance(value, (list, tuple, dict, array)) else 0
+    return f"{shown} ({count})" if count > _BRIEF.maxlist else shown

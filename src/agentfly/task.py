@@ -13,7 +13,7 @@ from typing import Any, cast
 from agentfly.errors import ConfigError, UsageError, nearest_name, type_of
 from agentfly.images import Image
 from agentfly.json_reader import require_storable
-from agentfly.json_values import own_copy
+from agentfly.json_values import brief, own_copy
 from agentfly.messages import Message, content_of, images_of, message_to_json
 from agentfly.task_files import read_rows
 
@@ -21,7 +21,7 @@ _PROMPT_NAMES = ("problem", "question", "query", "instruction", "input", "messag
 """Fields that data sets call what the agent is asked."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Task:
     """One row of a data set: a prompt and any other fields.
 
@@ -41,6 +41,10 @@ class Task:
     id: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fields, Mapping):
+            raise ConfigError(
+                f"Task(fields={brief(self.fields)}): it must be a mapping of names to values, as in {{'answer': '42'}}."
+            )
         object.__setattr__(self, "prompt", _with_images(self.prompt, None))
         object.__setattr__(self, "id", _id_of(self.id))
         if not self.id:
@@ -49,6 +53,11 @@ class Task:
             except TypeError:  # keys that JSON does not know
                 content = repr((self.prompt, self.fields))
             object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
+
+    def __repr__(self) -> str:
+        """A line, however much the task holds."""
+        fields = f", fields={brief(dict(self.fields))}" if self.fields else ""
+        return f"Task(id={self.id!r}, prompt={brief(self.prompt)}{fields})"
 
     def __getitem__(self, name: str) -> Any:
         """A field.
@@ -75,6 +84,8 @@ class Task:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Task:
         """Make a task from a mapping that has ``prompt`` (or ``question``), perhaps ``id``, and any other fields."""
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{brief(row)} is no row of tasks. Give a mapping with a 'prompt'.")
         fields = dict(row)
         for name in ("prompt", "question"):
             if name in fields:
@@ -134,7 +145,14 @@ def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
     return "Rename the field that holds what the agent is asked to 'prompt'."
 
 
-def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | Task | Mapping[str, Any] | str | Path) -> list[Task]:
+Row = Task | Mapping[str, Any] | str
+"""As what a task may be given: itself, a mapping with a ``prompt``, or the prompt."""
+
+Tasks = Iterable[Row] | Mapping[str, Any] | Task | str | Path
+"""As what tasks may be given: rows, one of them, or the path of a file (`agentfly.task_files`)."""
+
+
+def as_tasks(tasks: Tasks) -> list[Task]:
     """Tasks from whatever a user has: tasks, mappings, prompts, one of these, or the path of a file.
 
     A text by itself is a path. `agentfly.task_files` says which kinds of files there are.
@@ -150,9 +168,7 @@ def as_tasks(tasks: Iterable[Task | Mapping[str, Any] | str] | Task | Mapping[st
     if isinstance(tasks, (Task, Mapping)):
         tasks = [tasks]
     if not isinstance(tasks, Iterable):
-        raise ConfigError(
-            f"tasks is {type_of(tasks)}, which holds no tasks. Give a list of tasks, or the path of a file."
-        )
+        raise _no_tasks(tasks)
     made = [_as_task(task) for task in tasks]
     if not made:
         raise ConfigError("There is no task to run: the collection of tasks is empty.")
@@ -186,7 +202,41 @@ def _held(task: Task) -> str:
     return json.dumps([task.prompt_to_json(), dict(task.fields)], sort_keys=True, default=repr)
 
 
-def _as_task(task: Task | Mapping[str, Any] | str) -> Task:
+def tasks_to_read(tasks: Tasks) -> Iterable[Row]:
+    """Tasks for a reader that takes them one by one.
+
+    Lists and files are read and checked now. The rows of any other iterable are handed on as they are: `as_task` makes
+    a task of each.
+
+    Raises:
+        ConfigError: as of `as_tasks`.
+    """
+    if isinstance(tasks, (str, Path, Task, Mapping)):
+        return as_tasks(tasks)
+    if not isinstance(tasks, Iterable):
+        raise _no_tasks(tasks)
+    if isinstance(tasks, (list, tuple)) and not all(isinstance(task, Task) for task in tasks):
+        return as_tasks(tasks)
+    return tasks
+
+
+def as_task(row: Row) -> Task:
+    """A task from a row of what a user has, checked unless it is one; a text by itself is a prompt.
+
+    Raises:
+        ConfigError: as of `as_tasks`.
+    """
+    return row if isinstance(row, Task) else as_tasks([row])[0]
+
+
+def _no_tasks(found: object) -> ConfigError:
+    return ConfigError(
+        f"tasks is {type_of(found)}, which holds no tasks. Give a list of tasks, of mappings with a 'prompt' or of "
+        "prompts, or the path of a file."
+    )
+
+
+def _as_task(task: Row) -> Task:
     if isinstance(task, Task):
         return task
     if isinstance(task, str):

@@ -73,6 +73,11 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __repr__(self) -> str:
+        """A line: its ids would fill the screen."""
+        cut = ", truncated" if self.truncated else ""
+        return f"TokenSequence({len(self)} tokens, {self.sampled_count} of them sampled{cut})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TokenSequence) and self.to_json() == other.to_json()
 

@@ -14,9 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfly.errors import AgentFlyError, Boundary, ConfigError, message_of, say, type_of
+from agentfly.errors import AgentFlyError, Boundary, ConfigError, UsageError, message_of, say, type_of
 from agentfly.images import Image
-from agentfly.json_values import json_line, own_copy, score_of
+from agentfly.json_values import Brief, json_line, own_copy, score_of
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
@@ -90,8 +90,8 @@ class Failure:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ToolRecord:
+@dataclass(frozen=True, slots=True, repr=False)
+class ToolRecord(Brief):
     """One tool call of a turn and what came of it.
 
     Attributes:
@@ -117,8 +117,8 @@ class ToolRecord:
     images: tuple[Image, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+@dataclass(frozen=True, slots=True, repr=False)
+class Turn(Brief):
     """One generation and the tool results that answer it.
 
     Attributes:
@@ -172,7 +172,7 @@ class Turn:
         return self.text if self.content is None else self.content
 
 
-@dataclass
+@dataclass(repr=False)
 class Trajectory:
     """The record of one rollout: one attempt of an agent at a task.
 
@@ -215,6 +215,14 @@ class Trajectory:
     seconds: dict[str, float] = field(default_factory=dict)
     untrainable: str = ""
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """A line: `agentfly.trajectory_text` shows the whole."""
+        turns = f"{len(self.turns)} turn{'s' * (len(self.turns) != 1)}"
+        failure = self.failure or self.reward_failure
+        told = [repr(self.rollout_id), f"task={self.task.id!r}", turns, f"finish={str(self.finish or None)!r}"]
+        told += [f"reward={self.reward!r}", *([f"failure={failure.kind}"] if failure is not None else [])]
+        return f"Trajectory({', '.join(told)})"
 
     @property
     def response(self) -> str:
@@ -344,6 +352,44 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("metrics", "seconds"), dict),
 }
 """What values of a stored trajectory have to be, where nothing else would tell."""
+
+
+def require_trajectories(given: object, of: str) -> list[Trajectory]:
+    """The trajectories in what a user gives for some.
+
+    Args:
+        given: an iterable of them.
+        of: what they are given to, for the message.
+
+    Raises:
+        UsageError: it is something else, such as the result of a run, a path or one trajectory.
+    """
+    if isinstance(given, Trajectory):
+        raise UsageError(f"{of} takes a list of trajectories, and was given one. Write [trajectory].")
+    if isinstance(given, str | Path):
+        raise UsageError(
+            f"{of} takes trajectories, and was given {str(given)!r:.100}. Read those of a file by "
+            "agentfly.trajectory.load_trajectories(path)."
+        )
+    if isinstance(given, Iterable):
+        found = list(given)
+        wrong = next((one for one in found if not isinstance(one, Trajectory)), None)
+        if wrong is None:
+            return found
+        raise UsageError(f"{of} takes trajectories, and {type_of(wrong)} is among what it was given.")
+    raise UsageError(_no_trajectory(given, f"{of} takes trajectories", "result.trajectories"))
+
+
+def require_trajectory(given: object, of: str) -> Trajectory:
+    """The trajectory that a user gives; raises as `require_trajectories`."""
+    if isinstance(given, Trajectory):
+        return given
+    raise UsageError(_no_trajectory(given, f"{of} takes one trajectory", "result.trajectories[0]"))
+
+
+def _no_trajectory(given: object, wanted: str, within: str) -> str:
+    cure = f"Write {within}" if hasattr(given, "trajectories") else f"After result = await af.run(…) write {within}"
+    return f"{wanted}, and was given {type_of(given)}. {cure}."
 
 
 def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:

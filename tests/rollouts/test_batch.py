@@ -279,7 +279,7 @@ def test_tasks_that_cannot_be_read_end_the_batch_with_their_own_error(tmp_path):
 @pytest.mark.parametrize("attempts", [0, -1, 1.5])
 def test_a_number_of_attempts_that_is_none_is_refused(tmp_path, attempts):
     async def scene(runner):
-        with pytest.raises(ConfigError, match="at least one attempt"):
+        with pytest.raises(ConfigError, match="it must be a whole number of at least 1"):
             runner.batch(tasks(1), attempts=attempts)
 
     in_virtual_time(scene, tmp_path)

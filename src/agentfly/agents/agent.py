@@ -17,7 +17,7 @@ from agentfly.agents.subagent import Subagent, subagent
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format
-from agentfly.durations import is_duration, is_number
+from agentfly.durations import is_duration, is_number, is_whole, require_number, require_whole
 from agentfly.errors import ConfigError, UnknownTool, UsageError, refuse_unknown, say
 from agentfly.messages import Message, ToolCall
 from agentfly.resources.spec import ResourceSpec
@@ -29,6 +29,9 @@ History = Literal["keep", "rewrite"]
 
 CHAT_FORMAT = re.compile(r"auto|template|renderers(:[\w.-]+)?")
 """How an agent may say which chat format it wants."""
+
+UNLIMITED = ("max_sequence_tokens", "max_sampled_tokens", "max_tool_calls")
+"""The limits of an agent that may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +98,18 @@ class Agent:
         """Refuse what is not a field before the dataclass does, whose words do not name the nearest."""
         known = [one.name for one in fields(cls)]
         refuse_unknown(cls.__name__, named, known)
-        if not values and "model" not in named:
+        if values:
+            raise UsageError(
+                f"{cls.__name__}({values[0]!r:.100}): write each field by its name, as in "
+                f"{cls.__name__}(model='tiny', tools=[…])."
+            )
+        if "model" not in named:
             raise UsageError(f"{cls.__name__} needs a model. Write {cls.__name__}(model='tiny', …).")
         return super().__new__(cls)
 
-    def __getnewargs__(self) -> tuple[str | Path]:
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
         """What `__new__` asks for when an agent is copied or unpickled."""
-        return (self.model,)
+        return (), {"model": self.model}
 
     def __post_init__(self) -> None:
         if not isinstance(self.tools, Iterable) or isinstance(self.tools, (str, type)):
@@ -132,10 +140,9 @@ class Agent:
         try:
             return self._tools_by_name[name]
         except KeyError:
-            known = ", ".join(self._tools_by_name)
-            raise UnknownTool(
-                f"There is no tool {name[:100]!r}. {f'The tools are: {known}.' if known else 'There are no tools.'}"
-            ) from None
+            names = ", ".join(self._tools_by_name)
+            known = f"The tools are: {names}." if names else "There are no tools."
+            raise UnknownTool(f"There is no tool {str(name)[:100]!r}. {known}") from None
 
     def as_tool(self, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
         """This agent as a tool of another one.
@@ -229,6 +236,11 @@ class Agent:
         return self.format.result(call, observation)
 
     def _check_words(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(
+                f"Agent(model={self.model!r:.100}): it must be the name of a model, such as 'tiny', a Hugging Face id, "
+                "or a directory. A policy is given to the run: af.run(agent, tasks, policy=…)."
+            )
         for name in ("system_prompt", "tool_prompt"):
             words = getattr(self, name)
             if words is not None and not isinstance(words, str):
@@ -255,7 +267,7 @@ class Agent:
         if self.history not in get_args(History):
             known = " or ".join(map(repr, get_args(History)))
             raise ConfigError(f"Agent(history={self.history!r}): it must be {known}.")
-        if not CHAT_FORMAT.fullmatch(self.chat_format):
+        if not isinstance(self.chat_format, str) or not CHAT_FORMAT.fullmatch(self.chat_format):
             raise ConfigError(
                 f"Agent(chat_format={self.chat_format!r}): it must be 'auto', 'template', 'renderers' or "
                 "'renderers:NAME'."
@@ -271,8 +283,8 @@ class Agent:
             "max_consecutive_invalid_calls",
         ):
             limit = getattr(self, name)
-            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-                raise ConfigError(f"Agent({name}={limit!r}): it must be a whole number of at least 1.")
+            if limit is not None or name not in UNLIMITED:
+                require_whole("Agent", **{name: limit})
         if self.max_wall_seconds is not None and not is_duration(self.max_wall_seconds):
             raise ConfigError(
                 f"Agent(max_wall_seconds={self.max_wall_seconds!r}): it must be a finite number above 0, or None."
@@ -303,11 +315,10 @@ class Agent:
                 )
 
     def _check_sampling(self) -> None:
-        if not (is_number(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"Agent(temperature={self.temperature!r}): it must be a finite number of at least 0.")
+        require_number("Agent", least=0, temperature=self.temperature)
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"Agent(top_p={self.top_p!r}): it must be a number above 0 and at most 1.")
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
+        if not is_whole(self.top_k, 0):
             raise ConfigError(
                 f"Agent(top_k={self.top_k!r}): it must be a whole number of at least 0; 0 samples from all tokens."
             )

@@ -108,7 +108,7 @@ def require_name(name: str) -> None:
     Raises:
         ToolDefinitionError: it cannot.
     """
-    if not TOOL_NAME.fullmatch(name):
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ToolDefinitionError(
             f"{name!r} is no name that a model can call. Give one of letters, digits, '_' and '-', at most 64 of them: "
             "@tool(name=…)."

@@ -70,12 +70,23 @@ def mcp_tools(
         retries: as of `agentfly.tool`.
 
     Raises:
-        ConfigError: the server has no tool of a name in ``only``, or two whose names come out the same.
+        ConfigError: the server has no tool of a name in ``only``, or two whose names come out the same; or an argument
+            is of another type.
         ToolDefinitionError: a tool's name or schema cannot be, or a setting.
         ResourceError, PrerequisiteError: the server could not be asked.
     """
+    if not isinstance(spec, MCPServerSpec):
+        raise ConfigError(
+            f"mcp_tools({spec!r:.100}): it takes the spec of a server. Write mcp_tools(af.MCPServerSpec(command=("
+            "'uvx', 'the-server'))), or give its url."
+        )
+    if only is not None and (isinstance(only, str) or not isinstance(only, Iterable)):
+        raise ConfigError(f"mcp_tools(only={only!r:.100}): write a list of names of tools, or None for all.")
+    if not isinstance(prefix, str):
+        raise ConfigError(f"mcp_tools(prefix={prefix!r:.100}): it must be a text.")
     scope = Scope(scope)
     settings = Settings(timeout_s=timeout_s, max_output_tokens=max_output_tokens, retries=retries)
+    settings.check(spec.label)
     answered, seconds = THREADS.submit(_ask, spec).result()
     listed = _chosen(spec, answered, only)
     if scope is not Scope.GLOBAL and seconds >= _SLOW_START_S:

@@ -149,6 +149,8 @@ def make(
     name = name or name_of(function)
     if isinstance(function, (RewardFunction, type)) or not callable(function):
         raise RewardDefinitionError(f"{name!r} is not a function. Put @{kind._decorator}, once, on a function.")
+    if not isinstance(name, str):
+        raise RewardDefinitionError(f"@{kind._decorator}(name={name!r:.100}): it must be a text, or None.")
     if timeout_s is not None and not is_duration(timeout_s):
         raise RewardDefinitionError(
             f"The reward {name!r} has timeout_s={timeout_s!r}; it must be a finite number of seconds above 0, without "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,11 +25,19 @@ from pydantic_core import PydanticCustomError
 
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError, nearest_name
+from agentfly.json_values import brief
 from agentfly.run_directory import replace_text
 from agentfly.training.config.settings import Settings
 from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
 from agentfly.training.config.train_config import OwnCode, TrainConfig
 from agentfly.training.sft.config import SFTConfig
+from agentfly.yaml_reader import MAX_BYTES, MAX_DEPTH, read_yaml
+
+LITERAL = "$${"
+"""Stands for ``${`` in a configuration's texts."""
+
+_PLACE = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
+_VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,(.*))?", re.DOTALL)
 
 
 class PolicyConfig(BaseModel):
@@ -231,8 +241,17 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def config_text(config: RunConfig) -> str:
     """The resolved configuration as YAML."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(_literal(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     return text
+
+
+def _literal(value: Any) -> Any:
+    """A value whose texts are read again as they are."""
+    if isinstance(value, dict):
+        return {key: _literal(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_literal(one) for one in value]
+    return value.replace("${", LITERAL) if isinstance(value, str) else value
 
 
 def _can_be_followed(path: Path) -> bool:
@@ -245,69 +264,95 @@ def _can_be_followed(path: Path) -> bool:
 
 
 def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     changes = [_canonical(_change(override)) for override in overrides]
     try:
-        loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path} does not hold a mapping of names to values at its top.")
-        for change in changes:
-            _forget_other_names(loaded, change)
-        merged = OmegaConf.merge(loaded, *changes)
-        values = OmegaConf.to_container(merged, resolve=True)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{line} is not YAML: {error.problem or error.context}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).strip()}") from error
-    assert isinstance(values, dict)
-    return {"directory": str(path.resolve().parent), **{str(name): value for name, value in values.items()}}
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    values = read_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a mapping of names to values at its top.")
+    for change in changes:
+        values = _with_change(_without_other_names(values, change), change)
+    return {"directory": str(path.resolve().parent), **_filled(values, path, ())}
 
 
-def _change(override: str) -> Any:
+def _change(override: str) -> dict[str, Any]:
     """What one ``key=value`` word changes, as a configuration of its own."""
-    from omegaconf import OmegaConf
-
-    key, separator, _ = override.partition("=")
+    key, separator, value = override.partition("=")
+    names = key.split(".")
+    if not separator or not all(names) or len(names) > MAX_DEPTH:
+        raise ConfigError(f"{override!r} is not an override. Write key=value, for instance training.steps=20.")
     try:
-        if not separator or not all(key.split(".")):
-            raise ValueError(override)
-        return OmegaConf.from_dotlist([override])
-    except (ValueError, yaml.YAMLError):
-        raise ConfigError(
-            f"{override!r} is not an override. Write key=value, for instance training.steps=20."
-        ) from None
+        change = read_yaml(value, override)
+    except ConfigError as error:
+        raise ConfigError(f"{override!r} is not an override: {error}") from None
+    for name in reversed(names):
+        change = {name: change}
+    return dict(change)
 
 
-def _canonical(change: Any) -> dict[str, Any]:
+def _with_change(value: Any, change: Any) -> Any:
+    """A value with what a change says: mappings are merged, everything else is replaced."""
+    if not isinstance(value, dict) or not isinstance(change, dict):
+        return change
+    return {**value, **{name: _with_change(value.get(name), own) for name, own in change.items()}}
+
+
+def _filled(value: Any, path: Path, keys: tuple[str, ...]) -> Any:
+    """A value with environment variables in the places that texts keep for them."""
+    if isinstance(value, dict):
+        return {key: _filled(one, path, (*keys, key)) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, path, keys) for one in value]
+    if not isinstance(value, str):
+        return value
+
+    def variable(place: re.Match[str]) -> str:
+        if place[0] == LITERAL:
+            return "${"
+        known = _VARIABLE.fullmatch(place[1] or "")
+        if known is None:
+            raise ConfigError(
+                f"{path}: {'.'.join(keys)}={brief(value)}: {brief(place[0])} stands for nothing. Write "
+                f"${{oc.env:NAME}} for an environment variable, or {LITERAL} for ${{ itself."
+            )
+        found = os.environ.get(known[1], known[2])
+        if found is None:
+            raise ConfigError(
+                f"{path}: {'.'.join(keys)}={brief(value)}: there is no environment variable {known[1]!r}. Set it, or "
+                f"write what to take without it: ${{oc.env:{known[1]},default}}."
+            )
+        return found
+
+    return _PLACE.sub(variable, value)
+
+
+def _canonical(change: Mapping[str, Any]) -> dict[str, Any]:
     """A change under the names that settings have here."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(change)
-    assert isinstance(values, dict)
     return {
-        str(name): GROUPS[str(name)].canonical(value) if name in GROUPS and isinstance(value, dict) else value
-        for name, value in values.items()
+        name: GROUPS[name].canonical(value) if name in GROUPS and isinstance(value, dict) else value
+        for name, value in change.items()
     }
 
 
-def _forget_other_names(loaded: Any, change: Mapping[str, Any]) -> None:
-    """Take from a file what a change sets, where the file has it under another name, so that the change counts."""
+def _without_other_names(values: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's values without what a change sets and the file has under another name, so that the change counts."""
+    kept = dict(values)
     for name, settings in GROUPS.items():
-        written, changed = loaded.get(name), change.get(name)
-        if isinstance(written, MutableMapping) and isinstance(changed, Mapping):
-            for other in names_of_changed(changed, settings.SYNONYMS):
-                written.pop(other, None)
+        written, changed = values.get(name), change.get(name)
+        if isinstance(written, dict) and isinstance(changed, Mapping):
+            others = names_of_changed(changed, settings.SYNONYMS)
+            kept[name] = {one: value for one, value in written.items() if one not in others}
+    return kept
 
 
 def _complaints(error: ValidationError) -> Iterator[str]:
     from agentfly.cli.field_list import nearest_field  # which is made of the configuration
 
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"] if str(part)[0] != "(")
+        where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("("))
         if problem["type"] == "extra_forbidden":
             near = nearest_field(where)
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
@@ -321,4 +366,4 @@ def _complaints(error: ValidationError) -> Iterator[str]:
             slip = f" There is no {meant!r}: is that what it was to be?" if meant else ""
             yield f"  The key {where!r} is needed and is missing.{slip}"
         else:
-            yield f"  {where}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."
+            yield f"  {where}={brief(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."

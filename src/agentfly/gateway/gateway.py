@@ -7,11 +7,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from agentfly.agents.agent import History
 from agentfly.agents.toolcalls.format import ToolCallFormat
 from agentfly.agents.toolcalls.registry import tool_call_format as named_format
+from agentfly.durations import is_whole, require_whole
 from agentfly.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.gateway.access import host_name, is_key, new_key
 from agentfly.gateway.chat_completions.api import ChatCompletions
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~@:-]{0,199}")
 _ATTEMPT = re.compile(r"(.+)\.(\d{1,9})")
 _REMEMBERED = 100_000  # rollouts that are over
+MAX_PORT = 65535
 
 
 class Gateway:
@@ -103,9 +105,24 @@ class Gateway:
                 f"Gateway(policy={policy!r}): what a gateway records are token ids, so it needs a policy that takes "
                 "and returns them: an embedded one, vLLM or a scripted one."
             )
-        if max_tokens is not None and max_tokens < 1:
-            raise ConfigError(f"Gateway(max_tokens={max_tokens!r}): it must be at least 1.")
-        if key is not None and not is_key(key):
+        if max_tokens is not None:
+            require_whole("Gateway", max_tokens=max_tokens)
+        if not is_whole(port, 0) or port > MAX_PORT:
+            raise ConfigError(f"Gateway(port={port!r:.100}): it must be a whole number from 0 to {MAX_PORT}.")
+        for name, value, wanted in (
+            ("host", host, str),
+            ("model", model, str),
+            ("public_host", public_host or "", str),
+            ("sampling", sampling or RolloutSampling(), RolloutSampling),
+            ("limits", limits or GatewayLimits(), GatewayLimits),
+        ):
+            if not isinstance(value, wanted):
+                raise ConfigError(f"Gateway({name}={value!r:.100}): it must be of the type {wanted.__name__}.")
+        if history not in get_args(History):
+            raise ConfigError(f"Gateway(history={history!r:.100}): it must be 'keep' or 'rewrite'.")
+        if on_finish is not None and not callable(on_finish):
+            raise ConfigError(f"Gateway(on_finish={on_finish!r:.100}): it must be a function that takes a trajectory.")
+        if key is not None and not (isinstance(key, str) and is_key(key)):
             raise ConfigError(
                 "Gateway(key=…): a key is sent in a header, so it must be visible ASCII characters without blanks."
             )

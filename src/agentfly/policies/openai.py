@@ -55,7 +55,7 @@ class OpenAIPolicy:
     otherwise nobody knows under which distribution the server's log-probs are.
 
     Args:
-        endpoint: the base of the endpoint, or a spec that says everything about it.
+        base_url: the base of the endpoint, or a spec that says everything about it.
         model: the model's name there; None for the only one that the endpoint serves.
         token_ids: whether to ask for token ids, which some endpoints refuse; None to ask a server that says it is vLLM.
         omit: parameters that the endpoint refuses and that are left out, such as ``temperature``.
@@ -63,12 +63,12 @@ class OpenAIPolicy:
         settings: further fields of `ModelAPISpec`, such as ``api_key_env``.
 
     Raises:
-        ConfigError: a setting is unknown or cannot be.
+        ConfigError: there is no endpoint, or a setting is unknown or cannot be.
     """
 
     def __init__(
         self,
-        endpoint: str | ModelAPISpec,
+        base_url: str | ModelAPISpec | None = None,
         model: str | None = None,
         *,
         token_ids: bool | None = None,
@@ -76,16 +76,24 @@ class OpenAIPolicy:
         send_reasoning: bool = False,
         **settings: Any,
     ) -> None:
-        if isinstance(endpoint, ModelAPISpec) and (model is not None or settings):
+        if not isinstance(base_url, str | ModelAPISpec):
+            found = "" if base_url is None else f", not {base_url!r:.100}"
+            raise ConfigError(
+                f"OpenAIPolicy needs the base of an endpoint{found}. Write OpenAIPolicy('http://localhost:8000/v1', "
+                "'model'), or give a ModelAPISpec."
+            )
+        if isinstance(omit, str) or not isinstance(omit, Collection):
+            raise ConfigError(f"OpenAIPolicy(omit={omit!r:.100}): write a list of parameters, such as ['temperature'].")
+        if isinstance(base_url, ModelAPISpec) and (model is not None or settings):
             raise ConfigError("OpenAIPolicy(spec): the spec says everything; write the model and settings into it.")
         _require_fields(settings)
         # A stand-in for the name, until the endpoint has told it, lets the rest of the spec be checked now.
         self._spec = (
-            endpoint
-            if isinstance(endpoint, ModelAPISpec)
-            else ModelAPISpec(base_url=endpoint, model=model or "?", **{**_SETTINGS, **settings})
+            base_url
+            if isinstance(base_url, ModelAPISpec)
+            else ModelAPISpec(base_url=base_url, model=model or "?", **{**_SETTINGS, **settings})
         )
-        self._find_model = not isinstance(endpoint, ModelAPISpec) and model is None
+        self._find_model = not isinstance(base_url, ModelAPISpec) and model is None
         self._token_ids = token_ids
         self._omit = frozenset(omit)
         self._send_reasoning = send_reasoning

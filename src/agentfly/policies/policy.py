@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
+from agentfly.durations import is_number, is_whole, require_number, require_whole
+from agentfly.errors import ConfigError
 from agentfly.images import PlacedImage
+from agentfly.json_values import Brief
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.vision import Vision
 
@@ -26,6 +29,9 @@ class SamplingParams:
         barred_ids: token ids that are never sampled, for instance those that stand for images.
         priority: where generations have to wait for one another, those of a higher one go first, if the policy can do
             that. It changes nothing of what is sampled.
+
+    Raises:
+        ConfigError: a number is out of its range, or is none.
     """
 
     temperature: float = 1.0
@@ -37,9 +43,19 @@ class SamplingParams:
     barred_ids: tuple[int, ...] = ()
     priority: int = 0
 
+    def __post_init__(self) -> None:
+        require_number("SamplingParams", least=0, temperature=self.temperature)
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ConfigError(f"SamplingParams(top_p={self.top_p!r}): it must be a number above 0 and at most 1.")
+        require_whole("SamplingParams", least=0, top_k=self.top_k)
+        require_whole("SamplingParams", max_tokens=self.max_tokens)
+        require_whole("SamplingParams", least=None, priority=self.priority)
+        if self.seed is not None and not is_whole(self.seed):
+            raise ConfigError(f"SamplingParams(seed={self.seed!r}): it must be a whole number, or None.")
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Generation(Brief):
     """What one call of a policy sampled.
 
     Attributes:
@@ -186,8 +202,8 @@ def token_limits_bind(policy: object) -> bool:
     return not getattr(policy, "unmetered", False)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatGeneration:
+@dataclass(frozen=True, slots=True, repr=False)
+class ChatGeneration(Brief):
     """What one call of a policy that speaks in messages came to.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentfly.durations import is_number
+from agentfly.durations import is_number, require_whole
 from agentfly.errors import ConfigError, PolicyError, PromptTooLong
 from agentfly.images import Image, PlacedImage
 from agentfly.messages import Content, Message, text_of
@@ -126,6 +126,7 @@ class ScriptedPolicy:
                 f"ScriptedPolicy(seconds={seconds!r}): it must be a finite number of at least 0, or a function of "
                 "rollout id and turn."
             )
+        require_whole("ScriptedPolicy", context_length=context_length)
         self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0

@@ -73,17 +73,24 @@ class ResourceEngine:
             by the daemon of a container engine for two.
 
     Raises:
-        ConfigError: ``max_concurrent_starts`` is no whole number of at least 1.
+        ConfigError: an argument is of another type, or ``max_concurrent_starts`` is no whole number of at least 1.
     """
 
     def __init__(
         self,
         *,
         budget: Budget | None = None,
-        ledger: Path | None = None,
+        ledger: Path | str | None = None,
         events: EventStream | None = None,
         max_concurrent_starts: int | None = None,
     ) -> None:
+        ledger = Path(ledger) if isinstance(ledger, str) else ledger
+        kinds = {"budget": (budget, Budget), "ledger": (ledger, Path), "events": (events, EventStream)}
+        for name, (value, wanted) in kinds.items():
+            if value is not None and not isinstance(value, wanted):
+                raise ConfigError(
+                    f"ResourceEngine({name}={value!r:.100}): it must be of the type {wanted.__name__}, or None."
+                )
         starts = max_concurrent_starts
         if starts is not None and (not isinstance(starts, int) or isinstance(starts, bool) or starts < 1):
             raise ConfigError(

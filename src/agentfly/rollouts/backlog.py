@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 
-from agentfly.errors import UsageError, type_of
 from agentfly.rollouts.foresight import AHEAD
 from agentfly.rollouts.group import Group
-from agentfly.task import Task
-
-_NO_MORE = object()
+from agentfly.task import Row, Task, as_task
 
 
 class Backlog:
@@ -25,7 +22,7 @@ class Backlog:
     def __init__(self, label: str, expect: Callable[[Task], None], first: int = 0) -> None:
         self._label = label
         self._expect = expect
-        self._sources: deque[tuple[Iterator[Task], int]] = deque()
+        self._sources: deque[tuple[Iterator[Row], int]] = deque()
         self._read: deque[Group] = deque()
         self._numbers = first
         self._unwanted: set[int] = set()
@@ -37,7 +34,7 @@ class Backlog:
         """How many rollouts wait; None while that is not known, because an iterator has not been read to its end."""
         return None if self._unread is None else self._unread + sum(group.waiting for group in self._read)
 
-    def add(self, tasks: Iterable[Task], attempts: int) -> None:
+    def add(self, tasks: Iterable[Row], attempts: int) -> None:
         """Add groups of so many attempts at each of the tasks."""
         size = len(tasks) if isinstance(tasks, Sized) else None
         self._sources.append((iter(tasks), attempts))
@@ -50,7 +47,7 @@ class Backlog:
         """The group whose next attempt comes next; None if nothing waits.
 
         Raises:
-            UsageError: what the iterator gives is no `Task`.
+            ConfigError: what the iterator gives is no task, nor anything that one can be made of.
             Exception: what the iterator raises.
         """
         while True:
@@ -83,14 +80,13 @@ class Backlog:
 
     def _read_one(self) -> None:
         tasks, attempts = self._sources[0]
-        task = next(tasks, _NO_MORE)
-        if task is _NO_MORE:
+        try:
+            task = as_task(next(tasks))
+        except StopIteration:
             self._sources.popleft()
             if not self._sources:
                 self._unread = 0
             return
-        if not isinstance(task, Task):
-            raise UsageError(f"A batch is made of Tasks, and {type_of(task)} is among them: Task(prompt=…).")
         if self._unread is not None:
             self._unread -= attempts
         self._expect(task)

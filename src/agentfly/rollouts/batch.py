@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.durations import require_whole
+from agentfly.errors import UsageError
 from agentfly.interruption import must_pass
 from agentfly.rollouts.admission import Admission, Guest
 from agentfly.rollouts.backlog import Backlog
@@ -19,7 +20,7 @@ from agentfly.rollouts.group_scoring import ScoreGroup
 from agentfly.rollouts.health import Health
 from agentfly.rollouts.record import Record
 from agentfly.rollouts.rollout import Rollout
-from agentfly.task import Task
+from agentfly.task import Tasks, tasks_to_read
 from agentfly.trajectory import Failure, FinishReason, Trajectory
 
 
@@ -86,7 +87,7 @@ class Batch:
         self._admission = admission
         self._backlog = backlog
         self._health = health
-        self._attempts = _checked_attempts(attempts)
+        self._attempts = attempts
         self._record = record
         self._score_group = score_group
         self._crew = Crew(self._give_up)
@@ -101,19 +102,23 @@ class Batch:
 
     # --- what is asked for --------------------------------------------------------------------------------------------
 
-    def add(self, tasks: Iterable[Task], *, attempts: int | None = None) -> None:
+    def add(self, tasks: Tasks, *, attempts: int | None = None) -> None:
         """Ask for more rollouts, which begin after those that were asked for before.
 
         Args:
-            tasks: the tasks. Any iterable: it is read, on the event loop, a few tasks ahead of what begins.
+            tasks: as of `agentfly.run`. An iterable that is no list is read, on the event loop, a few tasks ahead of
+                what begins.
             attempts: rollouts a task; as the batch was made with if not given.
 
         Raises:
             UsageError: the batch is closed.
+            ConfigError: there is no task in what is given for one.
         """
         if self._closed:
             raise UsageError("This batch is closed. Make another one with runner.batch(…).")
-        self._backlog.add(tasks, self._attempts if attempts is None else _checked_attempts(attempts))
+        if attempts is not None:
+            require_whole("batch.add", attempts=attempts)
+        self._backlog.add(tasks_to_read(tasks), self._attempts if attempts is None else attempts)
         self._admission.announce(self)
 
     @property
@@ -407,9 +412,3 @@ class Batch:
             self._backlog.clear()
             self._crew.cancel()
             self._news.set()
-
-
-def _checked_attempts(attempts: int) -> int:
-    if not isinstance(attempts, int) or attempts < 1:
-        raise ConfigError(f"attempts={attempts!r}: a task needs at least one attempt.")
-    return attempts

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentfly.errors import ConfigError
+from agentfly.json_values import Brief
 from agentfly.rollouts.estimates import Estimate, difference_of_shares, mean_over_tasks
 from agentfly.rollouts.scoreboard import Scoreboard, TaskScores
 from agentfly.trajectory import Trajectory
@@ -16,8 +17,8 @@ _EQUAL = 1e-9
 """Means of a task that differ by no more are a tie: their difference is rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pair(Brief):
     """One task's scores in both evaluations."""
 
     task_id: str
@@ -44,8 +45,8 @@ class Difference:
     losses: int
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Brief):
     """Two evaluations side by side, over the tasks that have scores in both. What is left out is counted.
 
     Pairing takes out how hard each task is, which both have in common, so the interval of the difference is narrower

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.group_reward import AnyReward
+from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.tool import Tool
 from agentfly.durations import require_durations
-from agentfly.errors import AgentFlyError, ChatFormatError, ConfigError, ResourceError, message_of, say
+from agentfly.errors import AgentFlyError, ChatFormatError, ConfigError, ResourceError, message_of, refuse_unknown, say
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, token_limits_bind
 from agentfly.policies.scripted import Script, ScriptedPolicy
@@ -23,12 +24,12 @@ from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.resource import Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.rollouts.rendering import NotRendered
-from agentfly.rollouts.run import Tasks
-from agentfly.rollouts.runner import Runner, require_agent
+from agentfly.rollouts.runner import Runner, require_agent, require_engine, require_policy
 from agentfly.rollouts.spoken_length import SpokenLength
+from agentfly.rollouts.strategy import require_strategy
 from agentfly.rollouts.summary import succeeded
 from agentfly.rollouts.task_fields import require_reward_fields, require_tool_fields
-from agentfly.task import Task, as_tasks, shared_tasks
+from agentfly.task import Task, Tasks, as_tasks, shared_tasks
 from agentfly.threads.pool import on_thread
 from agentfly.trajectory import FinishReason, ToolRecord, Trajectory
 
@@ -61,21 +62,25 @@ class Finding:
     doubtful: bool = False
 
 
-def check_definitions(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None = None) -> list[Finding]:
+def check_definitions(agent: Agent, tasks: Tasks, reward: AnyReward | None = None) -> list[Finding]:
     """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
 
     Each tool's schema is made, each field that a tool or the reward asks for is looked for in every task, and what
     they declare that they need is asked for the first task.
     """
     require_agent(agent)
+    if reward is not None:
+        require_reward(reward)
+    rows = as_tasks(tasks)
     return [
-        *(_tried(f"tool {tool.name}", partial(_look_at_tool, tool, tasks)) for tool in agent.tools),
-        *([] if reward is None else [_tried(f"reward {reward.name}", partial(_look_at_reward, reward, tasks))]),
+        *(_tried(f"tool {tool.name}", partial(_look_at_tool, tool, rows)) for tool in agent.tools),
+        *([] if reward is None else [_tried(f"reward {reward.name}", partial(_look_at_reward, reward, rows))]),
     ]
 
 
 async def check(agent: Agent, tasks: Tasks, **settings: Any) -> list[Finding]:
-    """What a preflight found. Arguments: as of `preflight`."""
+    """What a preflight found. Arguments and errors: as of `preflight`."""
+    refuse_unknown("check", settings, signature(preflight).parameters)
     return [finding async for finding in preflight(agent, tasks, **settings)]
 
 
@@ -109,7 +114,15 @@ async def preflight(
         engine: starts the resources; made if not given.
         strategy: as of `Runner`.
         limit_s: seconds that each thing may take.
+
+    Raises:
+        UsageError: an argument is not what it has to be; the message says which.
     """
+    require_agent(agent)
+    require_strategy(strategy)
+    require_engine(engine)
+    if policy is not None and (isinstance(policy, type) or not callable(policy)):
+        require_policy(policy)
     require_durations("preflight", limit_s=limit_s)
     rows = as_tasks(tasks)
     held_out = [] if eval_tasks is None else as_tasks(eval_tasks)

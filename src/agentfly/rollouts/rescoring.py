@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 from agentfly.agents.group_reward import AnyReward, GroupReward, require_reward
 from agentfly.contexts.context import Context
+from agentfly.durations import require_whole
 from agentfly.events import EventStream
 from agentfly.interruption import ended_by_sigterm
 from agentfly.resources.engine import ResourceEngine
 from agentfly.rollouts.group_scoring import score_group
+from agentfly.rollouts.runner import require_engine, require_events
 from agentfly.rollouts.scoring import score_rollout
-from agentfly.trajectory import Trajectory
+from agentfly.trajectory import Trajectory, require_trajectories
 
 
 async def rescore(
@@ -47,11 +49,15 @@ async def rescore(
         Copies with the new scores, in the order of what was given.
 
     Raises:
-        UsageError: ``reward`` is no reward.
+        UsageError: ``reward`` is no reward, something that is given is no trajectory, or another argument is not what
+            it has to be.
     """
     require_reward(reward)
+    require_engine(engine)
+    require_events(events)
+    require_whole("rescore", max_concurrent_scores=max_concurrent_scores)
     events = events or EventStream()
-    fresh = [_unscored(trajectory) for trajectory in trajectories]
+    fresh = [_unscored(trajectory) for trajectory in require_trajectories(trajectories, "rescore")]
     with ended_by_sigterm():
         async with AsyncExitStack() as owned:
             if engine is None:

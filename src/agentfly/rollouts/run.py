@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack, get_args
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
+from agentfly.durations import require_number, require_whole
 from agentfly.errors import ConfigError, refuse_unknown
 from agentfly.events import RolloutsPlanned
 from agentfly.garbage import tuned_gc
 from agentfly.interruption import ended_by_sigterm
 from agentfly.policies.policy import SamplingParams
 from agentfly.rollouts.record import RolloutRecord
-from agentfly.rollouts.runner import BatchSettings, Runner, RunnerSettings, require_agent
+from agentfly.rollouts.runner import BatchSettings, Runner, RunnerSettings, check_batch, require_agent
+from agentfly.rollouts.scoring import can_be_scored
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
 from agentfly.run_directory import Kind, RunDirectory
-from agentfly.task import Task, as_tasks
+from agentfly.task import Tasks, as_tasks
 from agentfly.trajectory import Trajectory
 
 _SHOWN = ("reward/mean", "unscored", "turns/mean")
 """Metrics by which a result is shown."""
 
-Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
+NO_REWARD = "nothing is scored: no reward was given, and no tool gave one. Pass reward=…, a function with @af.reward"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,10 +44,12 @@ class RunResult:
     Attributes:
         trajectories: in the order of the tasks and attempts.
         metrics: numbers over all of them, by the names of `agentfly.rollouts.summary`.
+        note: what else is to be known of it, in words; empty where there is nothing.
     """
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
+    note: str = ""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -51,7 +59,8 @@ class RunResult:
     def __repr__(self) -> str:
         """A line: the trajectories themselves would fill the screen."""
         shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items() if name in _SHOWN)
-        return f"RunResult({len(self.trajectories)} trajectories{', ' if shown else ''}{shown})"
+        note = f"; {self.note}" if self.note else ""
+        return f"RunResult({len(self.trajectories)} trajectories{', ' if shown else ''}{shown}{note})"
 
 
 async def run(
@@ -77,7 +86,8 @@ async def run(
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
-        reward: scores each rollout.
+        reward: scores each rollout. Without one, the sum of the tools' rewards is the score; where these give none,
+            nothing is scored.
         attempts: rollouts a task; they form a group.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
         label: begins the ids of the rollouts; see `BatchSettings`.
@@ -90,16 +100,23 @@ async def run(
         runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
-        UsageError: there is no such argument.
+        UsageError: there is no such argument, or it is not what it has to be.
         ToolDefinitionError, RewardDefinitionError: a tool or the reward asks for a field that a task does not have.
         TooManyFailures: too large a share of the rollouts failed for reasons the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     refuse_unknown("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])
+    require_whole("run", attempts=attempts)
+    require_whole("run", least=0, step=step)
+    check_batch(BatchSettings(attempts=attempts, sampling=sampling, label=label, priority=priority))
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind={kind!r:.100}: it must be one of {', '.join(map(repr, get_args(Kind)))}.")
+    if run_dir is not None and not isinstance(run_dir, RunDirectory | Path | str):
+        raise ConfigError(f"run_dir={run_dir!r:.100}: it must be the path of a directory.")
+    require_agent(agent)
     rows = as_tasks(tasks)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
-    require_agent(agent)
     if reward is not None:
         require_reward(reward)
     require_fields(agent, rows, reward)
@@ -124,7 +141,22 @@ async def run(
             trajectories = await runner.collect(rows, **settings)
             resources = occupancy_metrics(before, runner.occupancy())
             concurrency = (runner.concurrency() - began).metrics()
-    return RunResult(trajectories, summarize(trajectories) | concurrency | resources)
+    note = NO_REWARD if reward is None and _nothing_scored(trajectories) else ""
+    if note:
+        _tell_once(note)
+    return RunResult(trajectories, summarize(trajectories) | concurrency | resources, note)
+
+
+def _nothing_scored(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether there are rollouts that could be scored, and none of them is."""
+    sound = [trajectory.reward for trajectory in trajectories if can_be_scored(trajectory)]
+    return bool(sound) and all(reward is None for reward in sound)
+
+
+@functools.cache
+def _tell_once(note: str) -> None:
+    """Tell it in this process, however many runs it is true of."""
+    logger.warning("%s%s. (This is told once.)", note[:1].upper(), note[1:])
 
 
 async def evaluate(
@@ -147,6 +179,8 @@ async def evaluate(
     other batches of the same runner.
     """
     refuse_unknown("evaluate", runner_settings, [*signature(evaluate).parameters, *RunnerSettings.__annotations__])
+    require_whole("evaluate", attempts=attempts)
+    require_number("evaluate", least=0, temperature=temperature)
     return await run(
         agent,
         tasks,

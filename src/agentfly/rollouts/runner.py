@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any, Self, TypedDict, Unpack
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.tool import Tool
-from agentfly.errors import ConfigError, UsageError, type_of
+from agentfly.durations import require_number, require_whole
+from agentfly.errors import ConfigError, UsageError, refuse_unknown, type_of
 from agentfly.events import EventStream
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, generations_at_a_time
@@ -33,7 +34,7 @@ from agentfly.rollouts.rollout import Rollout, Surroundings
 from agentfly.rollouts.strategy import require_strategy
 from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import NO_OTHERS, Voice, unchanged
-from agentfly.task import Task
+from agentfly.task import Tasks
 from agentfly.threads.pool import on_thread
 from agentfly.trajectory import Trajectory
 
@@ -143,15 +144,21 @@ class Runner:
         require_agent(agent)
         if reward is not None:
             require_reward(reward)
-        if max_concurrent_rollouts is not None and max_concurrent_rollouts < 1:
-            raise ConfigError(f"max_concurrent_rollouts={max_concurrent_rollouts}: at least one rollout must run.")
+        for name, most in (
+            ("max_concurrent_rollouts", max_concurrent_rollouts),
+            ("max_concurrent_starts", max_concurrent_starts),
+        ):
+            if most is not None:
+                require_whole("Runner", **{name: most})
+        require_number("Runner", least=0, most=1, max_failure_share=max_failure_share)
+        require_engine(engine)
+        require_events(events)
         if engine is not None and max_concurrent_starts is not None:
             raise ConfigError(
                 f"max_concurrent_starts={max_concurrent_starts} is for an engine that is made here, and engine= is "
                 f"given. Write ResourceEngine(max_concurrent_starts={max_concurrent_starts})."
             )
-        for given in (*([] if policy is None else [policy]), *subagent_policies.values()):
-            _require_policy(given)
+        require_policies(policy, subagent_policies)
         self._agent = agent
         self._policy = policy
         self._engine = engine
@@ -239,25 +246,36 @@ class Runner:
         """How much the engine's instances were leased and used so far, by the labels of their specs."""
         return self._require_entered().engine.occupancy()
 
-    def batch(self, tasks: Iterable[Task] = (), **settings: Unpack[BatchSettings]) -> Batch:
+    def batch(self, tasks: Tasks = (), **settings: Unpack[BatchSettings]) -> Batch:
         """Rollouts that run side by side and are handed out as they finish, with more to be added at any time.
 
         Several batches of a runner may be under way at once; those of higher priority go first.
 
         Args:
-            tasks: the tasks to begin with. They are read on the event loop, a few ahead of what begins, so that there
-                may be any number of them.
+            tasks: the tasks to begin with, as of `agentfly.run`. An iterable that is no list is read on the event
+                loop, a few tasks ahead of what begins, so that there may be any number of them.
             settings: see `BatchSettings`.
+
+        Raises:
+            UsageError: a setting is unknown, or is not what it has to be.
         """
         around, admission = self._require_entered(), self._admission
         assert admission is not None
+        check_batch(settings)
         label = settings.get("label") or uuid.uuid4().hex[:8]
         priority = settings.get("priority", 0)
         change = settings.get("sampling") or unchanged
 
         def sampling(params: SamplingParams) -> SamplingParams:
             changed = change(params)
+            if not isinstance(changed, SamplingParams):
+                raise UsageError(
+                    f"The function given as sampling returned {changed!r:.100}, not SamplingParams. Write, for "
+                    "instance, sampling=lambda params: dataclasses.replace(params, temperature=0.5)."
+                )
             return changed if changed.priority == priority else replace(changed, priority=priority)
+
+        around.voice.sampling(sampling)  # so that what cannot be is told before anything begins
 
         def make(trajectory: Trajectory, guest: Guest, unwanted: Callable[[], bool]) -> Rollout:
             return Rollout(
@@ -284,7 +302,7 @@ class Runner:
         batch.add(tasks)
         return batch
 
-    async def stream(self, tasks: Iterable[Task], **settings: Unpack[BatchSettings]) -> AsyncIterator[Trajectory]:
+    async def stream(self, tasks: Tasks, **settings: Unpack[BatchSettings]) -> AsyncIterator[Trajectory]:
         """Trajectories as they finish. Leaving the iteration cancels what still runs and gives its resources back.
 
         Arguments: as of `batch`.
@@ -296,7 +314,7 @@ class Runner:
             async for trajectory in batch:
                 yield trajectory
 
-    async def collect(self, tasks: Iterable[Task], **settings: Unpack[BatchSettings]) -> list[Trajectory]:
+    async def collect(self, tasks: Tasks, **settings: Unpack[BatchSettings]) -> list[Trajectory]:
         """All trajectories, in the order of the tasks and attempts. Arguments and errors: as of `stream`."""
         async with self.batch(tasks, **settings) as batch:
             trajectories = [trajectory async for trajectory in batch]
@@ -324,8 +342,74 @@ class Runner:
         return self._around
 
 
-def _require_policy(policy: object) -> None:
-    """Raise unless ``policy`` is a policy: the name of a model is easily taken for it."""
+def check_batch(settings: BatchSettings) -> None:
+    """See that the settings of a batch are what they have to be.
+
+    Raises:
+        UsageError: one is unknown.
+        ConfigError: one is out of its range, or of another type.
+    """
+    refuse_unknown("A batch", settings, BatchSettings.__annotations__)
+    require_whole("batch", attempts=settings.get("attempts", 1))
+    require_whole("batch", least=None, priority=settings.get("priority", 0))
+    require_whole("batch", least=0, first_group=settings.get("first_group", 0))
+    change, label = settings.get("sampling"), settings.get("label")
+    if change is not None and not callable(change):
+        raise ConfigError(
+            f"sampling={change!r:.100}: it must be a function that changes how the agent samples, as in "
+            "sampling=lambda params: dataclasses.replace(params, temperature=0.5)."
+        )
+    if label is not None and not isinstance(label, str):
+        raise ConfigError(f"label={label!r:.100}: it must be a text, with which the ids of the rollouts begin.")
+
+
+def require_engine(engine: object) -> None:
+    """Raise unless ``engine`` is a `ResourceEngine`, or None.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if engine is not None and not isinstance(engine, ResourceEngine):
+        raise UsageError(
+            f"engine={engine!r:.100}: it must be a ResourceEngine, as in "
+            "`async with af.ResourceEngine() as engine:`. Leave it out, and one is made."
+        )
+
+
+def require_events(events: object) -> None:
+    """Raise unless ``events`` is an `EventStream`, or None.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if events is not None and not isinstance(events, EventStream):
+        raise UsageError(
+            f"events={events!r:.100}: it must be an agentfly.events.EventStream. A function is told of events by "
+            "events.subscribe(function)."
+        )
+
+
+def require_policies(policy: object, subagent_policies: object) -> None:
+    """Raise unless ``policy`` is one, or None, and ``subagent_policies`` are some by the models of subagents.
+
+    Raises:
+        UsageError: one of them is something else.
+    """
+    if not isinstance(subagent_policies, Mapping):
+        raise UsageError(
+            f"subagent_policies={subagent_policies!r:.100}: give policies by the models of the subagents, as in "
+            "subagent_policies={'Qwen/Qwen2.5-3B-Instruct': policy}."
+        )
+    for given in (*([] if policy is None else [policy]), *subagent_policies.values()):
+        require_policy(given)
+
+
+def require_policy(policy: object) -> None:
+    """Raise unless ``policy`` is a policy: the name of a model is easily taken for it.
+
+    Raises:
+        UsageError: it is something else.
+    """
     if isinstance(policy, str | Path):
         raise UsageError(
             f"policy={str(policy)!r}: a policy is an object, not a name. Name a model for this process by "
@@ -335,8 +419,9 @@ def _require_policy(policy: object) -> None:
         raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
     if not isinstance(policy, Policy | ChatPolicy):
         raise UsageError(
-            f"policy is {type_of(policy)}, not a policy. Pass an EmbeddedPolicy, VLLMPolicy, OpenAIPolicy or "
-            "ScriptedPolicy, or an object with the methods of agentfly.policies.policy.Policy."
+            f"policy is {type_of(policy)}, not a policy. Pass an af.VLLMPolicy, af.OpenAIPolicy or af.ScriptedPolicy, "
+            "what agentfly.policies.load.load_policy('tiny') makes, or an object with the methods of "
+            "agentfly.policies.policy.Policy."
         )
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import ConfigError
+from agentfly.json_values import Brief
 from agentfly.rollouts.estimates import Estimate, mean_over_tasks, pass_at_k, pass_hat_k, share_over_tasks
 from agentfly.rollouts.summary import succeeded
 from agentfly.task import Task
-from agentfly.trajectory import FinishReason, Trajectory
+from agentfly.trajectory import FinishReason, Trajectory, require_trajectories
 
 
-@dataclass(frozen=True, slots=True)
-class TaskScores:
+@dataclass(frozen=True, slots=True, repr=False)
+class TaskScores(Brief):
     """What the attempts at one task are worth.
 
     Attributes:
@@ -39,8 +40,8 @@ class TaskScores:
         return pass_hat_k(len(self.successes), sum(self.successes), k) if k <= len(self.successes) else None
 
 
-@dataclass(frozen=True)
-class Scoreboard:
+@dataclass(frozen=True, repr=False)
+class Scoreboard(Brief):
     """The scores of an evaluation. Attempts without a score, or that infrastructure spoiled, are in no mean.
 
     Attributes:
@@ -55,9 +56,10 @@ class Scoreboard:
 
         Raises:
             ConfigError: two tasks of different content have one id.
+            UsageError: something that is given is no trajectory.
         """
         attempts: dict[str, list[Trajectory]] = {}
-        for trajectory in trajectories:
+        for trajectory in require_trajectories(trajectories, "Scoreboard.of"):
             known = attempts.setdefault(trajectory.task.id, [])
             if known and known[0].task.content != trajectory.task.content:
                 raise ConfigError(

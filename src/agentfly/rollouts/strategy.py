@@ -44,5 +44,5 @@ def require_strategy(name: str) -> None:
     Raises:
         ConfigError: there is none.
     """
-    if name not in STRATEGIES:
-        raise ConfigError(f"strategy={name!r}: there is no such strategy. {did_you_mean(name, STRATEGIES)}")
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise ConfigError(f"strategy={name!r}: there is no such strategy. {did_you_mean(str(name), STRATEGIES)}")

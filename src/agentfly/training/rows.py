@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from agentfly.images import PlacedImage
+from agentfly.json_values import Brief
 from agentfly.rollouts.anchor import states_of
 from agentfly.tokens import TokenSequence
 from agentfly.training.turn_order import followed_among
@@ -41,8 +42,8 @@ class RowTurn:
     follows: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, repr=False)
+class Row(Brief):
     """One token sequence of a trajectory that is trained on, with the reward it led to.
 
     A conversation under the strategy ``chain`` gives one row, and one more for each break: where memory has folded the
@@ -105,8 +106,8 @@ class Row:
         return min(self.versions[position] for position in self.targets)
 
 
-@dataclass(frozen=True)
-class RowBatch:
+@dataclass(frozen=True, repr=False)
+class RowBatch(Brief):
     """The rows of a batch of trajectories, and what was left out of it.
 
     Attributes:

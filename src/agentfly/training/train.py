@@ -15,11 +15,13 @@ from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.events import EventStream
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
+from agentfly.rollouts.runner import require_events
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
+from agentfly.task import Tasks
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.curriculum import Curriculum
-from agentfly.training.trainer import Tasks, Trainer, TrainResult
+from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.viewing.metrics import recorded
 from agentfly.viewing.progress import ConsoleProgress
 
@@ -103,6 +105,9 @@ async def train_async(
     settings_in_force = _with(config, settings)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+    if run_dir is not None and not isinstance(run_dir, Path | str):
+        raise ConfigError(f"run_dir={run_dir!r:.100}: it must be the path of a directory.")
+    require_events(events)
     events = events or EventStream()
     with ExitStack() as stack:
         run = RunDirectory(run_dir) if run_dir is not None else RunDirectory.create()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -29,13 +28,13 @@ from agentfly.garbage import tuned_gc
 from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.policy import ChatPolicy, Policy
 from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.runner import Runner, require_agent
+from agentfly.rollouts.runner import Runner, require_agent, require_engine, require_events, require_policies
 from agentfly.rollouts.summary import occupancy_metrics, summarize
 from agentfly.rollouts.task_fields import require_fields
 from agentfly.rollouts.traits import agent_traits, plain
 from agentfly.rollouts.voice import NO_OTHERS
 from agentfly.run_directory import RunDirectory
-from agentfly.task import Task, as_tasks, shared_tasks
+from agentfly.task import Tasks, as_tasks, shared_tasks
 from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.checkpoints import (
     Checkpoints,
@@ -72,10 +71,8 @@ from agentfly.training.update import Update
 
 logger = logging.getLogger(__name__)
 
-Tasks = Iterable[Task | Mapping[str, Any] | str] | str | Path
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
     """What came of a training run.
 
@@ -96,6 +93,16 @@ class TrainResult:
     checkpoint: Path
     best_checkpoint: Path | None = None
     stopped_early: str = ""
+
+    def __repr__(self) -> str:
+        """A line: the metrics of all steps would fill the screen."""
+        told = [f"{self.steps} steps"]
+        for of, metrics in (("", self.metrics), ("eval ", self.evaluations)):
+            rewards = [metrics[step]["reward/mean"] for step in sorted(metrics) if "reward/mean" in metrics[step]]
+            if rewards:
+                told.append(f"{of}reward/mean {rewards[0]:.4g} → {rewards[-1]:.4g}")
+        told += [f"stopped early: {self.stopped_early}"] if self.stopped_early else []
+        return f"TrainResult({', '.join(told)}, checkpoint={str(self.checkpoint)!r})"
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,9 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         require_agent(agent)
+        require_engine(engine)
+        require_events(events)
+        require_policies(policy, subagent_policies)
         self._agent = agent
         self._reward = tool_rewards if reward is None else reward
         require_reward(self._reward)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from rich.panel import Panel
 from rich.text import Text
 
+from agentfly.durations import require_whole
 from agentfly.messages import Message, labelled_text
 from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
-from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
+from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn, require_trajectory
 
 _LABEL = "bold cyan"
 _QUIET = "dim"
@@ -22,7 +23,13 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     Args:
         trajectory: the trajectory.
         max_lines: a message, a turn's text or an observation that has more lines shows its first and last ones.
+
+    Raises:
+        UsageError: it is no trajectory, such as the result of a run, which holds several.
+        ConfigError: ``max_lines`` is no whole number of at least 1.
     """
+    require_trajectory(trajectory, "trajectory_text")
+    require_whole("trajectory_text", max_lines=max_lines)
     text = Text()
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)

@@ -10,6 +10,7 @@ from functools import partial
 from agentfly.agents.invocation import FunctionFailed, invoke
 from agentfly.agents.memory.memory import Past, with_note
 from agentfly.contexts.context import Context
+from agentfly.durations import require_whole
 from agentfly.errors import ConfigError, UsageError, type_of
 from agentfly.messages import Message
 
@@ -57,8 +58,12 @@ class SummaryFolding:
             raise ConfigError("SummaryFolding(): say when to fold, by after_tokens=… or after_turns=….")
         for name, least in (("after_tokens", 1), ("after_turns", 1), ("keep_turns", 0), ("max_summary_tokens", 1)):
             number = getattr(self, name)
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
-                raise ConfigError(f"SummaryFolding({name}={number!r}): it must be a whole number of at least {least}.")
+            if number is not None or not name.startswith("after_"):
+                require_whole("SummaryFolding", least=least, **{name: number})
+        if not isinstance(self.instruction, str) or not self.instruction:
+            raise ConfigError(f"SummaryFolding(instruction={self.instruction!r:.100}): it must be a text.")
+        if self.summarise is not None and not callable(self.summarise):
+            raise ConfigError(f"SummaryFolding(summarise={self.summarise!r:.100}): it must be a function, or None.")
         if self.after_turns is not None and self.keep_turns >= self.after_turns:
             raise ConfigError(
                 f"SummaryFolding(after_turns={self.after_turns}, keep_turns={self.keep_turns}): what is kept would be "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentfly.agents.memory.memory import Past
-from agentfly.errors import ConfigError
+from agentfly.durations import require_whole
 from agentfly.messages import Message
 
 
@@ -27,8 +27,7 @@ class Window:
     turns: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.turns, int) or isinstance(self.turns, bool) or self.turns < 1:
-            raise ConfigError(f"Window(turns={self.turns!r}): it must be a whole number of at least 1.")
+        require_whole("Window", turns=self.turns)
 
     async def recall(self, past: Past) -> Sequence[Message]:
         """The opening and the last exchanges."""

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from agentfly.benchmarks.studies.study import Arm, Study
 from agentfly.errors import AgentFlyError, ConfigError
 from agentfly.run_directory import RunDirectory
+from agentfly.yaml_reader import read_yaml
 
 Report = Callable[[str], None]
 
@@ -51,7 +50,7 @@ class StudyRun:
         """Whether all its steps have been made, and the checkpoint after the last is written."""
         if not self.directory.config_file.is_file():
             return False
-        settings = yaml.safe_load(self.directory.config_file.read_text(encoding="utf-8"))
+        settings = read_yaml(self.directory.config_file.read_bytes(), str(self.directory.config_file))
         return (self.directory.checkpoints / f"step-{settings['training']['steps']:06d}").is_dir()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from agentfly.durations import require_whole
 from agentfly.errors import ConfigError
 from agentfly.resources.models.spec import ModelServerSpec
 
@@ -27,8 +28,18 @@ def check_settings(
     Raises:
         ConfigError: they do not.
     """
-    if isinstance(urls, str):
-        raise ConfigError(f"urls={urls!r}: write a list: [{urls!r}].")
+    if isinstance(spec, str | Path):
+        name = str(spec)
+        cure = (
+            f"VLLMPolicy(urls=[{name!r}], model='…')"
+            if name.startswith(("http://", "https://"))
+            else f"VLLMPolicy(af.ModelServerSpec(model={name!r}, device='gpu'))"
+        )
+        raise ConfigError(f"VLLMPolicy({name!r}): it takes the spec of the servers to start. Write {cure}.")
+    if spec is not None and not isinstance(spec, ModelServerSpec):
+        raise ConfigError(f"VLLMPolicy({spec!r:.100}): it takes a ModelServerSpec: af.ModelServerSpec(model=…).")
+    if isinstance(urls, str) or not isinstance(urls, Sequence):
+        raise ConfigError(f"VLLMPolicy(urls={urls!r:.100}): write a list of addresses: ['http://host:8000/v1'].")
     if (spec is None) == (not urls):
         raise ConfigError(
             "VLLMPolicy needs a ModelServerSpec of servers to start, or urls of running ones: one of both."
@@ -37,8 +48,7 @@ def check_settings(
         raise ConfigError("VLLMPolicy(urls=…) needs model=…, for the tokenizer, and no number of servers.")
     if len(set(urls)) < len(urls):
         raise ConfigError("VLLMPolicy(urls=…) has an address twice.")
-    if servers < 1:
-        raise ConfigError(f"VLLMPolicy(servers={servers}): give at least 1.")
+    require_whole("VLLMPolicy", servers=servers)
     if spec is not None and spec.data_parallel > 1:
         raise ConfigError(
             "VLLMPolicy shares rollouts out among servers itself, so that each stays with its cache, and proves every "

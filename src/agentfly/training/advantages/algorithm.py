@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from agentfly.json_values import Brief
 from agentfly.training.config.advantage_config import AdvantageConfig
 from agentfly.training.rows import Row
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:  # the names of the algorithms are wanted where numpy is not i
 Floats: TypeAlias = "NDArray[np.float64]"
 
 
-@dataclass(frozen=True)
-class Evidence:
+@dataclass(frozen=True, repr=False)
+class Evidence(Brief):
     """What is known of a batch before it is judged.
 
     All that is told a token is a sequence of one array a row, with one float for each sampled token of the row: an
@@ -37,8 +38,8 @@ class Evidence:
     baselines: Mapping[str, float] | None = None
 
 
-@dataclass(frozen=True)
-class Advantages:
+@dataclass(frozen=True, repr=False)
+class Advantages(Brief):
     """How a batch was judged, one array a row, with one float for each sampled token of the row.
 
     Attributes:

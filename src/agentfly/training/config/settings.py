@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from agentfly.errors import ConfigError, nearest_name
+from agentfly.json_values import brief
 from agentfly.training.config.synonyms import SYNONYMS as OF_TRAINING
 from agentfly.training.config.synonyms import with_canonical_names
 
@@ -110,15 +111,15 @@ class Settings(BaseModel):
         if detail["type"] == "extra_forbidden":
             return f"There is no training setting {name!r}. {cls._unknown(parts[-1])}"
         if not name:
-            return f"{detail['input']!r} holds no settings by their names."
+            return f"{brief(detail['input'])} holds no settings by their names."
         if detail["type"] == "missing":
             return f"{name} is needed and is missing."
         if detail["type"] in ("model_type", "model_attributes_type") and not parts:
             return (
-                f"{name}={detail['input']!r}: this is a group of settings, of which some have to be given, such as "
-                f"{next(iter(cls.model_fields))}. There are: {', '.join(cls.model_fields)}."
+                f"{name}={brief(detail['input'])}: this is a group of settings, of which some have to be given, such "
+                f"as {next(iter(cls.model_fields))}. There are: {', '.join(cls.model_fields)}."
             )
-        return f"{name}={detail['input']!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+        return f"{name}={brief(detail['input'])}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
 
 
 def _is_group(annotation: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentfly.json_values import Brief
 from agentfly.training.advantages import Floats
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, repr=False)
+class Scores(Brief):
     """What models say of the sampled tokens of a batch before it is learned from; only what the settings ask for.
 
     Each is one array a row, with one value for each of the row's sampled tokens.

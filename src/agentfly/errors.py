@@ -253,6 +253,16 @@ class PromptTooLong(PolicyError):
     by_policy = True
 
 
+class ConversationRefused(ChatFormatError):
+    """The chat format cannot write what the model has said, though it can write the conversation without it.
+
+    So the conversation ends here. The model has caused that, and the rollout is scored as the task says.
+    """
+
+    boundary = Boundary.POLICY
+    by_policy = True
+
+
 class PolicyUnavailable(PolicyError):
     """No server could be had that samples: they died, or did not answer in time."""
 

@@ -71,12 +71,22 @@ GLUED = (
     "{{ '</tool_call>' }}"
 )
 
+WRITING = "{{- '<|im_start|>' + message.role + '\\n' + (message.content CONTENT) }}"
+REFUSING = """\
+{%- if message.role == 'tool' and not message.name %}{{ raise_exception('name the tool') }}{% endif %}
+{%- if message.tool_calls and message.thinking and message.content %}{{ raise_exception('not both') }}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.thinking %}{{ '<think>\\n' + message.thinking + '\\n</think>\\n\\n' }}{% endif %}
+{{- (message.content CONTENT) }}"""
+"""Part of a template that refuses what a model may bring about: results of calls by no name, words beside thoughts."""
+
 TEMPLATES = {
     "ChatML": CHATML.replace("CONTENT", "").replace("CALL", AS_JSON),
     "trimming": CHATML.replace("CONTENT", "| trim").replace("CALL", AS_JSON),
     "calls as elements": CHATML.replace("CONTENT", "").replace("CALL", AS_ELEMENTS),
     "calls as parameters": CHATML.replace("CONTENT", "| trim").replace("CALL", AS_PARAMETERS),
     "texts side by side": CHATML.replace("CONTENT", "+ messages[0].content").replace("CALL", GLUED),
+    "refusing": CHATML.replace(WRITING, REFUSING).replace("CONTENT", "").replace("CALL", AS_JSON),
     "tiny": (find_model("tiny") / "chat_template.jinja").read_text(),
 }
 """Kinds of templates; some write beside texts what texts could make control tokens of."""
@@ -314,6 +324,11 @@ class Player:
 def require_exact(policy: Typist, trajectory: Trajectory) -> None:
     """Every token is where it was sent or sampled, ids only grow, and the mask is 1 exactly on what was sampled."""
     assert trajectory.failure is None, trajectory.failure
+    require_tokens(policy, trajectory)
+
+
+def require_tokens(policy: Typist, trajectory: Trajectory) -> None:
+    """The same of a rollout that may have failed."""
     assert len(trajectory.turns) == len(policy.sent)
     sampled_at: dict[int, set[int]] = {number: set() for number in range(len(trajectory.sequences))}
     before: dict[int, list[int]] = {}
@@ -333,11 +348,7 @@ def require_exact(policy: Typist, trajectory: Trajectory) -> None:
         assert {at for at, one in enumerate(sequence.origins) if one == Origin.SAMPLED} == sampled_at[number]
 
 
-UNNAMED = {"llama.cpp/Kimi-K3.jinja": "tool messages need a resolvable tool name"}
-"""Templates that refuse the answer to a call which names no tool, with their words: such a rollout fails, unscored."""
-
-
-def require_exact_rollouts(template: str, history: str, examples: int, *, refusal: str = "") -> None:
+def require_exact_rollouts(template: str, history: str, examples: int) -> None:
     with ExitStack() as stack:
         try:
             players = [stack.enter_context(Player(template, history, strategy)) for strategy in ("chain", "step")]
@@ -353,13 +364,7 @@ def require_exact_rollouts(template: str, history: str, examples: int, *, refusa
         )
         def check(asked: str, told: list[str], script: list[tuple[list[int], bool]], player: Player) -> None:
             assume(asked.strip())
-            try:
-                trajectory = player.play(asked, told, script)
-            except TooManyFailures as error:
-                if not refusal or refusal not in str(error):
-                    raise
-                return
-            require_exact(player.policy, trajectory)
+            require_exact(player.policy, player.play(asked, told, script))
 
         check()
 
@@ -373,8 +378,61 @@ def test_whatever_is_sampled_and_answered_ids_only_grow_and_the_mask_is_what_was
     require_exact_rollouts(TEMPLATES[template], history, scaled(8, 500))
 
 
-@pytest.mark.long  # some templates refuse what a model may sample, which is found with enough tries (UNNAMED)
+@pytest.mark.long
 @histories
 @known
 def test_ids_only_grow_in_the_template_of_a_well_known_model_whatever_is_sampled(name, history):
-    require_exact_rollouts(template_named(name), history, scaled(3, 100), refusal=UNNAMED.get(name, ""))
+    require_exact_rollouts(template_named(name), history, scaled(3, 100))
+
+
+# --- what a template refuses altogether -------------------------------------------------------------------------------
+
+STRICT = """\
+{%- if 'unspeakable' in message.content %}{{ raise_exception('that is not said here') }}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}"""
+
+
+def rolled_out(history: str, strategy: str, said: str, told: str) -> Trajectory:
+    """A rollout under a template that refuses a word, in which the model says something and a tool answers."""
+    template = CHATML.replace(WRITING, STRICT).replace("CALL", AS_JSON)
+    policy = Typist(tokenizer := tokenizer_of(template))
+    called = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
+    script = [tokenizer.encode_text(text) for text in (f"{said} {called}", "end")]
+    policy.begin([(ids, True) for ids in script])
+
+    @af.tool
+    def shell(command: str) -> str:
+        """Run a command."""
+        return told
+
+    @af.reward
+    def turns(trajectory: Trajectory) -> float:
+        return float(len(trajectory.turns))
+
+    agent = af.Agent(model="m", tools=[shell], chat_format="template", history=history, tool_call_format="hermes")
+    [trajectory] = asyncio.run(af.run(agent, ["go"], reward=turns, policy=policy, strategy=strategy)).trajectories
+    require_tokens(policy, trajectory)
+    return trajectory
+
+
+@histories
+def test_what_follows_a_turn_goes_on_although_the_template_refuses_the_turn(history):
+    trajectory = rolled_out(history, "chain", "unspeakable", "a file")
+    assert (trajectory.finish, trajectory.failure, trajectory.reward) == ("answered", None, 2.0)
+
+
+@histories
+def test_a_rollout_whose_model_says_what_cannot_be_written_again_ends_with_that_and_is_scored(history):
+    trajectory = rolled_out(history, "step", "unspeakable", "a file")
+    assert trajectory.failure is not None
+    assert (trajectory.finish, trajectory.failure.kind) == ("failed", "ConversationRefused")
+    assert "cannot go on" in trajectory.failure.message
+    assert "that is not said here" in trajectory.failure.message
+    assert not trajectory.infrastructure_failed
+    assert (trajectory.reward, trajectory.trainable, len(trajectory.turns)) == (1.0, True, 1)
+
+
+@pytest.mark.parametrize("strategy", ["chain", "step"])
+def test_what_a_tool_says_and_a_template_refuses_is_no_doing_of_the_model(strategy):
+    with pytest.raises(TooManyFailures, match="that is not said here"):
+        rolled_out("keep", strategy, "fine", "unspeakable")

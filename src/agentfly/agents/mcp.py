@@ -81,7 +81,7 @@ def mcp_tools(
             "'uvx', 'the-server'))), or give its url."
         )
     if only is not None and (isinstance(only, str) or not isinstance(only, Iterable)):
-        raise ConfigError(f"mcp_tools(only={only!r:.100}): write a list of names of tools, or None for all.")
+        raise ConfigError(f"mcp_tools(only={only!r:.100}): write a list of names, [{only!r:.100}], or None for all.")
     if not isinstance(prefix, str):
         raise ConfigError(f"mcp_tools(prefix={prefix!r:.100}): it must be a text.")
     scope = Scope(scope)
@@ -145,8 +145,6 @@ def _ask(spec: MCPServerSpec) -> tuple[Sequence[Listed], float]:
 def _chosen(spec: MCPServerSpec, listed: Sequence[Listed], only: Iterable[str] | None) -> list[Listed]:
     if only is None:
         return list(listed)
-    if isinstance(only, str):
-        raise ConfigError(f"mcp_tools(only={only!r}): write a list of names, [{only!r}].")
     wanted, known = list(only), {one.name: one for one in listed}
     for name in wanted:
         if name not in known:

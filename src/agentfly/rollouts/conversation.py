@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from agentfly.agents.memory.memory import FullHistory, Past, recall, require_view
 from agentfly.agents.subagent import Subagent
 from agentfly.contexts.context import Context
-from agentfly.errors import PromptTooLong, SubagentUnfinished
+from agentfly.errors import ConversationRefused, PromptTooLong, SubagentUnfinished
 from agentfly.messages import Message, ToolCall, image_parts, joined
 from agentfly.rollouts.anchor import Situation
 from agentfly.rollouts.scribe import Scribe
@@ -212,6 +212,8 @@ class Conversation:
         self._scribe.trajectory.subagents[name] = part.messages
         try:
             finish = await part.play()
+        except ConversationRefused as error:
+            return ToolRecord(call, f"Error: {tool.name} had no answer: {error}", failure=Failure.of(error))
         finally:
             part._voice.forget(part._rollout_id)
         if part.ends != self.ends:  # it has taken a turn

@@ -12,6 +12,7 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
 from agentfly.contexts.context import Context, Notice, unnoticed
+from agentfly.errors import ConversationRefused
 from agentfly.events import EventStream, RolloutFinished, RolloutStarted
 from agentfly.interruption import must_pass
 from agentfly.resources.engine import ResourceEngine
@@ -157,7 +158,10 @@ class Rollout:
                 go_on=self._go_on_if_wanted,
             )
             trajectory.messages = conversation.messages
-            trajectory.finish = await conversation.play()
+            try:
+                trajectory.finish = await conversation.play()
+            except ConversationRefused as error:
+                trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
             scribe.finish()
         except asyncio.CancelledError:
             raise

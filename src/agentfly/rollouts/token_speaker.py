@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentfly.agents.agent import Agent
-from agentfly.errors import PromptTooLong, TokenInvariantError
+from agentfly.errors import ChatFormatError, ConversationRefused, PromptTooLong, TokenInvariantError
 from agentfly.messages import Message, ToolCall
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.rollouts.chat.chat_format import ChatFormat, Reply
+from agentfly.rollouts.chat.proof import without_words
 from agentfly.rollouts.speaker import CallNumbers, Utterance, turn_message
 from agentfly.rollouts.strategy import Strategy
 from agentfly.rollouts.tape import Tape
@@ -53,9 +54,16 @@ class TokenSpeaker:
         self._numbers = CallNumbers()
 
     async def speak(self, view: Sequence[Message], *, max_tokens: int | None = None) -> Utterance | None:
-        """Show the view, sample, and read what came."""
+        """Show the view, sample, and read what came.
+
+        Raises:
+            ConversationRefused: the chat format cannot write what the model has said.
+        """
         tape, agent = self._tape, self._agent
-        self._strategy.show(view, agent.template_tools)
+        try:
+            self._strategy.show(view, agent.template_tools)
+        except ChatFormatError as error:
+            raise self._explained(error, view) from error
         limits = [tape.room]
         if self._limited:
             limits.append(max_tokens or self._sampling.max_tokens)
@@ -101,6 +109,19 @@ class TokenSpeaker:
             seconds=seconds,
         )
 
+    def _explained(self, error: ChatFormatError, view: Sequence[Message]) -> ChatFormatError:
+        """The error, which is of another type where it is for what the model has said that a view is refused."""
+        if not self._tape.sampled_count:
+            return error
+        try:
+            self._chat.prompt(without_words(view), self._agent.template_tools)
+        except ChatFormatError:
+            return error
+        return ConversationRefused(
+            f"The model said what its chat format cannot write, so that the conversation cannot go on: {error} If this "
+            "comes often, choose another chat_format or tool_call_format for the agent."
+        )
+
     def _calls_in(self, reply: Reply) -> tuple[ToolCall, ...]:
         if reply.calls is None:
             return self._agent.calls_in(reply.text, first_call=self._numbers.next)
@@ -108,7 +129,10 @@ class TokenSpeaker:
 
     def tokens(self, view: Sequence[Message]) -> int | None:
         """The length that the sequence would have; None where it is not counted in tokens of a model."""
-        return self._strategy.length(view, self._agent.template_tools) if self._limited else None
+        try:
+            return self._strategy.length(view, self._agent.template_tools) if self._limited else None
+        except ChatFormatError as error:
+            raise self._explained(error, view) from error
 
     def finish(self) -> None:
         """Check every invariant of the tokens, and freeze the sequences."""

@@ -45,6 +45,18 @@ ANSWERED = Exchange({"role": "assistant", "content": "answer"}, ({"role": "user"
 """A turn without calls, and what a user says to it."""
 
 
+def without_words(messages: Sequence[Message]) -> list[Message]:
+    """A conversation in which the assistant has said nothing of its own: what is left in it others have written."""
+    return [
+        ANSWERED.turn
+        if message["role"] == "assistant"
+        else cast(Message, {name: value for name, value in message.items() if name != "name"})
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
 def with_long_answers(exchange: Exchange) -> Exchange:
     """The same with answers of several thousand characters, which some templates shorten once they are old."""
     answers = [{**answer, "content": f"{text_of(answer['content'])} {_LENGTHY}"} for answer in exchange.answers]

@@ -31,6 +31,9 @@ STAND_IN: dict[str, Any] = {
 }
 """A tool for synthetic conversations."""
 
+UNKNOWN = "unknown"
+"""What a tool is called where the model has called it by no name."""
+
 _THOUGHT, _SAID, _KEY = "the thought", "the answer", "an_argument"
 
 
@@ -43,11 +46,14 @@ class MessageShape:
         short_ids: the ids of calls are wanted as nine letters and digits.
         one_call: a turn may hold one call only; more are written as turns that follow each other.
         results_follow_calls: messages of the role ``tool`` must answer a call; others are written as a user's words.
+        results_named: messages of the role ``tool`` must name the tool.
         words_after_results: a user's words may follow what tools have answered; if not, they stand below it.
         one_user_message: user messages are wanted one at a time, with an answer in between.
         parts: content is wanted as a list of parts, a text on its own included.
         images_apart: images in what tools answer are wanted in a message of the user that follows.
         thoughts_apart: thoughts are wanted in a field of their own, and not in the text.
+        thoughts_or_words: a turn with calls may have thoughts or words, and not both. The words stand below the
+            thoughts then.
         thoughts: how they stand in a turn's text.
     """
 
@@ -55,11 +61,13 @@ class MessageShape:
     short_ids: bool = False
     one_call: bool = False
     results_follow_calls: bool = False
+    results_named: bool = False
     words_after_results: bool = True
     one_user_message: bool = False
     parts: bool = False
     images_apart: bool = False
     thoughts_apart: bool = False
+    thoughts_or_words: bool = False
     thoughts: Thoughts = field(default_factory=Thoughts)
 
     def allows(self, turn: Message) -> bool:
@@ -80,8 +88,8 @@ class MessageShape:
                 fitted[-1] = {**fitted[-1], "content": joined(fitted[-1]["content"], "\n\n", message["content"])}
             elif message["role"] == "assistant":
                 fitted.append(self._fit_assistant(self._split(message)))
-            elif self.short_ids and "tool_call_id" in message:
-                fitted.append({**message, "tool_call_id": self._id(message["tool_call_id"])})
+            elif message["role"] == "tool":
+                fitted.append(self._fit_result(message))
             else:
                 fitted.append(message)
         return [self._fit_content(message) for message in fitted]
@@ -107,8 +115,20 @@ class MessageShape:
         fitted = dict(message)
         if not self.thoughts_apart and (reasoning := fitted.pop("reasoning_content", None)) is not None:
             fitted["content"] = self.thoughts.join(cast(str, reasoning), text_of(message["content"]))
+        if self.thoughts_or_words and fitted.get("tool_calls") and fitted.get("reasoning_content"):
+            said = text_of(message["content"])
+            fitted["reasoning_content"] = "\n\n".join(filter(None, (cast(str, fitted["reasoning_content"]), said)))
+            fitted["content"] = ""
         if message.get("tool_calls"):
             fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
+        return cast(Message, fitted)
+
+    def _fit_result(self, message: Message) -> Message:
+        fitted = dict(message)
+        if self.short_ids and "tool_call_id" in message:
+            fitted["tool_call_id"] = self._id(message["tool_call_id"])
+        if self.results_named and "name" not in message:
+            fitted["name"] = UNKNOWN
         return cast(Message, fitted)
 
     def _fit_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +159,7 @@ def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
     """
     tokenizer.render([QUESTION], add_generation_prompt=True)
     as_text, short_ids, one_call = _calls(tokenizer)
-    results_follow_calls, words_after_results = _results(tokenizer)
+    results_follow_calls, results_named, words_after_results = _results(tokenizer)
     once, twice = _rendered(tokenizer, [QUESTION]), _rendered(tokenizer, [QUESTION, QUESTION])
     parts, images_apart = _images(tokenizer) if tokenizer.vision is not None else (False, False)
     apart, thoughts = _thoughts(tokenizer)
@@ -149,11 +169,13 @@ def shape_wanted_by(tokenizer: Tokenizer) -> MessageShape:
         short_ids,
         one_call,
         results_follow_calls,
+        results_named,
         words_after_results,
         one_user_message,
         parts,
         images_apart,
         apart,
+        apart and _thoughts_or_words(tokenizer),
         thoughts,
     )
 
@@ -169,8 +191,8 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
     return False, False, False
 
 
-def _results(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Whether messages of the role ``tool`` must answer a call, and whether a user's words may follow them."""
+def _results(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
+    """What messages of the role ``tool`` must do and may: answer a call, name a tool, be followed by a user's words."""
     said: Message = {"role": "assistant", "content": _SAID}
     result: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": _KEY}
     uncalled = _rendered(tokenizer, [QUESTION, said, result, said, result])
@@ -178,7 +200,14 @@ def _results(tokenizer: Tokenizer) -> tuple[bool, bool]:
     calling = [[_calling(["abcdefgh0"], arguments), result] for arguments in in_either_way]
     answered = any(_rendered(tokenizer, [QUESTION, *called]) for called in calling)
     noted = any(_rendered(tokenizer, [QUESTION, *called, QUESTION]) for called in calling)
-    return uncalled is None or uncalled.count(_KEY) < 2, noted or not answered
+    nameless = cast(Message, {name: value for name, value in result.items() if name != "name"})
+    ways = [[said, result], *calling]
+    named = any(
+        _rendered(tokenizer, [QUESTION, *way]) is not None
+        and _rendered(tokenizer, [QUESTION, *way[:-1], nameless]) is None
+        for way in ways
+    )
+    return uncalled is None or uncalled.count(_KEY) < 2, named, noted or not answered
 
 
 def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
@@ -208,6 +237,21 @@ def _thoughts(tokenizer: Tokenizer) -> tuple[bool, Thoughts]:
     opener = next((opener for opener in OPENERS if opener in around), None)
     opener = opener or next((opener for opener in OPENERS if opener in tokenizer.control_tokens), "<think>")
     return apart, Thoughts(opener, OPENERS[opener], header.endswith(opener))
+
+
+def _thoughts_or_words(tokenizer: Tokenizer) -> bool:
+    """Whether a turn with calls may have thoughts and may have words, and not both."""
+    thoughts, words = {"reasoning_content": _THOUGHT}, {"content": _SAID}
+    in_either_way: tuple[Any, Any] = ({}, "{}")
+    for arguments in in_either_way:
+        calling = _calling(["abcdefgh0"], arguments)
+        alone, both = (
+            [_rendered(tokenizer, [QUESTION, cast(Message, {**calling, **each})]) for each in kinds]
+            for kinds in ((thoughts, words), ({**thoughts, **words},))
+        )
+        if None not in alone and both == [None]:
+            return True
+    return False
 
 
 def _calling(ids: Sequence[str], arguments: Any) -> Message:

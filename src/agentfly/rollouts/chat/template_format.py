@@ -161,8 +161,10 @@ class TemplateChatFormat:
     def _following_unless_rewritten(self, conversation: Sequence[Message], last: int, tools: Definitions) -> str | None:
         """What the template writes behind the assistant's turn at position ``last``; None if it rewrites that."""
         turns = self._turns
-        sent = turns.bare(conversation[:last], tools)
-        now = turns.bare(conversation, tools)
+        try:
+            sent, now = turns.bare(conversation[:last], tools), turns.bare(conversation, tools)
+        except ChatFormatError:
+            return None  # it refuses what was said now, so there is nothing that could follow it
         places = turns.places(conversation, last)
         if not places or not all(place in now for place in places):
             return None

@@ -11,7 +11,7 @@ from agentfly.policies.policy import Tokenizer
 from agentfly.rollouts.chat.chat_format import Definitions
 from agentfly.rollouts.chat.endings import CALL, endings_of
 from agentfly.rollouts.chat.rendered import ControlTokens
-from agentfly.rollouts.chat.shape import QUESTION, STAND_IN, shape_wanted_by
+from agentfly.rollouts.chat.shape import QUESTION, STAND_IN, UNKNOWN, shape_wanted_by
 from agentfly.rollouts.chat.skeleton import behind_last_place, places_of, reply, skeleton
 
 _STAND_INS = (STAND_IN,)
@@ -112,6 +112,6 @@ class Turns:
 
 
 def _call_of(answer: Message) -> dict[str, Any]:
-    name = answer.get("name", STAND_IN["function"]["name"])
+    name = answer.get("name", UNKNOWN)
     call_id = answer.get("tool_call_id", CALL["id"])
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}

@@ -22,7 +22,6 @@ from agentfly.policies.embedded.batch import Request, RunningBatch
 from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
 from agentfly.policies.embedded.output_layer import OutputLayer, rule_out
 from agentfly.policies.embedded.sampler import Sampler
-from agentfly.policies.embedded.sampling import check_sampling
 from agentfly.policies.embedded.threads import choose_threads
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, SamplingParams
@@ -168,9 +167,7 @@ class EmbeddedPolicy:
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
             PolicyError: the generation failed, the policy is not entered, or there are images, which it cannot take.
-            ConfigError: the sampling settings are out of their ranges.
         """
-        check_sampling(sampling)
         if images:
             raise PolicyError(
                 "The embedded policy runs language models without eyes, and this conversation holds images. Give a "

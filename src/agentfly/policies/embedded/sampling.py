@@ -6,27 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from agentfly.errors import ConfigError
 from agentfly.policies.policy import SamplingParams
 
 _BLOCK = 256
 """Tokens of a block of the vocabulary in `_invert`."""
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse settings that mean nothing.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-    for name, value, sound, asked in (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0, where 0 means all tokens"),
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
-    ):
-        if not sound:
-            raise ConfigError(f"{name} is {value}; it must be {asked}.")
 
 
 def sample(

@@ -145,7 +145,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "Task": [
         (made("Task", "a", fields=5), "a mapping of names to values"),
         (made("Task", "a", fields=["b"]), "a mapping of names to values"),
-        (made("Task", "a", id=5), "it must be a text"),
+        (made("Task", "a", id=[5]), "has the id"),
         (lambda: af.Task.from_row(5), "no row"),  # type: ignore[arg-type]
     ],
     "ToolResult": [(made("ToolResult", "a", reward="1"), "finite number")],

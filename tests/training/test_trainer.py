@@ -213,7 +213,7 @@ def test_a_temperature_of_zero_cannot_be_trained(tmp_path: Path) -> None:
 
 
 async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ScriptedPolicy cannot be trained"):
+    with pytest.raises(ConfigError, match="ScriptedPolicy, which cannot be trained"):
         await trained(tmp_path, policy=ScriptedPolicy(["hello"]))
 
 

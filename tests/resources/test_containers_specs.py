@@ -68,7 +68,7 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"memory": True}, r"memory=True\): write a text such as"),
         ({"memory": None}, r"memory=None\): write a text such as"),
         ({"memory": 1.5}, "whole number of bytes"),
-        ({"memory": "lots"}, r"memory='lots'\): that is not a size; write a number and a unit"),
+        ({"memory": "lots"}, r"memory='lots'\): that is not a size in bytes. Write a number and a unit"),
         ({"disk": 64}, "that is 64 bytes.*write '64MiB'"),
         ({"gpus": 1}, "no graphics processor is passed on"),
         ({"workdir": None}, "write a text"),

@@ -21,6 +21,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="pip install 'agentfly-rl[mcp]'")
 
+import httpx2
 from mcp.types import TextContent
 
 from agentfly.errors import (
@@ -337,11 +338,22 @@ async def test_an_address_gets_the_credentials_of_the_spec(monkeypatch: pytest.M
                 pass
     assert "authorization: bearer key-of-notes" in heads[0].lower()
     assert "x-team: red" in heads[0].lower()
+    requests = [error.request for error in causes(failed.value) if isinstance(error, httpx2.RequestError)]
+    assert requests
+    assert all({"authorization", "x-team"}.isdisjoint(request.headers) for request in requests)
     assert "key-of-notes" not in str(failed.value)
     monkeypatch.delenv("NOTES_KEY")
     with pytest.raises(PrerequisiteError, match="NOTES_KEY"):
         async with started(spec):
             pass
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it came of."""
+    yield error
+    for cause in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
+        if cause is not None:
+            yield from causes(cause)
 
 
 # --- specs ---------------------------------------------------------------------------------------------------------
@@ -354,8 +366,14 @@ async def test_an_address_gets_the_credentials_of_the_spec(monkeypatch: pytest.M
         ({"command": ("a",), "url": "http://a/mcp"}, "needs a command or a url, and not both"),
         ({"command": "uvx server --all"}, r"one text a word: \('uvx', 'server', '--all',\)"),
         ({"command": ("a", 1)}, "write a tuple of texts"),
-        ({"url": "host/mcp"}, "write the whole address"),
-        ({"url": "http://me:pass@host/mcp"}, "holds a password"),
+        ({"url": "host/mcp"}, r"url='host/mcp' is no address that can be called. Write the whole of it"),
+        ({"url": "http://[::1"}, r"url='http://\[::1' is no URL"),
+        ({"url": "http://host:port/mcp"}, "is no URL: Port could not be cast"),
+        ({"url": "http://{host}/mcp"}, r"'\{host\}' is no name of a host"),
+        ({"url": "http://me:pass@host/mcp"}, "holds a user or a password.*api_key_env or headers_env"),
+        ({"url": "https://sk-012345@host/mcp"}, "holds a user or a password.*api_key_env or headers_env"),
+        ({"url": "https://host/mcp?x=1&tavilyApiKey=sk-012345"}, "credential in the parameter 'tavilyApiKey'"),
+        ({"url": "https://host/mcp?access_token=sk-012345"}, "credential in the parameter 'access_token'"),
         ({"url": "http://a/mcp", "env": {"A": "b"}}, r"env=…\) is for a server that is given by its command"),
         ({"command": ("a",), "api_key_env": "A"}, r"api_key_env=…\) is for a server that is given by its url"),
         (
@@ -368,8 +386,15 @@ async def test_an_address_gets_the_credentials_of_the_spec(monkeypatch: pytest.M
     ],
 )
 def test_a_spec_that_cannot_be_is_refused_with_the_cure(fields: dict[str, Any], cure: str) -> None:
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises(ConfigError, match=cure) as refused:
         MCPServerSpec(**fields)
+    assert "sk-012345" not in str(refused.value)
+
+
+def test_an_address_keeps_the_parameters_that_are_no_secret() -> None:
+    spec = MCPServerSpec(url=" https://Bücher.de:8443/mcp?project_ref=abc&read_only=true")
+    assert spec.url == "https://xn--bcher-kva.de:8443/mcp?project_ref=abc&read_only=true"
+    assert spec.label == "mcp:xn--bcher-kva.de:8443"
 
 
 def test_specs_that_mean_the_same_are_equal_and_their_labels_are_short() -> None:

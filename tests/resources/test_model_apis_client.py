@@ -396,6 +396,8 @@ def test_an_address_that_cannot_be_called_is_refused(base_url):
         ("http://localhost:8000/v1/", "http://localhost:8000/v1"),
         (" https://API.host.net ", "https://api.host.net"),
         ("http://[::1]:8000/v1", "http://[::1]:8000/v1"),
+        ("https://Bücher.de/v1", "https://xn--bcher-kva.de/v1"),
+        ("https://xn--bcher-kva.de/v1", "https://xn--bcher-kva.de/v1"),
         ("http://judge_server:80/openai/v1", "http://judge_server:80/openai/v1"),
     ],
 )

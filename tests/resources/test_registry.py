@@ -133,7 +133,22 @@ def test_a_spec_that_contradicts_itself_is_refused_when_it_is_written(fields):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [(1024, 1024), ("1024", 1024), ("512MiB", 2**29), ("2 GB", 2 * 10**9), ("0.5gib", 2**29)]
+    ("text", "size"),
+    [
+        (1024, 1024),
+        ("1024", 1024),
+        ("512MiB", 2**29),
+        ("2 GB", 2 * 10**9),
+        ("0.5gib", 2**29),
+        ("1Gi", 2**30),
+        ("64ki", 2**16),
+    ],
 )
 def test_sizes_are_read_in_the_usual_units(text, size):
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("memory", ["512m", "512M", "512 m"])
+def test_a_unit_that_programs_read_differently_is_refused_with_both_readings(memory: str) -> None:
+    with pytest.raises(ConfigError, match=r"FakeSpec\(memory=.*Write '512MiB' or '512MB'\.$"):
+        FakeSpec(memory=memory)

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -20,7 +22,7 @@ LEAST_SECRET = 8
 may stand in any text."""
 
 WIRE_LOGGERS = (
-    *("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy"),
+    *("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy", "httpcore.socks"),
     *("httpx2", "httpcore2.connection", "httpcore2.http11", "httpcore2.http2", "httpcore2.proxy", "httpcore2.socks"),
     "mcp.client.streamable_http",
 )
@@ -105,13 +107,25 @@ class Credentials:
         return 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Take the secrets out of a log record; as a filter of the loggers in `WIRE_LOGGERS`."""
+        """Take the secrets out of a log record; as a filter of loggers."""
         message = record.getMessage()
         if (redacted := self.redact(message)) != message:
             record.msg, record.args = redacted, ()
         if record.exc_info and not record.exc_text:  # what it is shown as, unless it has been already
             record.exc_text = self.redact(logging.Formatter().formatException(record.exc_info))
         return True
+
+    @contextmanager
+    def out_of_logs(self) -> Iterator[None]:
+        """Take the secrets out of what is logged of the wire meanwhile."""
+        own = partial(self.filter)  # of this call alone: another one may begin and end meanwhile
+        for name in WIRE_LOGGERS:
+            logging.getLogger(name).addFilter(own)
+        try:
+            yield
+        finally:
+            for name in WIRE_LOGGERS:
+                logging.getLogger(name).removeFilter(own)
 
     def fingerprint(self, salt: bytes) -> str:
         """What tells these credentials from others, and from which they cannot be found without the salt."""

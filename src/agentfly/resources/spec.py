@@ -173,10 +173,8 @@ class ResourceSpec(Generic[R_co]):
             raise self._wrong(name, "write a text such as '512MiB', or a whole number of bytes without quotes")
         try:
             return parse_bytes(value if isinstance(value, str) else int(value))
-        except ConfigError:
-            raise self._wrong(
-                name, "that is not a size; write a number and a unit, for instance '512MiB' or '2GB'"
-            ) from None
+        except ConfigError as error:
+            raise self._wrong(name, f"that {str(error).removeprefix(repr(value)).strip(' .')}") from None
 
     def _require_text(self, name: str) -> None:
         if not isinstance(getattr(self, name), str):

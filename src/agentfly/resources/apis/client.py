@@ -9,9 +9,9 @@ and has no fields for token ids. What is left to do over httpx is small. Retries
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
-import logging
 import operator
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from agentfly.resources.apis.completion import (
 )
 from agentfly.resources.apis.endpoint import is_loopback, parse_base_url
 from agentfly.resources.apis.retry_after import read_retry_after
-from agentfly.resources.credentials import WIRE_LOGGERS, Credentials
+from agentfly.resources.credentials import Credentials
 
 if TYPE_CHECKING:
     import httpx
@@ -91,8 +91,8 @@ class ModelClient:
         self._credentials = credentials or Credentials()
         self._max_answer_bytes = max_answer_bytes
         self._http = _http_client(self.base_url, connect_timeout_s, read_timeout_s)
-        for name in WIRE_LOGGERS:
-            logging.getLogger(name).addFilter(self._credentials.filter)
+        self._logs = contextlib.ExitStack()
+        self._logs.enter_context(self._credentials.out_of_logs())
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,8 +105,7 @@ class ModelClient:
     async def close(self) -> None:
         """Close all connections. A call that is under way fails as unavailable."""
         await self._http.aclose()
-        for name in WIRE_LOGGERS:
-            logging.getLogger(name).removeFilter(self._credentials.filter)
+        self._logs.close()
 
     # --- what an endpoint can be asked --------------------------------------------------------------------------------
 

@@ -1,17 +1,84 @@
-"""Endpoint: where a model answers over HTTP, checked when it is written down rather than when it is first called."""
+"""Endpoint: where a server answers over HTTP, checked when it is written down rather than when it is first called."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from agentfly.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 _PLACEHOLDER = re.compile(r"your[-_.]|(.*\.)?(example|invalid)$|(.*\.)?example\.(com|net|org)$", re.IGNORECASE)
 _SECRET_PARTS = re.compile(r"(?<=//).*(?=@)|^(?!\w+://).*(?=@)|(?<=[?#]).*", re.DOTALL)
+_SECRET_PARAMETER = re.compile(
+    r"key$|token$|secret$|passw(or)?d$|pwd$|^auth(?!or)|authorization$|^sig$|signature$|credentials?$", re.IGNORECASE
+)
 _METHOD_PATHS = ("/chat/completions", "/completions", "/models")
+
+
+def parse_address(setting: str, address: str, such_as: str) -> SplitResult:
+    """A server's address in its one form: the host is in lower case and, if it is international, in punycode.
+
+    Args:
+        setting: the name of what is set to it, for messages.
+        address: as it was written.
+        such_as: an address as it should be, for messages.
+
+    Raises:
+        ConfigError: nothing can be called there, or it holds a credential, which everybody would see who sees the spec.
+    """
+    if not isinstance(address, str):
+        raise ConfigError(f"{setting}={address!r}: write the address as a text, such as {such_as}.")
+    text = address.strip()
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{setting}={_shown(text)!r} is no URL: {error}. Write one such as {such_as}.") from error
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            f"{setting} for host {host!r} holds a user or a password, which would be seen wherever the spec is. Put "
+            "the credential in an environment variable and name it in api_key_env or headers_env."
+        )
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(
+            f"{setting}={_shown(text)!r} is no address that can be called. Write the whole of it, with http:// or "
+            f"https://, such as {such_as}."
+        )
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if _SECRET_PARAMETER.search(name):
+            raise ConfigError(
+                f"{setting} for host {host!r} holds a credential in the parameter {name[:40]!r}, which would be seen "
+                "wherever the spec is. Leave it out, put its value in an environment variable and name that in "
+                "api_key_env or headers_env."
+            )
+    try:
+        host = f"[{host}]" if ":" in host else _ascii(host)
+    except ValueError:
+        raise ConfigError(
+            f"{setting}={_shown(text)!r}: {host!r} is no name of a host. Write the host where it is a placeholder; an "
+            f"address is such as {such_as}."
+        ) from None
+    return parts._replace(netloc=host if port is None else f"{host}:{port}")
+
+
+def _ascii(host: str) -> str:
+    """A host as it is looked up.
+
+    Raises:
+        ValueError: nothing can have this name.
+    """
+    if not host.isascii():
+        import httpx  # here, because few hosts need it
+
+        try:
+            host = httpx.URL(scheme="https", host=host).raw_host.decode()
+        except httpx.InvalidURL as error:
+            raise ValueError(host) from error
+    if not _HOST.fullmatch(host):
+        raise ValueError(host)
+    return host
 
 
 def parse_base_url(base_url: str) -> str:
@@ -21,26 +88,10 @@ def parse_base_url(base_url: str) -> str:
         ConfigError: it is no URL that can be called, a placeholder that was never filled in (names reserved for
             examples by RFC 2606 count as that), or holds what does not belong there, such as a password.
     """
-    if not isinstance(base_url, str):
-        raise ConfigError(f"base_url={base_url!r}: write the endpoint's address as a text, such as {_SUCH_AS}.")
-    text = base_url.strip()
-    try:
-        parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"base_url={_shown(text)!r} is no URL: {error}. Write one such as {_SUCH_AS}.") from error
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"base_url for host {host!r} holds a user or a password, which would be seen wherever the spec is. Put the "
-            "credential in an environment variable and name it in api_key_env or headers_env."
-        )
-    if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(
-            f"base_url={_shown(text)!r} is no address that can be called. Write the whole of it, with http:// or "
-            f"https://, such as {_SUCH_AS}."
-        )
-    if not (_is_address(host) or _HOST.fullmatch(host)) or _PLACEHOLDER.match(host):
-        raise ConfigError(f"base_url={_shown(text)!r} is a placeholder: fill in the host of your endpoint.")
+    parts = parse_address("base_url", base_url, _SUCH_AS)
+    host = parts.hostname or ""
+    if _PLACEHOLDER.match(host):
+        raise ConfigError(f"base_url for host {host!r} is a placeholder: fill in the host of your endpoint.")
     if parts.query or parts.fragment:
         raise ConfigError(
             f"base_url for host {host!r} has something after a '?' or '#'. Give the base alone, such as {_SUCH_AS}; "
@@ -53,7 +104,7 @@ def parse_base_url(base_url: str) -> str:
                 f"base_url={base_url!r} is the address of one method. Leave out {method!r} at its end: the methods "
                 "are found from the base."
             )
-    return f"{parts.scheme}://{parts.netloc.lower()}{path}"
+    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 def is_loopback(base_url: str) -> bool:

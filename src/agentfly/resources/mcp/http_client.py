@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any
 
 import httpx2
 from mcp import MCPError
 from mcp.types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 
-from agentfly.resources.credentials import WIRE_LOGGERS, Credentials
+from agentfly.resources.credentials import Credentials
 
 LONGEST_MESSAGE = 2**26
 """Bytes of the longest message that is taken from a server."""
@@ -64,18 +62,28 @@ class HTTPClient(httpx2.AsyncClient):
 
     def __init__(self, credentials: Credentials, timeout: httpx2.Timeout) -> None:
         super().__init__(
-            headers={"accept-encoding": "identity", **credentials.headers()},
+            headers={"accept-encoding": "identity"},
             timeout=timeout,
             event_hooks={"response": [self._bound]},
         )
-        for name in WIRE_LOGGERS:
-            logging.getLogger(name).addFilter(credentials.filter)
         self._credentials = credentials
         self._has_answered = False
         self._next_stream_at = 0.0
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """The response to a request, or one that says what went wrong."""
+        """The response to a request, or one that says what went wrong.
+
+        The credentials are on the request while it is sent, because responses and errors keep it.
+        """
+        secret = self._credentials.headers()
+        request.headers.update(secret)
+        try:
+            return await self._answer(request, **options)
+        finally:
+            for name in secret:
+                del request.headers[name]
+
+    async def _answer(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         asked = _message(request)
         if request.method == "GET":
             await self._pause()
@@ -94,25 +102,6 @@ class HTTPClient(httpx2.AsyncClient):
             gone = isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
             trouble = Trouble.UNREACHABLE if gone else Trouble.FAILED
             return self._failure(request, asked, trouble, f"{type(error).__name__}: {error}")
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await super().aclose()
-        self._let_loggers_go()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        """Close all connections."""
-        await super().__aexit__(kind, error, traceback)
-        self._let_loggers_go()
-
-    def _let_loggers_go(self) -> None:
-        for name in WIRE_LOGGERS:
-            logging.getLogger(name).removeFilter(self._credentials.filter)
 
     async def _bound(self, response: httpx2.Response) -> None:
         """See that a response costs a bounded amount of memory and of the event loop's time, and shows no credential.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agentfly.errors import ConfigError
+from agentfly.resources.apis.endpoint import parse_address
 from agentfly.resources.credentials import settle_credentials
 from agentfly.resources.registry import register
 from agentfly.resources.spec import ResourceSpec
@@ -29,7 +30,8 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
 
     Args:
         command: the program and its arguments, one text a word, such as ``("uvx", "mcp-server-git")``.
-        url: the address of a server, such as ``https://host/mcp``.
+        url: the address of a server, such as ``https://host/mcp``. Everybody sees it who sees the spec, so credentials
+            belong in ``api_key_env`` and ``headers_env``.
         env: environment variables of the program, as a mapping or as pairs. Of this process's it gets only those that
             programs need to run: ``PATH``, ``HOME`` and the like. Values may be secrets, and are not in the spec's
             repr.
@@ -90,7 +92,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     def label(self) -> str:
         """``mcp`` and the program's or host's name."""
         if self.url:
-            return f"mcp:{urlsplit(self.url).netloc.rpartition('@')[2]}"
+            return f"mcp:{urlsplit(self.url).netloc}"
         names = [PurePath(word).name[:40] for word in self.command if not word.startswith("-")]
         return f"mcp:{' '.join(' '.join(names[:2]).split())}"
 
@@ -105,14 +107,9 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
 
     def _check_url(self) -> None:
         self._require_text("url")
-        parts = urlsplit(self.url)
-        if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
-            raise self._wrong("url", "write the whole address, such as 'https://host/mcp'")
-        if parts.password:
-            raise ConfigError(
-                f"{type(self).__name__}(url=…) holds a password. Put it into an environment variable, and name that: "
-                "api_key_env='…' or headers_env={'…': '…'}."
-            )
+        if self.url:
+            parts = parse_address(f"{type(self).__name__}: url", self.url, "'https://host/mcp'")
+            object.__setattr__(self, "url", parts._replace(fragment="").geturl())
 
 
 register(

@@ -79,11 +79,12 @@ async def of_address(spec: MCPServerSpec) -> AsyncIterator[tuple[object, object]
     """
     credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
     timeout = httpx2.Timeout(CONNECT_S, read=spec.call_timeout_s + READ_S)
-    async with (
-        HTTPClient(credentials, timeout) as client,
-        streamable_http_client(spec.url, http_client=client, max_sse_event_size=LONGEST_MESSAGE) as streams,
-    ):
-        yield streams
+    with credentials.out_of_logs():
+        async with (
+            HTTPClient(credentials, timeout) as client,
+            streamable_http_client(spec.url, http_client=client, max_sse_event_size=LONGEST_MESSAGE) as streams,
+        ):
+            yield streams
 
 
 def log_file(directory: Path) -> Path:

@@ -18,6 +18,8 @@ from agentfly.errors import ConfigError, PrerequisiteError
 
 logger = logging.getLogger(__name__)
 
+_MOST_DIGITS = 18
+
 Kind = Literal["train", "eval", "rollout", "greedy"]
 
 
@@ -191,8 +193,13 @@ class RunDirectory:
 
 def numbered(paths: Iterable[Path], prefix: str) -> list[tuple[int, Path]]:
     """The paths that are named ``prefix`` and a number, with their numbers, lowest first; others are left out."""
-    numbers = [(path.stem.removeprefix(prefix), path) for path in paths]
-    return sorted((int(number), path) for number, path in numbers if number.isascii() and number.isdecimal())
+    numbers = [(whole_number(path.stem.removeprefix(prefix)), path) for path in paths]
+    return sorted((number, path) for number, path in numbers if number is not None)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text of digits writes; None if it is none, or too large to count anything."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from statistics import stdev
 from types import ModuleType
 
 import pytest
+import yaml
 
 from agentfly.benchmarks.studies import figures
 from agentfly.benchmarks.studies.catalog import STUDIES
@@ -120,7 +122,10 @@ def test_the_interval_of_a_mean_is_that_of_students_t():
     spread = Spread.of([0.7, 0.8, 0.9])
     assert (spread.low, spread.high, spread.count) == (0.7, 0.9, 3)
     assert spread.mean == pytest.approx(0.8)
-    assert spread.margin == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert spread.margin == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-4)
+    for count, quantile in ((11, 2.228), (60, 2.001)):
+        values = [float(number % 2) for number in range(count)]
+        assert Spread.of(values).margin == pytest.approx(quantile * stdev(values) / count**0.5, rel=1e-3)
     assert Spread.of([0.5]).margin is None
 
 
@@ -224,6 +229,12 @@ async def test_a_study_makes_the_runs_that_are_missing_and_no_others(tmp_path):
     told.clear()
     await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=told.append)
     assert told == ["2 of 2 runs are finished already"]
+
+    run = runs[0]
+    settings = yaml.safe_load(run.directory.config_file.read_text())
+    settings["training"]["steps"] = 9  # as if it had stopped early
+    run.directory.config_file.write_text(yaml.safe_dump(settings))
+    assert run.finished
 
     (run,) = [run for run in runs if run.arm.name == "other"]
     (run.directory.checkpoints / "step-000001").rename(tmp_path / "lost")  # as if it had been killed before

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentfly.cli import main as cli
+from agentfly.cli.config_file import load_config
+from agentfly.cli.experiment import Experiment
 from agentfly.policies.catalog import find_model
 from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
@@ -153,11 +155,48 @@ def test_a_model_that_does_not_exist(refused):
 
 @pytest.mark.parametrize("where", ["runs/mine", "runs/mine/checkpoints"])
 def test_a_run_in_place_of_a_model(refused, where):
-    Path("runs/mine/checkpoints/step-000004").mkdir(parents=True)
+    for step in ("999999", "1000000"):
+        Path(f"runs/mine/checkpoints/step-{step}").mkdir(parents=True)
     code, message = refused("rollout", "config.yaml", f"model={where}")
     assert code == 2
-    assert f"Name a checkpoint, of which {Path.cwd()}/runs/mine/checkpoints/step-000004 is the last" in message
+    assert f"Name a checkpoint, of which {Path.cwd()}/runs/mine/checkpoints/step-1000000 is the last" in message
     assert f"agentfly export {Path.cwd()}/runs/mine --to DIR" in message
+
+
+@pytest.mark.parametrize("number", ["²", "-1", "9" * 5000])
+def test_what_is_no_number_of_a_step_or_of_attempts_is_refused_by_every_option(refused, number):
+    run = Path("runs/mine")
+    for name in ("checkpoints/step-000004", "trajectories"):
+        (run / name).mkdir(parents=True)
+    (run / "config.yaml").write_text(CONFIG)
+    (run / "trajectories/eval-000004.jsonl").touch()
+    for words, told in (
+        (["eval", "runs/mine", "--checkpoint"], "has no checkpoint"),
+        (["rollout", "runs/mine", "--checkpoint"], "has no checkpoint"),
+        (["eval", "runs/mine", "--stored", "--checkpoint"], "holds no evaluation after step"),
+        (["eval", "config.yaml", "--k"], "it must be whole numbers"),
+    ):
+        code, message = refused(*words, number)
+        assert code == 2
+        assert told in message
+
+
+@pytest.mark.parametrize("name", ["data:v1/tasks.jsonl", "tasks:v1.jsonl", "tasks:v1"])
+def test_a_tasks_file_may_have_a_colon_in_its_path(project, name):
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).write_text('{"prompt": "How are things?"}\n')
+    assert len(Experiment.of(load_config(project / "config.yaml", [f"tasks={name}"])).tasks) == 1
+
+
+@pytest.mark.parametrize("run", ["runs/lr=1e-4", "lr=1e-4", "runs/a=b=c"])
+def test_a_directory_of_rollouts_may_have_an_equals_sign_in_its_path(refused, run):
+    (Path(run) / "trajectories").mkdir(parents=True)
+    (Path(run) / "trajectories/rollout-000000.jsonl").write_text("")
+    code, message = refused("sft", "config.yaml", run, "sft.epochs=1", "seed=1")
+    assert code == 2
+    assert "no key 'seed'" in message
+    _, message = refused("sft", "config.yaml", run, "sft.epochs=1")
+    assert "There is nothing to learn from" in message
 
 
 def test_a_run_without_a_checkpoint_in_place_of_a_model(refused):

@@ -8,7 +8,7 @@ import pytest
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.run_directory import RunDirectory, replace_text
+from agentfly.run_directory import RunDirectory, replace_text, whole_number
 from agentfly.viewing.metrics import MetricsWriter
 
 
@@ -128,6 +128,14 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was_and_the_message_names_the_c
         replace_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7", 7), ("000012", 12), ("", None), ("²", None), ("٣", None), ("-1", None), ("1.0", None), ("9" * 5000, None)],
+)
+def test_only_a_text_of_digits_is_a_whole_number(text, number):
+    assert whole_number(text) == number
 
 
 def test_files_of_trajectories_are_listed_by_step(tmp_path):

@@ -254,6 +254,14 @@ def _literal(value: Any) -> Any:
     return value.replace("${", LITERAL) if isinstance(value, str) else value
 
 
+def is_override(word: str) -> bool:
+    """Whether a word of a command is ``key=value``, and not a path with ``=`` in it, such as ``runs/lr=1e-4``."""
+    key, separator, _ = word.partition("=")
+    if not separator or "/" in key:
+        return False
+    return key.partition(".")[0] in RunConfig.model_fields or not Path(word).exists()
+
+
 def _can_be_followed(path: Path) -> bool:
     """Whether a file is right by itself."""
     try:

@@ -153,24 +153,26 @@ def _stored(source: Path, checkpoint: str | None) -> tuple[int, Path]:
     Raises:
         ConfigError: there is no such evaluation.
     """
-    from agentfly.run_directory import RunDirectory
+    from agentfly.run_directory import RunDirectory, whole_number
 
     files = dict(RunDirectory(source).trajectory_files("eval"))
     if not files:
         raise ConfigError(f"{source} holds no evaluation. Make one: agentfly eval {shlex.quote(str(source))}")
     if checkpoint is None:
         return max(files), files[max(files)]
-    step = 0 if checkpoint == "none" else int(checkpoint) if checkpoint.isdecimal() else -1
-    if step not in files:
+    step = 0 if checkpoint == "none" else whole_number(checkpoint)
+    if step is None or step not in files:
         raise ConfigError(f"{source} holds no evaluation after step {checkpoint}. It has {', '.join(map(str, files))}.")
     return step, files[step]
 
 
 def _numbers(ks: str) -> list[int]:
-    words = [word.strip() for word in ks.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
+    from agentfly.run_directory import whole_number
+
+    numbers = [whole_number(word.strip()) for word in ks.split(",")]
+    if not all(numbers):
         raise ConfigError(f"--k {ks}: it must be whole numbers of at least 1, for instance --k 1,4,8.")
-    return sorted({int(word) for word in words})
+    return sorted({number for number in numbers if number})
 
 
 async def _evaluated(

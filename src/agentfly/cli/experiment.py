@@ -213,8 +213,8 @@ def _with_memory(agent: Agent, config: RunConfig) -> Agent:
 
 
 def _tasks(reference: str, base: Path, field: str) -> list[Task]:
-    home, separator, _ = reference.rpartition(":")
-    if not separator or not home:
+    home, _, name = reference.rpartition(":")
+    if not home or not name.isidentifier() or (base / reference).is_file():  # a path may hold a colon, too
         return as_tasks(base / reference)
     named = load_reference(reference, base=base, field=field)
     return as_tasks(_called(named, field, reference) if callable(named) else named)

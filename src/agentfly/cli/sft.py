@@ -35,7 +35,7 @@ def sft(
     oracle or another model in this model's chat format. The loss is on the agent's own turns alone.
     """
     from agentfly.cli.begun_run import begun_run
-    from agentfly.cli.config_file import load_config
+    from agentfly.cli.config_file import is_override, load_config
     from agentfly.cli.experiment import Experiment
     from agentfly.events import EventStream
     from agentfly.run_directory import RunDirectory
@@ -45,13 +45,14 @@ def sft(
     if resume is not None and not RunDirectory(resume).config_file.is_file():
         raise ConfigError(f"{resume} holds no run to go on with: there is no {RunDirectory(resume).config_file}.")
     source = RunDirectory(resume).config_file if resume is not None else Path(words.pop(0)) if words else None
-    data = [word for word in words if "=" not in word]
+    overrides = [word for word in words if is_override(word)]
+    data = [word for word in words if not is_override(word)]
     if source is None or not data:
         raise ConfigError(
             "Say what is to learn and from what: agentfly sft CONFIG.yaml RUN_DIR, where RUN_DIR holds trajectories, "
             "for instance of agentfly rollout CONFIG.yaml policy=oracle. To go on: agentfly sft --resume RUN RUN_DIR."
         )
-    config = load_config(source, [word for word in words if "=" in word])
+    config = load_config(source, overrides)
     experiment = Experiment.of(config)
     experiment.fetch_model()
     resumed = None if resume is None else RunDirectory(resume)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, load_config
 from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory, whole_number
 
 
 def endpoint_asked(base_url: str | None) -> list[str]:
@@ -52,8 +52,8 @@ def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
     if wanted is None:
         sound = checkpoints.sound()
         step = next(step for step, path in saved.items() if path == sound)
-    elif wanted.isdecimal() and int(wanted) in saved:
-        step = int(wanted)
+    elif (number := whole_number(wanted)) in saved:
+        step = number
     else:
         raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
     return step, saved[step] if wanted is None else require_sound(saved[step])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.errors import ConfigError, PrerequisiteError, nearest_name
-from agentfly.run_directory import RunDirectory
+from agentfly.run_directory import RunDirectory, numbered
 from agentfly.user_directories import cache_directory, is_seen
 
 Report = Callable[[str], None]
@@ -127,10 +127,10 @@ def _checked_directory(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
     run = RunDirectory(path.parent if path.name == RunDirectory(path).checkpoints.name else path)
-    checkpoints = sorted(run.checkpoints.glob("step-*"))
+    checkpoints = numbered(run.checkpoints.glob("step-*"), "step-")
     if checkpoints:
         raise ConfigError(
-            f"{path} is of a run, and no model by itself. Name a checkpoint, of which {checkpoints[-1]} is the "
+            f"{path} is of a run, and no model by itself. Name a checkpoint, of which {checkpoints[-1][1]} is the "
             f"last. For other programs, agentfly export {run.path} --to DIR writes it as a model."
         )
     if run.holds_run:

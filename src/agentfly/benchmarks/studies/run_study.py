@@ -13,8 +13,7 @@ from pathlib import Path
 
 from agentfly.benchmarks.studies.study import Arm, Study
 from agentfly.errors import AgentFlyError, ConfigError
-from agentfly.run_directory import RunDirectory
-from agentfly.yaml_reader import read_yaml
+from agentfly.run_directory import RunDirectory, numbered, replace_text
 
 Report = Callable[[str], None]
 
@@ -47,11 +46,19 @@ class StudyRun:
 
     @property
     def finished(self) -> bool:
-        """Whether all its steps have been made, and the checkpoint after the last is written."""
-        if not self.directory.config_file.is_file():
+        """Whether it has come to its end, by its last step or by ``early_stop``, and has its last checkpoint still."""
+        if not self._finished_file.is_file():
             return False
-        settings = read_yaml(self.directory.config_file.read_bytes(), str(self.directory.config_file))
-        return (self.directory.checkpoints / f"step-{settings['training']['steps']:06d}").is_dir()
+        return (self.directory.checkpoints / self._finished_file.read_text(encoding="utf-8").strip()).is_dir()
+
+    def note_finished(self) -> None:
+        """Note that it has come to its end, and at which checkpoint."""
+        _, last = numbered(self.directory.checkpoints.glob("step-*"), "step-")[-1]
+        replace_text(self._finished_file, f"{last.name}\n")
+
+    @property
+    def _finished_file(self) -> Path:
+        return self.directory.path / "finished.txt"
 
 
 def study_runs(study: Study, out: Path, seeds: int) -> list[StudyRun]:
@@ -144,6 +151,7 @@ async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | Non
             await _stop(process)
             raise
     if code == 0:
+        run.note_finished()
         return None
     return log.read_text(encoding="utf-8", errors="replace")[-_TOLD_OF_A_FAILURE:].strip()
 

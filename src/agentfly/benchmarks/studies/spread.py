@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The 97.5 % quantiles of Student's t with 1 to 9 degrees of freedom."""
-_T_BEYOND = 2.262
-"""For more degrees of freedom than those: never too small."""
+from agentfly.rollouts.estimates import student_quantile
 
 
 @dataclass(frozen=True)
@@ -39,5 +36,4 @@ class Spread:
 def _margin(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
-    quantile = _T[len(values) - 2] if len(values) - 2 < len(_T) else _T_BEYOND
-    return quantile * stdev(values) / math.sqrt(len(values))
+    return student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))

@@ -126,6 +126,13 @@ LARGE: dict[str, Answer] = {
     "an error page": Answer(b" " * 200_000, 500, "text/html"),
     "a redirect to itself": Answer(b" " * 200_000, 307, headers={"location": "/mcp"}),
 }
+MANY = b"[" + b"[]," * 100_000 + b"0]"
+OF_MANY_VALUES: dict[str, Answer] = {
+    "JSON": Answer(MANY),
+    "an event": Answer(b": here\n\ndata: " + MANY + b"\n\n", kind="text/event-stream"),
+    "an event of many lines": Answer(b"data: [],\n" * 100_000, kind="text/event-stream"),
+    "an error page": Answer(MANY, 500, "text/html"),
+}
 COMPRESSED = {
     "JSON": Answer(gzip.compress(b"{}"), headers={"content-encoding": "gzip"}),
     "an event without end": Answer(
@@ -139,12 +146,19 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize(
-    ("answers", "told_of_it"), [(LARGE, "more than 100000 bytes"), (COMPRESSED, "none was asked for")]
+    ("answers", "told_of_it"),
+    [
+        (LARGE, "more than 100000 bytes"),
+        (COMPRESSED, "none was asked for"),
+        (OF_MANY_VALUES, "more than 100,000 commas"),
+    ],
 )
 async def test_nothing_is_read_beyond_a_bound_or_decompressed(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Answer], told_of_it: str
 ) -> None:
-    monkeypatch.setattr("agentfly.resources.mcp.http_client.LONGEST_MESSAGE", 100_000)
+    if answers is LARGE:
+        monkeypatch.setattr("agentfly.resources.mcp.http_client.LONGEST_MESSAGE", 100_000)
+    monkeypatch.setattr("agentfly.resources.mcp.http_client.MOST_VALUES", 100_000)
     async with MCPHTTPServer() as there, connected(there, call_timeout_s=20) as server:
         for name, answer in answers.items():
             there.on_call = lambda _, answer=answer: answer

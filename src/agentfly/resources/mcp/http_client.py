@@ -24,6 +24,9 @@ from agentfly.resources.credentials import Credentials
 LONGEST_MESSAGE = 2**26
 """Bytes of the longest message that is taken from a server."""
 
+MOST_VALUES = 1_000_000
+"""Commas and opening brackets in one message. More values than that take so long to read that nothing else goes on."""
+
 BETWEEN_STREAMS_S = 0.1
 """Seconds from one request for a stream of events to the next, whatever the server asks for."""
 
@@ -117,8 +120,7 @@ class HTTPClient(httpx2.AsyncClient):
             raise httpx2.DecodingError(f"it answered in the coding {coding[:_SHOWN]!r}, and none was asked for")
         response.encoding = "utf-8"  # of JSON and of events; others take long to decode
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-        most = None if kind == "text/event-stream" else LONGEST_MESSAGE  # there is a bound for each event
-        response.stream = _Body(response.stream, most, self._credentials)
+        response.stream = _Body(response.stream, kind == "text/event-stream", self._credentials)
 
     async def _pause(self) -> None:
         """Wait before a stream of events is opened anew: a server may ask for that at once, again and again."""
@@ -170,26 +172,40 @@ def _message(request: httpx2.Request) -> Mapping[str, Any] | None:
     return message if isinstance(message, dict) and "method" in message else None
 
 
+_ENDS_OF_EVENTS = (b"\n\n", b"\r\r", b"\r\n\r\n")
+
+
+def _values(part: bytes) -> int:
+    """About how many values of JSON there are in a part of a message, at most."""
+    return sum(part.count(mark) for mark in (b",", b"[", b"{"))
+
+
 class _Body(httpx2.AsyncByteStream):
-    """A body without the credentials that were sent for it, which fails once it is longer than it may be.
+    """A body without the credentials that were sent for it, which fails once a message is longer than it may be.
 
     Args:
         stream: the body as it comes.
-        most: bytes that it may have; None for any number.
+        of_events: whether it is a stream of events, each a message, or one message.
         credentials: what is taken out.
     """
 
-    def __init__(self, stream: Any, most: int | None, credentials: Credentials) -> None:
+    def __init__(self, stream: Any, of_events: bool, credentials: Credentials) -> None:
         self._stream = stream
-        self._most = most
+        self._of_events = of_events
         self._credentials = credentials
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size, rest = 0, b""
+        size, values, rest = 0, 0, b""
         async for part in self._stream:
-            size += len(part)
-            if self._most is not None and size > self._most:
-                raise httpx2.ReadError(f"it answered with more than {self._most} bytes")
+            last = part
+            if self._of_events and (end := max(part.rfind(mark) for mark in _ENDS_OF_EVENTS)) >= 0:
+                size, values, last = 0, 0, part[end:]
+            size += len(last)
+            values += _values(last)
+            if size > LONGEST_MESSAGE:
+                raise self._failure(f"it answered with more than {LONGEST_MESSAGE} bytes")
+            if values > MOST_VALUES:
+                raise self._failure(f"it answered with more than {MOST_VALUES:,} commas and brackets in a message")
             found = self._credentials.redact_bytes(rest + part)
             end = len(found) - self._credentials.unfinished(found)
             rest = found[end:]
@@ -197,6 +213,9 @@ class _Body(httpx2.AsyncByteStream):
                 yield found[:end]
         if rest:
             yield rest
+
+    def _failure(self, said: str) -> Exception:
+        return httpx2.SSEError(said) if self._of_events else httpx2.ReadError(said)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

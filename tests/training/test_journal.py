@@ -101,6 +101,21 @@ async def test_a_line_that_was_cut_by_a_crash_is_as_if_it_had_not_been_begun(tmp
     assert file.read_bytes().count(b"\n") == 2
 
 
+@pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"\0\0\0\0\n", b"no rollout\n", b'{"attempt": 1\n'])
+async def test_a_line_that_is_no_rollout_is_named_and_what_stands_there_is_kept(tmp_path: Path, line: bytes) -> None:
+    await fed(tmp_path, Policy(), [2, 3, 4, 5])
+    file = tmp_path / "journal" / "train-3.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(line + whole)
+    with pytest.raises(ConfigError, match=r"train-3\.jsonl, line 1 is no rollout of it .* Remove that line"):
+        await fed(tmp_path, Policy(), [2, 3])
+    assert file.read_bytes() == line + whole
+    file.write_bytes(whole)
+    again = Policy()
+    await fed(tmp_path, again, [2, 3, 4, 5])
+    assert not again.asked
+
+
 async def test_groups_that_were_not_scored_yet_are_scored_without_being_run_again(tmp_path: Path) -> None:
     calls = []
 
@@ -112,9 +127,12 @@ async def test_groups_that_were_not_scored_yet_are_scored_without_being_run_agai
             await asyncio.sleep(1000)
         return [float(number)] * 2
 
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            await fed(tmp_path, Policy(), [2, 3, 4, 5], score=both)
+    feeding = asyncio.create_task(fed(tmp_path, Policy(), [2, 3, 4, 5], score=both))
+    journal = tmp_path / "journal"
+    while sum(file.read_bytes().count(b'"scored": true') for file in journal.glob("train-*.jsonl")) < 6:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # until the three other groups are written
+    feeding.cancel()
+    await asyncio.wait([feeding])
     again = Policy()
     rewards = await fed(tmp_path, again, [2, 3, 4, 5], score=both)
     assert rewards == [[task["number"]] * 2 for task in TaskOrder(TASKS, 0).take(2, 4)]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.errors import ConfigError, PrerequisiteError, say
 from agentfly.rollouts.group import Group
 from agentfly.rollouts.record import Finished, has_finished, held
 from agentfly.run_directory import replace_text
@@ -123,18 +123,28 @@ class Journal:
         return self._directory / f"{group_id}.jsonl"
 
     def _read(self, path: Path) -> dict[int, Finished]:
-        """The attempts in a file; a last line that was cut by the end of the process that wrote it is taken away."""
+        """The attempts in a file; a last line that was cut by the end of the process that wrote it is taken away.
+
+        Raises:
+            ConfigError: a line is none that was written here.
+        """
         found: dict[int, Finished] = {}
         if not path.is_file():
             return found
         whole = 0
         with path.open("rb+") as file:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
-                value = json.loads(line)
-                trajectory = Trajectory.from_json(value)
-                found[trajectory.attempt] = Finished(trajectory, bool(value["scored"]))
+                try:
+                    value = json.loads(line)
+                    trajectory, scored = Trajectory.from_json(value), bool(value["scored"])
+                except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise ConfigError(
+                        f"The run cannot be gone on with: {path}, line {number} is no rollout of it ({say(error)}). "
+                        "Remove that line, and the rollout is made again."
+                    ) from error
+                found[trajectory.attempt] = Finished(trajectory, scored)
                 whole += len(line)
             file.truncate(whole)
         return {attempt: finished for attempt, finished in found.items() if has_finished(finished.trajectory)}

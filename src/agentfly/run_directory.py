@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MOST_DIGITS = 18
 
 Kind = Literal["train", "eval", "rollout", "greedy"]
+Command = Literal["train", "sft", "eval", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RunDirectory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._made: list[Path] = []  # directories that were made for the run, the deepest first
 
     @classmethod
     def create(cls, base: Path | str = "runs", name: str | None = None) -> Self:
@@ -78,8 +80,10 @@ class RunDirectory:
             FileExistsError: ``new`` was asked for and the directory exists.
             PrerequisiteError: the directory cannot be written.
         """
+        missing = list(itertools.takewhile(lambda one: not one.exists(), (self.path, *self.path.parents)))
         try:
             self.path.mkdir(parents=True, exist_ok=not new)
+            self._made += missing
             self.trajectories.mkdir(exist_ok=True)
         except FileExistsError:
             if new and self.path.is_dir():
@@ -98,7 +102,7 @@ class RunDirectory:
             return
         if not any(self.journal.glob("*.jsonl")):
             self.events_file.unlink(missing_ok=True)
-        for directory in (self.trajectories, self.journal, self.checkpoints, self.path):
+        for directory in (self.trajectories, self.journal, self.checkpoints, self.path, *self._made):
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
@@ -108,6 +112,19 @@ class RunDirectory:
         files = self.trajectories.glob("*.jsonl"), self.checkpoints.glob("step-*")
         return self.config_file.exists() or self.metrics_file.exists() or any(itertools.chain(*files))
 
+    @property
+    def begun_by(self) -> Command | None:
+        """The command that has begun the run and goes on with it; None where its files do not tell."""
+        rows = [*self.metrics("train"), *self.metrics("eval")]
+        if rows:
+            return "sft" if rows[0].values.keys() & {"sft/loss", "sft/held_out_loss"} else "train"
+        if self.journal.exists():  # stopped before its first step
+            return "train"
+        if self.events_file.exists():
+            return None
+        kinds: tuple[Literal["eval", "rollout"], ...] = ("eval", "rollout")
+        return next((kind for kind in kinds if self.trajectory_files(kind)), None)
+
     def require_unused(self) -> None:
         """Raise if the directory holds a run.
 
@@ -116,7 +133,7 @@ class RunDirectory:
         """
         if self.holds_run:
             raise ConfigError(
-                f"{self.path} already holds a run. Go on with it (agentfly train, sft, eval or rollout --resume "
+                f"{self.path} already holds a run. Go on with it (agentfly {self.begun_by or 'train'} --resume "
                 f"{shlex.quote(str(self.path))}; in Python resume=True), choose another directory, or remove this one."
             )
 

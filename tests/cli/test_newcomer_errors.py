@@ -16,6 +16,7 @@ from agentfly.cli.experiment import Experiment
 from agentfly.policies.catalog import find_model
 from agentfly.resources.containers.bubblewrap import tiers
 from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
+from agentfly.run_directory import RunDirectory, append_json_line
 
 AGENT = '''
 import agentfly as af
@@ -228,6 +229,70 @@ def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     assert code == 2
     assert "holds no run" in message
     assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("begun_by", "command", "told"),
+    [
+        ("train", "sft", "agentfly train --resume runs/mine."),
+        ("train", "eval", "agentfly train --resume runs/mine. To begin anew from it: agentfly eval runs/mine."),
+        ("sft", "train", "agentfly sft --resume runs/mine."),
+        ("eval", "train", "agentfly eval --resume runs/mine."),
+        ("rollout", "eval", "agentfly rollout --resume runs/mine. To begin anew from it: agentfly eval runs/mine."),
+    ],
+)
+def test_a_run_that_another_command_has_begun(refused, begun_by, command, told):
+    run = RunDirectory.create("runs", "mine")
+    run.config_file.write_text(CONFIG)
+    if begun_by in ("train", "sft"):
+        name = "sft/loss" if begun_by == "sft" else "reward/mean"
+        append_json_line(run.metrics_file, {"kind": "train", "step": 1, "time": 0.0, "metrics": {name: 0.5}})
+    else:
+        run.trajectories_file(0, begun_by).write_text("{}\n")
+    code, message = refused(command, "--resume", "runs/mine")
+    assert code == 2
+    assert f"is a run of agentfly {begun_by}" in message
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "told"),
+    [
+        ("train", "sft.epochs=9", "agentfly train reads the settings below training, such as training.steps"),
+        ("sft", "training.steps=9", "agentfly sft reads the settings below sft, such as sft.epochs"),
+    ],
+)
+def test_a_setting_of_another_command_is_said_to_change_nothing(project, monkeypatch, capsys, command, word, told):
+    data = ["nowhere"] if command == "sft" else []
+    monkeypatch.setattr(sys, "argv", ["agentfly", command, "config.yaml", *data, word, "model=tinny"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert f"{word} changes nothing here: {told}" in capsys.readouterr().err
+
+
+def test_a_warm_start_that_is_gone_on_with_and_not_told_from_what(refused):
+    run = RunDirectory.create("runs", "mine")
+    run.config_file.write_text(CONFIG)
+    code, message = refused("sft", "--resume", "runs/mine")
+    assert code == 2
+    assert "agentfly sft --resume runs/mine RUN_DIR" in message
+
+
+@pytest.mark.parametrize(
+    ("begun", "told"),
+    [
+        (True, "runs/mine is a run of agentfly eval. Go on with it by agentfly eval --resume runs/mine"),
+        (False, "runs/mine is a directory. Name the configuration in it: runs/mine/config.yaml."),
+    ],
+)
+def test_a_directory_in_place_of_a_configuration(refused, begun, told):
+    run = RunDirectory.create("runs", "mine")
+    run.config_file.write_text(CONFIG)
+    if begun:
+        run.trajectories_file(0, "eval").write_text("{}\n")
+    code, message = refused("train", "runs/mine")
+    assert code == 2
+    assert told in message
 
 
 def test_a_tool_in_place_of_the_agent(refused):

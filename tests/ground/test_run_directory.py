@@ -8,7 +8,7 @@ import pytest
 
 from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.run_directory import RunDirectory, replace_text, whole_number
+from agentfly.run_directory import RunDirectory, append_json_line, replace_text, whole_number
 from agentfly.viewing.metrics import MetricsWriter
 
 
@@ -144,3 +144,31 @@ def test_files_of_trajectories_are_listed_by_step(tmp_path):
         run.trajectories_file(step, "eval").write_text("")
     run.trajectories_file(1, "train").write_text("")
     assert [step for step, _ in run.trajectory_files("eval")] == [9, 20, 100]
+
+
+def metrics(run: RunDirectory, kind: str, **values: float) -> None:
+    append_json_line(run.metrics_file, {"kind": kind, "step": 0, "time": 0.0, "metrics": values})
+
+
+def test_a_run_knows_which_command_has_begun_it(tmp_path):
+    runs = {name: RunDirectory.create(tmp_path, name) for name in ("train", "sft", "eval", "rollout", "early", "none")}
+    metrics(runs["train"], "eval", **{"success/mean": 0.5})
+    runs["train"].trajectories_file(0, "eval").write_text("{}\n")
+    metrics(runs["sft"], "eval", **{"sft/held_out_loss": 0.5})
+    runs["eval"].trajectories_file(3, "eval").write_text("{}\n")
+    runs["rollout"].trajectories_file(0, "rollout").write_text("{}\n")
+    runs["early"].journal.mkdir()
+    runs["none"].events_file.write_text("{}\n")
+    begun_by = {name: run.begun_by for name, run in runs.items()}
+    assert begun_by == {**{name: name for name in ("train", "sft", "eval", "rollout")}, "early": "train", "none": None}
+    with pytest.raises(ConfigError, match="agentfly sft --resume"):
+        runs["sft"].require_unused()
+
+
+def test_of_a_run_that_has_not_begun_the_directories_above_go_too_that_were_made_for_it(tmp_path):
+    run = RunDirectory.create(tmp_path / "runs" / "today", "mine")
+    run.remove_unless_begun()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    RunDirectory.create(tmp_path / "runs").remove_unless_begun()
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"]

@@ -101,7 +101,10 @@ def test_a_further_try_is_told_with_what_failed_once_for_all_calls_that_fail_tog
 
     run_in_virtual_time(main())
     told = [record.getMessage() for record in caplog.records]
-    assert told == ["down (Try 1 of 4; the next in 0.5 s.)", "down (Try 2 of 4; the next in 1.0 s.)"]
+    assert told == [
+        "down (Try 1 of 4; the next in 0.5 s.)",
+        "The call failed in the same way again. (Try 2 of 4; the next in 1.0 s.)",
+    ]
 
 
 def test_once_a_call_has_gone_well_the_next_failure_is_told_anew(caplog):

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from agentfly.cli.references import load_reference
 from agentfly.errors import ConfigError, nearest_name
 from agentfly.json_values import brief
-from agentfly.run_directory import replace_text
+from agentfly.run_directory import RunDirectory, replace_text
 from agentfly.training.config.settings import Settings
 from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
 from agentfly.training.config.train_config import OwnCode, TrainConfig
@@ -203,7 +203,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             is not ``key=value``.
     """
     if not path.is_file():
-        raise ConfigError(f"There is no configuration file {path}.")
+        raise ConfigError(_no_file(path))
     values = _merged(path, overrides)
     try:
         return validated(values, str(path))
@@ -269,6 +269,21 @@ def _can_be_followed(path: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _no_file(path: Path) -> str:
+    """What there is to say of a path that is no configuration file."""
+    run = RunDirectory(path)
+    if not run.config_file.is_file():
+        return (
+            f"There is no configuration file {path}." if not path.is_dir() else f"{path} is a directory. Name a file."
+        )
+    if (command := run.begun_by) is None:
+        return f"{path} is a directory. Name the configuration in it: {run.config_file}."
+    return (
+        f"{path} is a run of agentfly {command}. Go on with it by agentfly {command} --resume {path}, or begin another "
+        f"run with its configuration, {run.config_file}, and a run_dir=… of its own."
+    )
 
 
 def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from agentfly.cli.config_file import RunConfig, load_config, save_config
-from agentfly.cli.source import load_source
+from agentfly.cli.source import load_source, run_to_go_on_with
 from agentfly.errors import ConfigError, UsageError
-from agentfly.run_directory import Kind, RunDirectory
+from agentfly.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,12 +33,17 @@ class KeptRun:
 
     config: RunConfig
     step: int
-    kind: Kind
+    kind: Literal["eval", "rollout"]
     resumed: RunDirectory | None
 
     @classmethod
     def of(
-        cls, kind: Kind, source: Path | None, overrides: Sequence[str], checkpoint: str | None, resume: Path | None
+        cls,
+        kind: Literal["eval", "rollout"],
+        source: Path | None,
+        overrides: Sequence[str],
+        checkpoint: str | None,
+        resume: Path | None,
     ) -> KeptRun:
         """What the words of a command ask for.
 
@@ -57,9 +62,7 @@ class KeptRun:
                 raise ConfigError("Name a configuration or a run, or say --resume RUN_DIR to go on with one.")
             config, step = load_source(source, overrides, checkpoint)
             return cls(config, step, kind, None)
-        run = RunDirectory(resume)
-        if not run.config_file.is_file():
-            raise ConfigError(f"{resume} holds no run to go on with: there is no {run.config_file}.")
+        run = run_to_go_on_with(resume, kind)
         if checkpoint is not None:
             raise ConfigError("--checkpoint belongs to a new run; --resume goes on with the model that there is.")
         config = load_config(run.config_file, [*([] if source is None else [str(source)]), *overrides])

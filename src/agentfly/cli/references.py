@@ -30,7 +30,7 @@ def load_reference(reference: str, *, base: Path, field: str) -> Any:
     if not separator or not home or not name:
         raise ConfigError(
             f"{field}: {reference!r} names nothing. Write 'module:name' or 'path/file.py:name', for instance "
-            "'my_agent.py:agent'."
+            f"'my_agent.py:{field.strip('-')}'."
         )
     module = _module_of_file(home, base, field) if home.endswith(".py") else _module(home, base, field)
     try:

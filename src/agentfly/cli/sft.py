@@ -37,25 +37,29 @@ def sft(
     from agentfly.cli.begun_run import begun_run
     from agentfly.cli.config_file import is_override, load_config
     from agentfly.cli.experiment import Experiment
+    from agentfly.cli.source import run_to_go_on_with, tell_unused
     from agentfly.events import EventStream
-    from agentfly.run_directory import RunDirectory
     from agentfly.training.sft.sft import sft as warm_start
 
     words = words or []
-    if resume is not None and not RunDirectory(resume).config_file.is_file():
-        raise ConfigError(f"{resume} holds no run to go on with: there is no {RunDirectory(resume).config_file}.")
-    source = RunDirectory(resume).config_file if resume is not None else Path(words.pop(0)) if words else None
+    resumed = None if resume is None else run_to_go_on_with(resume, "sft")
+    source = resumed.config_file if resumed is not None else Path(words.pop(0)) if words else None
     overrides = [word for word in words if is_override(word)]
     data = [word for word in words if not is_override(word)]
+    if resumed is not None and not data:
+        raise ConfigError(
+            f"Say what {resume} learns from, as when it was begun: agentfly sft --resume {resume} RUN_DIR, "
+            "where RUN_DIR holds the trajectories."
+        )
     if source is None or not data:
         raise ConfigError(
             "Say what is to learn and from what: agentfly sft CONFIG.yaml RUN_DIR, where RUN_DIR holds trajectories, "
             "for instance of agentfly rollout CONFIG.yaml policy=oracle. To go on: agentfly sft --resume RUN RUN_DIR."
         )
+    tell_unused(overrides, "sft")
     config = load_config(source, overrides)
     experiment = Experiment.of(config)
     experiment.fetch_model()
-    resumed = None if resume is None else RunDirectory(resume)
     events = EventStream()
     with begun_run(config, resumed, events, command="sft", sources=shlex.join(data)):
         result = warm_start(

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
+
+import typer
 
 from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, load_config
 from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory, whole_number
+from agentfly.run_directory import Command, RunDirectory, whole_number
 
 
 def endpoint_asked(base_url: str | None) -> list[str]:
     """The override that ``--base-url`` is short for."""
     return [] if base_url is None else [f"policy.base_url={base_url}"]
+
+
+def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
+    """The run that a command is to go on with.
+
+    Raises:
+        ConfigError: there is no run, or another command has begun it.
+    """
+    run = RunDirectory(path)
+    if not run.config_file.is_file():
+        raise ConfigError(f"{path} holds no run to go on with: there is no {run.config_file}.")
+    if (begun_by := run.begun_by) not in (None, command):
+        new = f" To begin anew from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
+        raise ConfigError(
+            f"{path} is a run of agentfly {begun_by}, and agentfly {command} cannot go on with it. Go on with it by "
+            f"agentfly {begun_by} --resume {path}.{new}"
+        )
+    return run
+
+
+def tell_unused(words: Sequence[str], command: Literal["train", "sft"]) -> None:
+    """Say of overrides that the command does not read them: each has a group of settings of its own."""
+    other, own, length = "training", "sft", "sft.epochs"
+    if command == "train":
+        other, own, length = "sft", "training", "training.steps"
+    for word in words:
+        if word.startswith(f"{other}."):
+            typer.echo(
+                f"{word} changes nothing here: agentfly {command} reads the settings below {own}, such as {length}, "
+                "which says how long it runs",
+                err=True,
+            )
 
 
 def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:

@@ -31,17 +31,17 @@ def train(
 ) -> None:
     """Train the agent of a configuration file."""
     from agentfly.cli.config_file import load_config
-    from agentfly.run_directory import RunDirectory
+    from agentfly.cli.source import run_to_go_on_with, tell_unused
 
     words = words or []
     if resume is not None:
-        run = RunDirectory(resume)
-        if not run.config_file.is_file():
-            raise ConfigError(f"{resume} holds no run to go on with: there is no {run.config_file}.")
+        run = run_to_go_on_with(resume, "train")
+        tell_unused(words, "train")
         run_training(load_config(run.config_file, words), resumed=run)
         return
     if not words:
         raise ConfigError("Say what to train: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR.")
+    tell_unused(words, "train")
     run_training(load_config(Path(words[0]), words[1:]))
 
 

@@ -76,6 +76,7 @@ class Caller:
         self._chance = chance
         self._told = 0  # the most tries of a call that were told of since a call went well
         self._told_at = 0.0
+        self._said = ""
 
     async def call(self, send: Callable[[float], Awaitable[C]], tokens: int) -> C:
         """What ``send`` returns, at the first try that goes well.
@@ -103,7 +104,7 @@ class Caller:
                         deadline = loop.time() + self._retries.call_timeout_s  # waiting for the first turn is free
                     tries += 1
                     answer = await _watched(send(max(0.0, deadline - loop.time())), passage)
-                    self._told = 0
+                    self._told, self._said = 0, ""
                     return answer
             except AcquireTimeout:
                 if failure is None:
@@ -131,9 +132,9 @@ class Caller:
         """Say that a call is made again: once for each number of tries, however many calls fail together."""
         now = asyncio.get_running_loop().time()
         if tries > self._told or now >= self._told_at + _TOLD_AGAIN_S:
-            self._told, self._told_at = max(tries, self._told), now
-            most = self._retries.most + 1
-            logger.warning("%s (Try %d of %d; the next in %.1f s.)", failure, tries, most, pause_s)
+            said = "The call failed in the same way again." if str(failure) == self._said else str(failure)
+            self._told, self._told_at, self._said = max(tries, self._told), now, str(failure)
+            logger.warning("%s (Try %d of %d; the next in %.1f s.)", said, tries, self._retries.most + 1, pause_s)
 
 
 async def _watched(sending: Awaitable[C], passage: Passage) -> C:

@@ -408,7 +408,7 @@ def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") or _is_whole(line):
-                yield _trajectory_in(line, f"{path}, line {number}")
+                yield _trajectory_in(line, path, number)
 
 
 def _is_whole(line: bytes) -> bool:
@@ -420,12 +420,17 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _trajectory_in(line: bytes, place: str) -> Trajectory:
+def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:
     try:
         return Trajectory.from_json(json.loads(line.decode("utf-8")))
     except (ConfigError, ValueError, RecursionError) as error:
         reason = message_of(error) if isinstance(error, ConfigError) else f"It is not JSON ({message_of(error)})."
-        raise ConfigError(f"{place}: {reason} Remove the line, or name a file that a run has written.") from error
+        cure = "Remove the line, or name a file that a run has written."
+        if number == 1:  # it is rather another file than a damaged line
+            cure = (
+                "Name a file of trajectories that a run has written, such as runs/mine/trajectories/eval-000060.jsonl."
+            )
+        raise ConfigError(f"{path}, line {number}: {reason} {cure}") from error
 
 
 def trajectory_line(trajectory: Trajectory, **besides: Any) -> str:

@@ -79,3 +79,12 @@ def test_what_cannot_be_compared_is_told(compare, tmp_path, monkeypatch, words, 
     code, out = compare(*words)
     assert code == 2
     assert told in out
+
+
+def test_another_file_in_place_of_trajectories_is_not_taken_for_a_damaged_one(compare, tmp_path):
+    (tmp_path / "config.yaml").write_text("agent: a:b\n")
+    code, out = compare(evaluation(RunDirectory(tmp_path / "one"), 0, 1.0), tmp_path / "config.yaml")
+    assert code == 2
+    assert "line 1: It is not JSON" in out
+    assert "Name a file of trajectories" in out
+    assert "Remove the line" not in out

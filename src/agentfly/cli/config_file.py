@@ -275,9 +275,8 @@ def _no_file(path: Path) -> str:
     """What there is to say of a path that is no configuration file."""
     run = RunDirectory(path)
     if not run.config_file.is_file():
-        return (
-            f"There is no configuration file {path}." if not path.is_dir() else f"{path} is a directory. Name a file."
-        )
+        what = f"{path} is a directory" if path.is_dir() else f"There is no configuration file {path}"
+        return f"{what}. Name the YAML file of a configuration."
     if (command := run.begun_by) is None:
         return f"{path} is a directory. Name the configuration in it: {run.config_file}."
     return (

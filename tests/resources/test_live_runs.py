@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentfly.cli.main import app
-from agentfly.resources import live_runs
+from agentfly.resources import live_runs, window
 from agentfly.resources.engine import ResourceEngine
 from agentfly.resources.ledger import Entry, Ledger
 from agentfly.resources.live_runs import find_runs
@@ -94,6 +95,35 @@ async def test_two_engines_of_one_process_and_those_of_others_are_all_seen(tmp_p
         assert str(tmp_path) in theirs.command
         waiting.cancel()
     assert [run.pid for run in await find_runs(tmp_path)] == [other.pid]
+
+
+async def test_any_number_may_look_at_once_and_who_reads_nothing_holds_up_nobody_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(window, "LOOKERS", 2)
+    monkeypatch.setattr(window, "ANSWER_TIMEOUT_S", 0.05)
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        await engine.acquire(FakeSpec(name="box"), "owner")
+        looks = await asyncio.gather(*(find_runs(tmp_path) for _ in range(10)))
+        assert [run.silence for (run,) in looks] == [""] * 10
+        monkeypatch.setattr(engine._lifecycle._window, "_look", lambda: {"pools": [], "much": "x" * 2**22})
+        (path,) = tmp_path.glob("*.sock")
+        with contextlib.ExitStack() as sockets:
+            for _ in range(3):
+                sockets.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            await asyncio.sleep(0.01)
+            (run,) = await find_runs(tmp_path)
+        assert run.snapshot is not None
+
+
+async def test_an_answer_that_breaks_off_is_not_taken_for_that_of_another_version(tmp_path, monkeypatch):
+    async with ResourceEngine(ledger=tmp_path) as engine:
+        await engine.acquire(FakeSpec(name="box"), "owner")
+
+        async def say_nothing(looker):
+            looker.close()
+
+        monkeypatch.setattr(engine._lifecycle._window, "_answer", say_nothing)
+        (run,) = await find_runs(tmp_path)
+        assert "broke off" in run.silence
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import attrs
 import hypothesis.strategies as st
 import numpy as np
 import pydantic
+import pydantic.dataclasses
 import pytest
 from hypothesis import example, given, settings
 
@@ -199,6 +200,104 @@ def test_no_code_of_a_declared_type_is_run_to_make_it() -> None:
         object.__setattr__(bad, name, part)
     again = decode(encode(bad, DECLARED), DECLARED)
     assert (again.room, again.derived) == (-1, 7)
+
+
+class Guessing(enum.Enum):
+    A = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise AssertionError("code of the type has run")
+
+
+class GuessingFlags(enum.IntFlag):
+    A = 1
+    B = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise AssertionError("code of the type has run")
+
+
+class Restoring(pydantic.BaseModel):
+    score: int = 0
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("code of the type has run")
+
+
+@pydantic.dataclasses.dataclass
+class Checked:
+    score: int = pydantic.Field(ge=0)
+
+    def __post_init__(self) -> None:
+        assert self.score != 7, "code of the type has run"
+
+
+class Forged(DeclaredTypes):
+    """Takes values apart as a simulator may that is hostile."""
+
+    parts: tuple[Any, ...] | None = None
+
+    def parts_of(self, value: Any) -> tuple[Any, ...]:
+        return super().parts_of(value) if self.parts is None else self.parts
+
+
+GUARDED = Forged((Guessing, GuessingFlags, Restoring, Checked))
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        *((Guessing.A, parts) for parts in [(None, "x"), (None, 1), ("B",), ([],), (), ("A", 1, 2)]),
+        *((GuessingFlags.A, parts) for parts in [(None, "x"), (None, -1), (None, True), (None, [])]),
+    ],
+)
+def test_a_member_that_there_is_not_is_malformed_and_looked_for_by_no_code_of_its_enum(
+    value: Any, parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GUARDED, "parts", parts)
+    with pytest.raises(Malformed):
+        decode(encode(value, GUARDED), GUARDED)
+
+
+def test_values_come_back_without_any_hook_of_their_types() -> None:
+    low = Checked(3)
+    low.score = 7
+    values = [Guessing.A, GuessingFlags.A, Restoring(score=3), low]
+    assert decode(encode(values, GUARDED), GUARDED) == values
+
+
+def test_combinations_of_flags_come_back_and_numbers_that_are_none_are_kept_by_no_class() -> None:
+    class Bits(enum.IntFlag):
+        A = 1
+        B = 2
+
+    types = DeclaredTypes((Bits,))
+    values = [Bits.A | Bits.B, Bits(0), Bits(64), Bits(65)]
+    for unknown in (64, 65):
+        Bits._value2member_map_.pop(unknown)
+    again = decode(encode(values, types), types)
+    assert again == values
+    assert again[0] is values[0]
+    assert {64, 65}.isdisjoint(Bits._value2member_map_)
+
+
+class Doubling:
+    def __set__(self, instance: Any, value: Any) -> None:
+        raise AssertionError("code of the type has run")
+
+    def __get__(self, instance: Any, owner: type) -> int:
+        return 3
+
+
+def test_a_field_that_is_a_descriptor_cannot_be_declared() -> None:
+    @dataclass(init=False)
+    class Described:
+        score: Any = Doubling()
+
+    with pytest.raises(TypeError, match=r"Described.score is a descriptor"):
+        DeclaredTypes((Described,))
 
 
 @pytest.mark.parametrize("value", [*OBJECTS[:-1]], ids=lambda value: type(value).__name__)

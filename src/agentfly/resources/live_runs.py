@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -81,9 +82,11 @@ async def _run(path: Path) -> LiveRun | None:
     try:
         snapshot = await _ask(window_of(path))
     except TimeoutError:
-        silence = f"it does not answer within {PATIENCE_S:g} s: something blocks its event loop"
+        silence = f"it does not answer within {PATIENCE_S:g} s: something blocks its event loop, or many ask at once"
     except OSError as error:
         silence = f"it cannot be asked: {error.strerror or error}"
+    except json.JSONDecodeError:
+        silence = "its answer broke off: it is ending, or many ask at once"
     except (ValueError, KeyError, TypeError):
         silence = "it is of another version of AgentFly"
     if not await on_thread(path.exists):  # it has ended meanwhile

@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 """Seconds that whoever looks may take to read."""
 
+_QUEUE = 128  # of those who connect and wait
+
 LOOKERS = 8
-"""How many may look at a time; the next are turned away."""
+"""How many may look at a time; the next wait until one of them is done."""
 
 
 def window_of(ledger: Path) -> Path:
@@ -66,7 +68,7 @@ class Window:
             logger.warning("`agentfly resources ps` will not see what this run has: %s: %s", path, error)
             return
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._accept, self._socket)
+        self._listen_on()
 
     def close(self) -> None:
         """Close it, and remove it from the directory."""
@@ -79,6 +81,10 @@ class Window:
                 self._path.unlink(missing_ok=True)
         self._socket = self._path = None
 
+    def _listen_on(self) -> None:
+        if self._socket is not None and self._loop is not None:
+            self._loop.add_reader(self._socket, self._accept, self._socket)
+
     def _accept(self, listening: socket.socket) -> None:
         try:
             looker, _ = listening.accept()
@@ -89,12 +95,16 @@ class Window:
             self.close()
             return
         looker.setblocking(False)
-        if len(self._answers) >= LOOKERS:
-            looker.close()
-            return
         answer = asyncio.get_running_loop().create_task(self._answer(looker), name="answer who looks at the engine")
         self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
+        answer.add_done_callback(self._answered)
+        if len(self._answers) >= LOOKERS:
+            asyncio.get_running_loop().remove_reader(listening)
+
+    def _answered(self, answer: asyncio.Task[None]) -> None:
+        if len(self._answers) >= LOOKERS:
+            self._listen_on()
+        self._answers.discard(answer)
 
     async def _answer(self, looker: socket.socket) -> None:
         with looker, contextlib.suppress(OSError, TimeoutError):
@@ -112,7 +122,7 @@ def _listen(path: Path) -> socket.socket:
         os.fchmod(listening.fileno(), 0o600)  # what bind() makes gets this mode
         with short_path(draft) as address:
             listening.bind(address)
-        listening.listen(LOOKERS)
+        listening.listen(_QUEUE)
         draft.rename(path)
     except OSError:
         listening.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from enum import Enum, Flag
+from inspect import getattr_static
+from types import MemberDescriptorType
 from typing import Any
 
 from agentfly.images import Image
@@ -23,14 +25,14 @@ class DeclaredTypes:
             that anybody knows of.
 
     Raises:
-        TypeError: one is nothing of this.
+        TypeError: one is nothing of this, or a field of it is a descriptor, which is code that runs when it is set.
     """
 
     def __init__(self, types: Iterable[type] = ()) -> None:
         given = (*KNOWN, *types)
         for one in given:
             if not (isinstance(one, type) and issubclass(one, Exception)):
-                _fields_of(one)
+                _require_plain_fields(one)
         self._types = {name_of(one): one for one in given}
 
     def name_of(self, kind: type) -> str | None:
@@ -63,7 +65,7 @@ class DeclaredTypes:
             raise ValueError(f"a {name} has {len(names)} parts, and not {len(parts)}")
         if issubclass(kind, tuple):
             return tuple.__new__(kind, parts)
-        if hasattr(kind, "__pydantic_fields__"):
+        if _is_model(kind):
             return _model(kind, dict(zip(names, parts, strict=True)))
         made = object.__new__(kind)
         for field, part in zip(names, parts, strict=True):
@@ -82,23 +84,54 @@ def name_of(kind: type) -> str:
 
 
 def _member(kind: type[Enum], name: Any = None, value: Any = None) -> Enum:
+    """A member by its name, or a combination of flags by its value, as `enum` itself makes it.
+
+    Raises:
+        ValueError, KeyError, TypeError: there is none.
+    """
     if name is not None:
         return kind.__members__[name]
-    return kind(value)  # a combination of flags
+    if not issubclass(kind, Flag) or type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.100} is no combination of flags")
+    made: Any = kind._value2member_map_.get(value)
+    if made is None:
+        made = Flag._missing_.__func__(kind, value)  # type: ignore[attr-defined]
+        if value & ~kind._flag_mask_:  # type: ignore[attr-defined]  # the class would keep any number of them
+            kind._value2member_map_.pop(value, None)
+    if not isinstance(made, kind):
+        raise ValueError(f"{value} is no combination of flags")
+    return made
+
+
+def _is_model(kind: type) -> bool:
+    """Whether a type is a pydantic model; a dataclass of pydantic is a dataclass."""
+    return hasattr(kind, "__pydantic_fields__") and not is_dataclass(kind)
 
 
 def _model(kind: Any, values: dict[str, Any]) -> Any:
-    """A pydantic model as it is restored from a copy, without being validated again."""
-    made = kind.__new__(kind)
-    made.__setstate__(
+    """A pydantic model as pydantic itself restores it from a copy, without being validated again."""
+    from pydantic import BaseModel
+
+    made: Any = object.__new__(kind)
+    BaseModel.__setstate__(
+        made,
         {
             "__dict__": values,
             "__pydantic_fields_set__": set(values),
             "__pydantic_extra__": None,
             "__pydantic_private__": None,
-        }
+        },
     )
     return made
+
+
+def _require_plain_fields(kind: type) -> None:
+    for name in _fields_of(kind):
+        if issubclass(kind, tuple) or _is_model(kind):
+            break
+        held = getattr_static(kind, name, None)
+        if hasattr(type(held), "__set__") and not isinstance(held, MemberDescriptorType):
+            raise TypeError(f"{kind.__qualname__}.{name} is a descriptor, whose code would run on what comes out")
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:
@@ -109,8 +142,8 @@ def _fields_of(kind: type) -> tuple[str, ...]:
         return ()
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return tuple(kind._fields)
-    if hasattr(kind, "__pydantic_fields__"):
-        return tuple(kind.__pydantic_fields__)
+    if _is_model(kind):
+        return tuple(kind.__pydantic_fields__)  # type: ignore[attr-defined]
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:

@@ -13,6 +13,7 @@ from agentfly.errors import (
     LeaseOver,
     ResourceError,
     ResourceStartError,
+    RewardError,
     ToolTimeout,
     UsageError,
 )
@@ -21,7 +22,7 @@ from agentfly.resources.registry import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.task import Task
-from agentfly.trajectory import Trajectory
+from agentfly.trajectory import Trajectory, Turn
 
 
 class Box(Resource):
@@ -203,6 +204,22 @@ async def test_the_time_of_a_call_runs_on_while_others_of_its_rollout_wait_for_r
     for one in waits:
         one.cancel()
     await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def test_the_time_of_a_turns_reward_runs_on_while_that_of_another_turn_waits_for_a_resource(engine, busy):
+    spec, _ = busy
+    rollout = context(engine, spec=spec)
+    rollout.trajectory.turns += [Turn(index, 0, 0, 1, "said", True) for index in range(2)]
+
+    @af.reward(per_turn=True, timeout_s=LIMIT_S)
+    async def look(turn: Turn, context: Context) -> float:
+        if turn.index == 0:
+            await context.acquire(spec)
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(RewardError, match="0\\.03"):
+        await asyncio.wait_for(look.score(rollout.trajectory, rollout), timeout=5)
 
 
 async def test_a_call_that_waits_for_the_preparation_of_another_waits_for_a_resource(engine):

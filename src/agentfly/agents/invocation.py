@@ -78,7 +78,7 @@ async def invoke(
         arguments: its arguments, by name.
         timeout_s: seconds that the function may take with all its tries, what it waits for resources not counted; None
             for any time.
-        context: the call's context, which knows how long the call has waited. Other calls have contexts of their own.
+        context: the call's context, whose `Context.waits` are this call's alone.
         retries: how often it is called again after failures that may pass (see `may_pass`), after pauses of random
             length.
         caller: calls sync functions.

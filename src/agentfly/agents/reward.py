@@ -52,7 +52,7 @@ class Reward(RewardFunction):
         if not self.per_turn:
             return read_result(await self._call(given, context), self.name, len(trajectory.turns))
         acts = [turn for turn in trajectory.turns if turn.kind == "act"]
-        values = iter(await together(self._call({**given, "turn": turn}, context) for turn in acts))
+        values = iter(await together(self._call({**given, "turn": turn}, context.timed_apart()) for turn in acts))
         return self._of_turns([next(values) if turn.kind == "act" else None for turn in trajectory.turns])
 
     def _of_turns(self, values: Sequence[Any]) -> RewardResult:

@@ -243,9 +243,8 @@ class Context:
             ResourceError: the rollout is at its end.
             Exception: what making it raises.
         """
-        whole = self._copy()
+        whole = self.timed_apart()
         whole._call = None
-        whole._waits = Waits(self._loop.time)
         return await self._rollout.belongings.get(key, lambda: make(whole), close)
 
     def call(self, *, noticed: bool = True) -> AbstractAsyncContextManager[Context]:
@@ -257,12 +256,19 @@ class Context:
             noticed: whether its waits for resources are told. Those of a reward are not: they say nothing of how a
                 rollout that begins now would fare, which has all its turns before it.
         """
-        of_call = self._copy()
+        of_call = self.timed_apart()
         if not noticed:
             of_call._notice = unnoticed
         of_call._call = call = _Call()
-        of_call._waits = Waits(self._loop.time)
         return _Block(of_call, call, self._engine, self._owner)
+
+    def timed_apart(self) -> Context:
+        """This context, with waits of its own: for one of several functions that run at the same time."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied._task = None
+        copied._waits = Waits(self._loop.time)
+        return copied
 
     async def close(self) -> None:
         """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
@@ -349,12 +355,6 @@ class Context:
             return True
         finally:
             preparation.turn.release()
-
-    def _copy(self) -> Context:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        copied._task = None
-        return copied
 
     def _too_late(self) -> ResourceError:
         return ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")

@@ -10,9 +10,12 @@ from agentfly.agents.memory.window import Window
 from agentfly.agents.tool import ToolResult, tool
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, ConfigError, ResourceDied
+from agentfly.errors import Boundary, ConfigError, ResourceDied, ToolError
+from agentfly.images import Image
+from agentfly.messages import images_of
 from agentfly.policies.policy import ChatGeneration
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.health import TooManyFailures
 from agentfly.rollouts.run import run
 from agentfly.rollouts.traits import agent_traits
 from agentfly.rollouts.voice import Voice
@@ -239,6 +242,68 @@ async def test_the_prompt_of_a_subagent_may_be_made_of_other_arguments():
     trajectory = await play(boss(researcher().as_tool(research)), policy)
     assert trajectory.subagents["call_0"][1]["content"] == "Write 7 words about tea."
     assert trajectory.turns[2].results[0].failure.kind == "InvalidArguments"
+
+
+def asking(**settings):
+    """A prompt's function that repeats its argument."""
+
+    @tool(name="research", **settings)
+    def ask(request: str) -> str:
+        """Find out.
+
+        Args:
+            request: what.
+        """
+        return request
+
+    return ask
+
+
+@pytest.mark.parametrize("prompt", ["Finds out facts.", asking(max_output_tokens=5)])
+async def test_a_subagent_reads_its_prompt_in_full_however_long_it_is(prompt):
+    request = "the sky's colour " * 3000
+    policy = ScriptedPolicy(script(boss=[call("research", request=request), "ok"], researcher=["blue"]))
+    trajectory = await play(boss(researcher().as_tool(prompt, name="research")), policy)
+    assert trajectory.subagents["call_0"][1]["content"] == request
+
+
+async def test_the_answer_of_a_subagent_is_cut_as_any_observation_is_and_kept_whole_in_its_conversation():
+    policy = ScriptedPolicy(script(boss=[ASK, "ok"], researcher=["x" * 100]), limited=True)
+    trajectory = await play(boss(researcher().as_tool(asking(max_output_tokens=10))), policy)
+    (record,) = trajectory.turns[0].results
+    assert record.observation == "xxxxx\n[... 90 characters left out ...]\nxxxxx"  # a token is a byte there
+    assert trajectory.messages[3]["content"] == record.observation
+    assert trajectory.subagents["call_0"][-1]["content"] == "x" * 100
+
+
+async def test_what_the_function_of_a_prompt_raises_is_cut_as_any_error_of_a_tool():
+    @tool(max_output_tokens=5)
+    def research() -> str:
+        """Find out."""
+        raise ToolError("y" * 1000)
+
+    policy = ScriptedPolicy(script(boss=[call("research"), "ok"], researcher=[]), limited=True)
+    trajectory = await play(boss(researcher().as_tool(research)), policy)
+    assert trajectory.turns[0].results[0].observation == "Error: yyy\n[... 995 characters left out ...]\nyy"
+
+
+async def test_a_prompt_may_show_images_and_a_function_that_returns_more_than_a_prompt_is_refused():
+    picture = Image(b"\x89PNG...", "image/png")
+
+    def research(how: str) -> ToolResult:
+        """Find out.
+
+        Args:
+            how: what the prompt holds.
+        """
+        return ToolResult(["What is this?", picture]) if how == "shown" else ToolResult("It.", reward=1.0, done=True)
+
+    said = script(boss=[call("research", how="shown"), "ok"], researcher=["a cat"])
+    trajectory = await play(boss(researcher().as_tool(research)), ScriptedPolicy(said, sees=True))
+    assert list(images_of(trajectory.subagents["call_0"][1]["content"])) == [picture]
+    scored = script(boss=[call("research", how="scored")], researcher=[])
+    with pytest.raises(TooManyFailures, match=r"ToolResult\(reward=…, done=…\), but a prompt is text and images"):
+        await play(boss(researcher().as_tool(research)), ScriptedPolicy(scored))
 
 
 async def test_every_conversation_has_a_name_of_its_own_at_the_policy_which_forgets_it():

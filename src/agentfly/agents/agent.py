@@ -151,10 +151,14 @@ class Agent:
         but the rollout's context, task and resources. Its turns stand in the same trajectory, in sequences of their
         own, and its answer is the observation. If it ends for a limit, the caller is told which.
 
+        The agent reads its prompt in full. Of an answer that is longer than the tool's ``max_output_tokens`` the caller
+        gets head and tail, as of any observation; the conversation keeps all of it.
+
         Args:
             prompt: what the caller is told that the agent does: ``agent.as_tool("Finds facts.", name="research")``. The
                 calls then have one argument, ``request``, which the agent is given. Or a function that makes the
-                agent's prompt of other arguments, with a docstring and type hints as a tool has.
+                agent's prompt of other arguments, with a docstring and type hints as a tool has. ``@tool`` above it
+                may set ``max_output_tokens``.
             name: what the calling model calls it; the function's name if there is one.
 
         Raises:

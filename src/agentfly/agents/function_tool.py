@@ -115,6 +115,12 @@ class Tool(UserFunction):
             AgentFlyError: anything else that the model is not to blame for: a resource that could not be had, a task
                 that lacks a field, a definition that is wrong.
         """
+        result = await self._call(arguments, context, cut)
+        told = cut(result.observation, self.max_output_tokens)
+        return result if told == result.observation else replace(result, observation=told)
+
+    async def _call(self, arguments: Mapping[str, Any], context: Context, cut: Cut) -> ToolResult:
+        """What the function returns, in full. What it raises is cut."""
         given = self.schema.validate(arguments)
         for parameter in self.parameters_from_elsewhere:
             given[parameter.name] = self._fill_in(parameter, context)
@@ -128,13 +134,11 @@ class Tool(UserFunction):
         except FunctionFailed as failed:
             self._raise_failure(failed, cut)
         try:
-            result = as_result(self.name, value, self._told)
+            return as_result(self.name, value, self._told)
         except AgentFlyError:
             raise
         except Exception as error:  # of the value's own code, when it is asked what it reads as
             self._raise_failure(FunctionFailed(error), cut)
-        told = cut(result.observation, self.max_output_tokens)
-        return result if told == result.observation else replace(result, observation=told)
 
     async def _callable(self, context: Context) -> tuple[Callable[..., Any], Caller]:
         if self.home is None:

@@ -195,11 +195,11 @@ class Conversation:
     async def _delegate(self, tool: Subagent, call: ToolCall) -> ToolRecord:
         """Have a subagent answer a call in a conversation of its own."""
         async with self._context.call() as call_context:
-            prompt = await tool.prompt(call.arguments or {}, call_context)
+            prompt = await tool.prompt(call.arguments or {}, call_context, cut=self._voice.cut)
         name = "/".join(filter(None, (self._name, call.id)))
         part = Conversation(
             self._voice.subagents[tool.name],
-            [{"role": "user", "content": prompt}],
+            [prompt],
             scribe=self._scribe,
             context=self._context,
             sampling=self._sampling,
@@ -219,6 +219,6 @@ class Conversation:
         if part.ends != self.ends:  # it has taken a turn
             self._ends_of_subagents += part.ends
         if finish in (FinishReason.ANSWERED, FinishReason.DONE):
-            return ToolRecord(call, part.answer)
+            return ToolRecord(call, self._voice.cut(part.answer, tool.max_output_tokens))
         unfinished = SubagentUnfinished(f"{tool.name} had no answer when it ended: {finish}.")
         return ToolRecord(call, f"Error: {unfinished}", failure=Failure.of(unfinished))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, BinaryIO, Literal, Self, get_args
 
 from agentfly.errors import ConfigError, PrerequisiteError
 
@@ -246,11 +246,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     values = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in filter(None, path.read_bytes().split(b"\n")):
         try:
             value = json.loads(line)
         except ValueError:
-            continue  # cut by a crash, and gone on behind by a resumed run
+            continue
         if isinstance(value, dict):
             values.append(value)
         else:
@@ -259,21 +259,64 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one line to a JSON-lines file, behind whatever a crash left of the line before it.
+    """Add one line to a JSON-lines file, behind its last whole line.
 
     Raises:
         OSError: it cannot be written, for instance because the disk is full.
     """
-    end_last_line(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    append_lines(path, [json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"])
 
 
-def end_last_line(path: Path) -> None:
-    """Give a file whose last line was cut by a crash the line end it lacks, so that the next line stands alone."""
-    if not path.is_file() or path.stat().st_size == 0:
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines, each with its line end, to a JSON-lines file, behind its last whole line."""
+    mend_last_line(path)
+    with path.open("ab") as file:
+        for line in lines:
+            file.write(line.encode("utf-8"))
+
+
+def mend_last_line(path: Path) -> None:
+    """Have a JSON-lines file end with a whole line, so that the next line stands alone.
+
+    A last line that was cut by a crash is removed, which the log tells. One that lacks nothing but its line end gets
+    that, and so does a last line that is no beginning of a JSON object: the file may be somebody's notes.
+    """
+    if not path.is_file():
         return
     with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
+        begin = _begin_of_last_line(file)
+        file.seek(begin)
+        line = file.read()
+        if not line:
+            return
+        if line.startswith(b"{") and not is_whole_line(line):
+            logger.warning("%s: the last line was cut by a crash; its %d bytes are removed.", path, len(line))
+            file.truncate(begin)
+        else:
             file.write(b"\n")
+
+
+def is_whole_line(line: bytes) -> bool:
+    """Whether a line of a JSON-lines file was written to its end: it has a line end, or only that is missing."""
+    if line.endswith(b"\n"):
+        return True
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    except RecursionError:  # it lies too deep to be read, but was not cut
+        return True
+    return True
+
+
+def _begin_of_last_line(file: BinaryIO) -> int:
+    """Where what follows the last line end begins."""
+    stop = file.seek(0, os.SEEK_END)
+    while stop:
+        start = max(0, stop - 2**16)
+        file.seek(start)
+        found = file.read(stop - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        stop = start
+    return 0

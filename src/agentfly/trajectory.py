@@ -18,6 +18,7 @@ from agentfly.errors import AgentFlyError, Boundary, ConfigError, UsageError, me
 from agentfly.images import Image
 from agentfly.json_values import Brief, json_line, own_copy, score_of
 from agentfly.messages import Message, ToolCall, message_from_json, message_to_json
+from agentfly.run_directory import append_lines, is_whole_line
 from agentfly.task import Task
 from agentfly.tokens import TokenSequence
 
@@ -393,10 +394,19 @@ def _no_trajectory(given: object, wanted: str, within: str) -> str:
 
 
 def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:
-    """Write trajectories as JSON lines, one a line."""
-    with Path(path).open("a" if append else "w", encoding="utf-8") as file:
-        for trajectory in trajectories:
-            file.write(trajectory_line(trajectory))
+    """Write trajectories as JSON lines, one a line.
+
+    Args:
+        trajectories: what to write.
+        path: the file.
+        append: keep what is in the file, but for a last line that was cut by a crash.
+    """
+    lines = map(trajectory_line, trajectories)
+    if append:
+        append_lines(Path(path), lines)
+        return
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
@@ -407,17 +417,8 @@ def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n") or _is_whole(line):
+            if is_whole_line(line):
                 yield _trajectory_in(line, path, number)
-
-
-def _is_whole(line: bytes) -> bool:
-    """Whether a line without its end is all there, as other programs write a last one: no cut object is JSON."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:

@@ -83,6 +83,30 @@ def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path):
     assert [t.rollout_id for t in load_trajectories(file)] == ["run-0.1"]
 
 
+@pytest.mark.parametrize("lost", [1, 2, 20, 10**5], ids=["line end", "brace", "some", "much"])
+def test_appending_behind_a_line_cut_by_a_crash_costs_that_line_only(tmp_path, caplog, lost):
+    file = tmp_path / "t.jsonl"
+    save_trajectories([trajectory()], file)
+    whole = file.read_bytes()
+    save_trajectories([trajectory(rollout_id="cut", messages=[{"role": "user", "content": "x" * 200_000}])], file)
+    file.write_bytes(whole + file.read_bytes()[:-lost])
+    before = [t.rollout_id for t in load_trajectories(file)]
+    assert before == (["run-0.1", "cut"] if lost == 1 else ["run-0.1"])
+    save_trajectories([trajectory(rollout_id="b")], file, append=True)
+    assert [t.rollout_id for t in load_trajectories(file)] == [*before, "b"]
+    assert ("cut by a crash" in caplog.text) == (lost > 1)
+
+
+@pytest.mark.parametrize("there", [b"my notes", b"[1, 2"])
+def test_appending_removes_nothing_that_is_no_record(tmp_path, there):
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(there)
+    save_trajectories([trajectory()], file, append=True)
+    assert file.read_bytes().startswith(there + b"\n{")
+    with pytest.raises(ConfigError, match="line 1"):
+        list(load_trajectories(file))
+
+
 def test_what_infrastructure_spoiled_is_not_trainable():
     assert trajectory().trainable
     assert not trajectory(failure=Failure.of(ResourceStartError("no disk"))).trainable

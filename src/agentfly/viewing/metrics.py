@@ -17,7 +17,7 @@ from typing import Self
 from agentfly.errors import PrerequisiteError, say
 from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
 from agentfly.json_values import json_line
-from agentfly.run_directory import Kind, RunDirectory, append_json_line, end_last_line
+from agentfly.run_directory import Kind, RunDirectory, append_json_line, mend_last_line
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class EventWriter:
     def _write(self) -> None:
         """Write what waits, all of it or nothing."""
         try:
-            end_last_line(self._path)
+            mend_last_line(self._path)
             with self._path.open("ab", buffering=0) as file:
                 size = file.seek(0, os.SEEK_END)
                 try:

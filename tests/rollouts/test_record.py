@@ -25,11 +25,13 @@ from agentfly.agents.tool import tool
 from agentfly.errors import ConfigError, PrerequisiteError, ResourceStartError
 from agentfly.events import EventStream, RewardFinished
 from agentfly.policies.scripted import ScriptedPolicy
+from agentfly.rollouts.group import Group
 from agentfly.rollouts.health import TooManyFailures
+from agentfly.rollouts.record import RolloutRecord, held
 from agentfly.rollouts.run import evaluate, run
 from agentfly.run_directory import RunDirectory
 from agentfly.task import Task
-from agentfly.trajectory import load_trajectories
+from agentfly.trajectory import FinishReason, Trajectory, load_trajectories
 
 TASKS = [Task(f"task {number}", {"number": number}, id=f"t{number}") for number in range(6)]
 
@@ -374,6 +376,36 @@ async def test_two_at_a_time_do_not_record_in_the_same_file(tmp_path):
     assert len(list(load_trajectories(file_of(tmp_path / "run")))) == 4
     await roll(tmp_path / "run", resume=True)
     assert len(list(load_trajectories(file_of(tmp_path / "run")))) == 6
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["put in order", "emptied"])
+async def test_another_process_gets_the_file_only_once_it_is_in_its_final_place(tmp_path, monkeypatch, failing):
+    """Else what it adds would go to a file that is replaced or removed under its hands."""
+    path, gone = tmp_path / "rollouts.jsonl", []
+
+    class Watched:
+        """The file, of which the lock goes when it is closed."""
+
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def close(self):
+            inode = os.fstat(self._file.fileno()).st_ino
+            gone.append(not path.exists() or path.stat().st_ino != inode)
+            self._file.close()
+
+    monkeypatch.setattr("agentfly.rollouts.record.held", lambda path: Watched(held(path)))
+    record = RolloutRecord(path)
+    async with record.opened({}, {}):
+        for number in (1, 0):
+            group = Group(f"run-{number}", TASKS[number], 1, 0)
+            trajectory = Trajectory(f"run-{number}.0", f"run-{number}", TASKS[number], finish=FinishReason.ANSWERED)
+            if not failing:
+                await record.append(group, [trajectory], scored=True)
+    assert gone == [True]
 
 
 async def test_a_run_that_was_stopped_leaves_each_rollout_once(tmp_path):

@@ -252,17 +252,18 @@ class RolloutRecord:
             for line in lines:
                 source.seek(line.start)
                 target.write(source.read(line.stop - line.start))
+        ordered.replace(self.path)  # before the lock goes with the file: whoever has it next finds the file replaced
         self._file.close()
-        ordered.replace(self.path)
         self._file = None
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
         if self._opened and not self._lines:
-            for path in (self.path, self.settings_file):
+            for path in (self.settings_file, self.path):  # while the lock is held, as above
                 path.unlink(missing_ok=True)
+        self._file.close()
+        self._file = None
 
     def _read_settings(self) -> dict[str, Any] | None:
         if not self.settings_file.is_file():

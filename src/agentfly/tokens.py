@@ -42,6 +42,25 @@ class Span:
     stop: int
 
 
+def sampled_ids(values: Sequence[int]) -> array[int]:
+    """The ids that a policy has sampled.
+
+    Raises:
+        TokenInvariantError: they are no row of 32-bit integers.
+    """
+    try:
+        return array("i", values)
+    except (TypeError, OverflowError) as error:
+        raise TokenInvariantError(f"Sampled ids are to be one row of 32-bit integers: {error}.") from error
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    try:
+        return math.isfinite(sum(values)) and max(values) <= 1e-6
+    except (TypeError, ValueError):  # rows of numbers, say, or None among them
+        return False
+
+
 _ORIGINS = {origin: array("b", [origin]) for origin in Origin}
 
 
@@ -112,24 +131,24 @@ class TokenSequence:
             TokenInvariantError: there is not exactly one version, and one finite log-prob, for each id.
         """
         self._require_open()
+        new = sampled_ids(ids)
+        count = len(new)
         try:
-            count = len(ids)
             versions = array("i", [version]) * count if isinstance(version, int) else array("i", version)
-            columns = array("i", ids), versions
         except (TypeError, OverflowError) as error:
-            raise TokenInvariantError(f"Sampled ids and their versions are to be 32-bit integers: {error}.") from error
+            raise TokenInvariantError(f"Versions of sampled ids are to be 32-bit integers: {error}.") from error
         for values in (logprobs, raw_logprobs):
             if values is not None and len(values) != count:
                 raise TokenInvariantError(f"{count} sampled ids came with {len(values)} log-probs; refusing them.")
-            if values and not (math.isfinite(sum(values)) and max(values) <= 1e-6):
+            if values is not None and count and not _are_logprobs(values):
                 raise TokenInvariantError("A log-prob of a sampled token is not a finite number of at most 0.")
-        if len(columns[1]) != count:
-            raise TokenInvariantError(f"{count} sampled ids came with {len(columns[1])} versions; refusing them.")
-        self.ids.extend(columns[0])
+        if len(versions) != count:
+            raise TokenInvariantError(f"{count} sampled ids came with {len(versions)} versions; refusing them.")
+        self.ids.extend(new)
         self.origins.extend(_ORIGINS[Origin.SAMPLED] * count)
         self.logprobs.extend(logprobs if logprobs is not None else _UNKNOWN * count)
         self.raw_logprobs.extend(raw_logprobs if raw_logprobs is not None else _UNKNOWN * count)
-        self.versions.extend(columns[1])
+        self.versions.extend(versions)
 
     def cut(self, length: int) -> None:
         """Cut ids and all that is known of them at one index, and flag the sequence as truncated.

@@ -1,8 +1,11 @@
 """The rollout loop: turns, limits, typed ends, and failures that end one rollout only."""
 
 import asyncio
+import json
 
+import numpy as np
 import pytest
+import torch
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.memory.summary_folding import SummaryFolding
@@ -18,7 +21,7 @@ from agentfly.rollouts.run import run
 from agentfly.task import Task
 from agentfly.tokens import Origin
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import FinishReason
+from agentfly.trajectory import FinishReason, Trajectory
 
 END = 257
 
@@ -405,6 +408,69 @@ async def test_a_generation_that_nobody_asked_for_is_refused_and_never_trained(i
     assert odd.failure.boundary is Boundary.TOKENS
     assert not odd.trainable
     assert sound.finish is FinishReason.ANSWERED
+
+
+def tensors(values, integers):
+    return torch.tensor(values, dtype=torch.int64 if integers else torch.float32)
+
+
+def arrays(values, integers):
+    return np.array(values, dtype=np.int32 if integers else np.float32)
+
+
+KINDS = {
+    "arrays": arrays,
+    "tensors": tensors,
+    "scalars of arrays": lambda values, integers: list(arrays(values, integers)),
+    "scalars of tensors": lambda values, integers: tuple(tensors(values, integers)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_policy_may_return_arrays_and_tensors(kind):
+    made = KINDS[kind]
+
+    class Numeric(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+            plain = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+            ids, logprobs = made(list(plain.ids), True), made([-0.5] * len(plain.ids), False)
+            return Generation(ids, logprobs, plain.finish, made([3] * len(plain.ids), True), logprobs)
+
+    policy = Numeric([call("add", a=1, b=2), "fine"])
+    (plain,) = (
+        await run(agent(), ["a"], policy=ScriptedPolicy([call("add", a=1, b=2), "fine"]), label="s")
+    ).trajectories
+    (found,) = (await run(agent(), ["a"], policy=policy, label="s")).trajectories
+    assert (found.finish, found.failure) == (FinishReason.ANSWERED, None)
+    assert [s.ids for s in found.sequences] == [s.ids for s in plain.sequences]
+    sampled = [p for p, o in zip(found.sequences[0].logprobs, found.sequences[0].origins, strict=True) if o == 1]
+    assert set(sampled) == {-0.5}
+    assert Trajectory.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "said"),
+    [
+        (np.array([[1, 2]]), [-0.1, -0.1], "one row of 32-bit integers"),
+        (np.array([1.0, 2.0]), [-0.1, -0.1], "one row of 32-bit integers"),
+        (np.array([], dtype=int), None, "no token at all"),
+        (np.array([97, 98]), np.array([[-0.1, -0.1]]), "1 log-probs"),
+        (np.array([97, 98]), np.array([[-0.1], [-0.1]]), "not a finite number"),
+        (np.array([97, 98]), np.array([-0.1, np.nan]), "not a finite number"),
+        (np.array([97, 98]), [-0.1, None], "not a finite number"),
+    ],
+    ids=["rows", "floats", "none", "rows of log-probs", "columns of log-probs", "NaN", "None"],
+)
+async def test_arrays_that_are_no_generation_are_refused_in_plain_words(ids, logprobs, said):
+    class Odd(ScriptedPolicy):
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
+            if rollout_id == "s-0.0":
+                return Generation(ids, logprobs, "length", 0)
+            return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
+
+    odd, _ = (await run(agent(), ["a", "b"], policy=Odd(["fine"]), label="s")).trajectories
+    assert odd.failure.boundary is Boundary.TOKENS
+    assert said in odd.failure.message
 
 
 class Mute(Exception):

@@ -58,6 +58,8 @@ class SamplingParams:
 class Generation(Brief):
     """What one call of a policy sampled.
 
+    Arrays of NumPy and tensors are taken, and become lists of Python's numbers.
+
     Attributes:
         ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
         logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
@@ -73,6 +75,20 @@ class Generation(Brief):
     finish: Literal["stop", "length"]
     version: int | Sequence[int]
     raw_logprobs: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "ids", "logprobs", "version", "raw_logprobs")
+
+
+def _make_plain(generation: object, *names: str) -> None:
+    """Have attributes hold Python's own numbers where they are arrays, tensors or scalars of a library's."""
+    for name in names:
+        value = getattr(generation, name)
+        if type(value) is tuple or type(value) is list:
+            if value and callable(getattr(value[0], "item", None)):
+                object.__setattr__(generation, name, [one.item() if hasattr(one, "item") else one for one in value])
+        elif hasattr(value, "dtype"):
+            object.__setattr__(generation, name, value.tolist())
 
 
 class Tokenizer(Protocol):
@@ -206,6 +222,8 @@ def token_limits_bind(policy: object) -> bool:
 class ChatGeneration(Brief):
     """What one call of a policy that speaks in messages came to.
 
+    Arrays of NumPy and tensors are taken, as in a `Generation`.
+
     Attributes:
         content: what was said, without thoughts and calls.
         calls: the tool calls, as the far side read them.
@@ -228,6 +246,9 @@ class ChatGeneration(Brief):
     logprobs: Sequence[float] | None = None
     prompt_tokens: int | None = None
     sampled_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "prompt_ids", "ids", "logprobs", "version")
 
 
 @runtime_checkable

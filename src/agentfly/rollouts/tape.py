@@ -10,7 +10,7 @@ from agentfly.errors import TokenInvariantError
 from agentfly.images import PlacedImage
 from agentfly.policies.policy import Generation
 from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.tokens import Origin, TokenSequence
+from agentfly.tokens import Origin, TokenSequence, sampled_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,21 @@ class Tape:
 
     def sampled(self, generation: Generation) -> Place:
         """Append the sampled ids exactly as they came."""
-        if not generation.ids:
+        ids = sampled_ids(generation.ids)
+        if not ids:
             raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
-        if not self._stop_ids.isdisjoint(generation.ids[:-1]):
+        if not self._stop_ids.isdisjoint(ids[:-1]):
             raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
-        if not self._barred_ids.isdisjoint(generation.ids):
+        if not self._barred_ids.isdisjoint(ids):
             raise TokenInvariantError(
                 "The policy sampled a token that only images have, for which there is no image; refusing what it "
                 "returned. A policy has to leave out SamplingParams.barred_ids."
             )
-        self._require_tokens(generation.ids)
+        self._require_tokens(ids)
         sequence = self._sequence
         start = len(sequence)
-        sequence.append_sampled(generation.ids, generation.logprobs, generation.version, generation.raw_logprobs)
-        self._returned = array("i", generation.ids)
+        sequence.append_sampled(ids, generation.logprobs, generation.version, generation.raw_logprobs)
+        self._returned = ids
         if generation.finish == "length":
             sequence.truncated = True
         assert self._current is not None

@@ -189,6 +189,43 @@ async def test_when_a_server_dies_its_rollouts_move_and_it_comes_back() -> None:
         assert sorted(policy.loads.values()) == [1, 6]
 
 
+@pytest.mark.parametrize("error", [OSError("no route"), KeyError("id"), asyncio.CancelledError()], ids=repr)
+async def test_a_server_is_tried_again_whatever_goes_wrong_when_it_is_tried(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(StandInVLLM()) as policy:
+        fleet = policy._require_entered()
+        (member,) = fleet.members
+        connect, tries = member.connect, 0
+
+        async def connect_the_third_time() -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 3:
+                raise error
+            await connect()
+
+        monkeypatch.setattr(member, "connect", connect_the_third_time)
+        fleet.lost(member, "it does not answer")
+        assert len((await policy.generate([1], PLAIN, rollout_id="r")).ids) == PLAIN.max_tokens
+        assert tries == 3
+        assert not fleet._reviving
+
+
+async def test_where_no_server_can_be_used_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(StandInVLLM(), patience_s=0.05) as policy:
+        fleet = policy._require_entered()
+        (member,) = fleet.members
+
+        async def connect() -> None:
+            raise OSError("no route")
+
+        monkeypatch.setattr(member, "connect", connect)
+        fleet.lost(member, "it does not answer")
+        with pytest.raises(PolicyUnavailable, match=r"for 0\.05 s: The server at \S+ \(OSError: no route\)"):
+            await policy.generate([1], PLAIN, rollout_id="r")
+
+
 async def test_the_death_of_the_only_server_is_infrastructure() -> None:
     async with served(server := StandInVLLM(), patience_s=0.2) as policy:
         server.free.clear()

@@ -21,7 +21,9 @@ from agentfly.errors import (
     ResourceError,
     WeightUpdateError,
     message_of,
+    say,
 )
+from agentfly.interruption import must_pass
 from agentfly.policies.vllm.members import Member
 from agentfly.policies.vllm.proof import Proof, mean_distance
 from agentfly.policies.vllm.reference import Reference, ask
@@ -109,6 +111,7 @@ class Fleet:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._why: dict[str, str] = {}  # servers cannot be used, or could not when they were tried last
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class Fleet:
         if member.up:
             logger.warning("%s is left out: %s", member.name, why)
             member.up = False
+            self._why[member.name] = why
         if member.name not in self._reviving:
             task = asyncio.create_task(self._revive(member), name=f"revive {member.name}")
             self._reviving[member.name] = task
@@ -172,8 +176,11 @@ class Fleet:
                 async with asyncio.timeout(self.patience_s), self._changed:
                     await self._changed.wait_for(self._is_settled)
             except TimeoutError:
-                names = ", ".join(member.name for member in self.members)
-                raise PolicyUnavailable(f"No server could be used for {self.patience_s:g} s: {names}.") from None
+                reasons = "; ".join(
+                    f"{member.name} ({self._why.get(member.name, 'an update of its weights did not end')})"
+                    for member in self.members
+                )
+                raise PolicyUnavailable(f"No server could be used for {self.patience_s:g} s: {reasons}.") from None
         if self._unusable is not None:
             raise WeightUpdateError(self._unusable)
 
@@ -278,12 +285,16 @@ class Fleet:
         """Try until a server can be used again: it answers, and is proved to serve the policy's weights."""
         async with self._lock:
             pass  # an update that lost it ends first: it may be paused
-        wait_s = _FIRST_RETRY_S
+        wait_s, task = _FIRST_RETRY_S, asyncio.current_task()
         while not member.up:
             try:
                 await self._enlist(member)
-            except AgentFlyError as error:
-                logger.warning("%s cannot be used yet: %s", member.name, message_of(error))
+            except BaseException as error:  # nobody else would try again, whatever it is
+                if must_pass(error, task) or task is None or task.cancelling():
+                    raise
+                self._why[member.name] = message_of(error) if isinstance(error, AgentFlyError) else say(error)
+                trace = None if isinstance(error, AgentFlyError) else error
+                logger.warning("%s cannot be used yet: %s", member.name, self._why[member.name], exc_info=trace)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LAST_RETRY_S)
         del self._reviving[member.name]

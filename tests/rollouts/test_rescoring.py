@@ -128,5 +128,5 @@ async def test_trajectories_are_scored_at_the_same_time_with_what_they_share(sto
 async def test_what_is_no_reward_is_refused(stored):
     with pytest.raises(UsageError, match="The function len is not a reward"):
         await rescore(stored, len)
-    with pytest.raises(UsageError, match="A str is not a reward"):
+    with pytest.raises(UsageError, match="a str, is not a reward"):
         await run(Agent(model="scripted"), ["go"], reward="judged", policy=ScriptedPolicy(["hi"]))

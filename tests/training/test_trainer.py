@@ -30,9 +30,14 @@ from agentfly.policies.load import load_policy
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.health import TooManyFailures
 from agentfly.run_directory import RunDirectory
-from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.advantages import ALGORITHMS, Advantages, Algorithm, Evidence
+from agentfly.training.checkpoints import require_sound
+from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.config.train_config import OwnCode, TrainConfig
 from agentfly.training.learning.learner import Learner
 from agentfly.training.learning.stopping import UpdateStopped
+from agentfly.training.losses import LOSSES, PolicyLoss
+from agentfly.training.losses.token_batch import ClipRange, TokenBatch, TokenLoss
 from agentfly.training.train import train
 from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.trajectory import load_trajectories
@@ -273,6 +278,35 @@ async def test_a_full_disk_says_what_to_do_and_what_had_ended_is_not_run_again(t
     with events.subscribed(lambda event: rolled_out.append(event) if isinstance(event, RolloutFinished) else None):
         await trained(tmp_path, steps=1, resume=True, events=events)
     assert not rolled_out
+
+
+@pytest.mark.slow
+async def test_a_resumed_run_gives_the_checkpoint_that_it_stands_at_and_no_damaged_one(tmp_path: Path) -> None:
+    await trained(tmp_path, steps=3, checkpoint_every_steps=1, keep_checkpoints=3)
+    (tmp_path / "checkpoints/step-000003/config.json").unlink()
+    for steps in (2, 4):
+        result = await trained(tmp_path, steps=steps, keep_checkpoints=3, resume=True)
+        assert (result.steps, result.checkpoint) == (steps, tmp_path / f"checkpoints/step-{steps:06d}")
+        assert require_sound(result.checkpoint)
+    assert [row.step for row in RunDirectory(tmp_path).metrics()] == [1, 2, 3, 4]
+
+
+async def test_a_run_is_trained_by_the_code_that_its_settings_name_by_reference(tmp_path: Path) -> None:
+    used = []
+
+    def estimate(evidence: Evidence, config: AdvantageConfig) -> Advantages:
+        used.append("algorithm")
+        return ALGORITHMS["reinforce"].estimate(evidence, config)
+
+    def compute(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
+        used.append("loss")
+        return LOSSES["policy_gradient"](batch, clip)
+
+    own = {"algorithm": Algorithm(estimate), "loss": PolicyLoss(compute)}
+    settings = {**SMALL, "steps": 1, "algorithm": "here.py:mine", "loss": "here.py:mine_too"}
+    config = TrainConfig.model_validate(settings, context=OwnCode(lambda reference, field: own[field]))
+    await Trainer(agent(), TASKS, later, run_dir=tmp_path, config=config).run()
+    assert used[:2] == ["algorithm", "loss"]
 
 
 async def test_the_temperature_may_come_from_the_agent_or_the_settings_when_a_run_is_resumed(tmp_path: Path) -> None:

@@ -121,6 +121,19 @@ async def test_a_cancelled_call_ends_its_command(
     await eventually(lambda: processes_with("sleep\09601") == [])
 
 
+@pytest.mark.slow
+async def test_a_call_cancelled_as_its_command_begins_ends_it_and_not_the_box(
+    box: Container, processes_with: ProcessesWith
+) -> None:
+    for wait in (0, 0.001, 0.003, 0.01, 0.1):
+        call = asyncio.create_task(box.run("sleep 9602", new_process=True, stdin=b"x" * 100_000))
+        await asyncio.sleep(wait)
+        call.cancel()
+        await asyncio.wait([call])
+        assert (await box.run("echo alive")).stdout == "alive\n"
+        assert processes_with("sleep\09602") == []
+
+
 async def test_signals_do_inside_what_they_do_by_default_whatever_their_owner_ignores(
     ground: Ground, start: Start
 ) -> None:

@@ -13,9 +13,11 @@ import pytest
 
 from agentfly.errors import PrerequisiteError, ResourceDied, SandboxFlooded, UsageError
 from agentfly.resources.containers.backend import Backend
+from agentfly.resources.containers.bubblewrap import shell as pipe_shell
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.stream_shell import shell as stream_shell
 from agentfly.resources.resource import Status
 
 Eventually = Callable[[Callable[[], bool]], Coroutine[Any, Any, None]]
@@ -168,6 +170,54 @@ async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, star
     await asyncio.sleep(2.5)
     await box.thaw()
     assert (await call).stdout == "done\n"
+
+
+async def test_commands_that_are_beginning_when_their_box_is_frozen_have_all_their_time_after(
+    ground: Ground, start: Start
+) -> None:
+    if ground.able.freezes == "none":
+        pytest.skip("this backend does not freeze here")
+    box = await start(ground)
+    for turns in (0, 1, 3, 10):
+        calls = [asyncio.create_task(box.run("echo done", timeout=20, new_process=True)) for _ in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await box.freeze()
+        await box.thaw()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        begun = [end for end in ends if not isinstance(end, UsageError)]  # the others came after the freeze
+        assert [(end.stdout, end.timed_out) for end in begun] == [("done\n", False)] * len(begun)
+        assert len(begun) == 3 or turns == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new_process", [False, True])
+async def test_a_call_that_is_cancelled_while_its_box_is_frozen_ends_its_command_and_not_the_box(
+    ground: Ground,
+    start: Start,
+    processes_with: ProcessesWith,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    new_process: bool,
+) -> None:
+    if ground.able.freezes == "none":
+        pytest.skip("this backend does not freeze here")
+    for module in (stream_shell, pipe_shell):
+        monkeypatch.setattr(module, "_RESTART_GRACE_S", 1.0)
+    box = await start(ground)
+    await box.run("X=5")
+    for cancelled_first in (False, True):
+        call = asyncio.create_task(box.run("sleep 9702", new_process=new_process))
+        await eventually(lambda: processes_with("sleep\09702") != [])
+        if cancelled_first:
+            call.cancel()
+            await asyncio.wait([call])
+        await box.freeze()
+        call.cancel()
+        await asyncio.sleep(5)  # longer than the end of a command may take
+        await box.thaw()
+        assert (await box.run("echo $X", timeout=20)).stdout == "5\n"
+        await eventually(lambda: processes_with("sleep\09702") == [])
 
 
 async def test_a_frozen_box_is_released_and_reset_all_the_same(

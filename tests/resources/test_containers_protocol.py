@@ -24,7 +24,7 @@ from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
 from agentfly.resources.containers.bubblewrap.reports import Reports
 from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.command import Command, Outcome, TimeLimit
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.result import CommandResult
 from agentfly.resources.containers.spec import ContainerSpec
@@ -34,6 +34,7 @@ from agentfly.resources.containers.stream_shell.shell import StreamShell
 from agentfly.resources.containers.stream_shell.stream import Stream
 from agentfly.resources.processes import children
 from agentfly.resources.resource import Status
+from agentfly.testing.virtual_time import run_in_virtual_time
 from tests.support.scale import scaled
 
 MARK = Scripts("0123456789abcdef").mark
@@ -154,6 +155,39 @@ def test_an_allowance_never_lets_pass_more_than_what_time_and_requests_have_give
             break
         taken += amount
         assert taken <= 100 + given + 1e-6
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "pause", "resume", "wait"]), st.integers(1, 9)), max_size=20))
+@example([("pause", 1), ("resume", 1), ("wait", 9), ("begin", 3)])
+@example([("pause", 1), ("begin", 3), ("wait", 9), ("resume", 1)])
+def test_the_time_of_a_command_counts_from_its_begin_and_while_its_sandbox_goes_on(
+    history: list[tuple[str, int]],
+) -> None:
+    async def live() -> None:
+        expired: list[float] = []
+        loop = asyncio.get_running_loop()
+        limit = TimeLimit(lambda: expired.append(loop.time()), paused=False)
+        left, going, begun = 0.0, True, False
+        for step, seconds in history:
+            match step:
+                case "begin" if not begun:
+                    begun, left = True, float(seconds) + 0.5
+                    limit.begin(left)
+                case "pause":
+                    going = False
+                    limit.pause()
+                case "resume":
+                    going = True
+                    limit.resume()
+                case "wait":
+                    await asyncio.sleep(seconds)
+                    left -= seconds * (begun and going)
+            assert bool(expired) is (begun and left < 0)
+        limit.end()
+        await asyncio.sleep(100)
+        assert bool(expired) is (begun and left < 0)
+
+    run_in_virtual_time(live())
 
 
 # --- the streams of the other shell -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Command: what to run in a sandbox, and Outcome: how it ended."""
+"""Command: what to run in a sandbox, TimeLimit: how long it may take, and Outcome: how it ended."""
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,53 @@ class Command:
         steps = [] if self.cwd is None else [f"cd -- {shlex.quote(self.cwd)} || exit"]
         steps += [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
         return "; ".join(steps).encode("utf-8", "surrogateescape")
+
+
+class TimeLimit:
+    """The time that a command may take, which stands still while its sandbox is frozen."""
+
+    def __init__(self, expired: Callable[[], None], *, paused: bool) -> None:
+        """Make one that has not begun.
+
+        Args:
+            expired: called when the time is up.
+            paused: whether the sandbox is frozen.
+        """
+        self._expired = expired
+        self._paused = paused
+        self._left_s: float | None = None  # None: it has not begun, or has ended
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, seconds: float) -> None:
+        """Allow so many seconds, from now or from the next `resume` on."""
+        self._left_s = seconds
+        self._count()
+
+    def pause(self) -> None:
+        """The sandbox is about to be frozen."""
+        self._paused = True
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+            self._stop()
+
+    def resume(self) -> None:
+        """The sandbox goes on."""
+        self._paused = False
+        self._count()
+
+    def end(self) -> None:
+        """Allow any time from now on."""
+        self._left_s = None
+        self._stop()
+
+    def _count(self) -> None:
+        if self._timer is None and self._left_s is not None and not self._paused:
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._expired)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Life:
         assert self.shell is not None
         if self.shell.own_doing is not None:
             return
-        self.shell.stop_clocks()
+        await self.shell.pause()
         await self.bubble.freeze()
 
     async def thaw(self) -> None:
@@ -94,7 +94,7 @@ class Life:
         try:
             await self.bubble.thaw()
         finally:
-            self.shell.start_clocks()
+            self.shell.resume()
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""

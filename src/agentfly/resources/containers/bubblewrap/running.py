@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from agentfly.resources.containers.bubblewrap.pipes import OutputPipes
-from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.command import Command, Outcome, TimeLimit
 
 
 class Running:
     """A command under way."""
 
-    def __init__(self, name: int, command: Command, pipes: OutputPipes, before: frozenset[int]) -> None:
+    def __init__(
+        self, name: int, command: Command, pipes: OutputPipes, before: frozenset[int], *, frozen: bool
+    ) -> None:
         """Take what was asked, and begin to collect what it will print.
 
         Args:
@@ -19,6 +21,7 @@ class Running:
             command: what was asked.
             pipes: its outputs.
             before: the processes that are there already, which its end must not touch.
+            frozen: whether the sandbox is.
 
         Raises:
             OSError: this process has too many files open.
@@ -35,8 +38,7 @@ class Running:
         self.pipes = pipes
         self.stdout, self.stderr = command.outputs()
         self._waiter: asyncio.Future[int | None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._left = 0.0  # seconds that it may still take
+        self.time = TimeLimit(lambda: self._wake(None), paused=frozen)
         self._end: asyncio.Event | None = None  # for those who wait for the end without being its caller
         pipes.begin(self.stdout, self.stderr)
 
@@ -45,28 +47,13 @@ class Running:
         if self.exit_code is not None:
             return self.exit_code
         self._waiter = asyncio.get_running_loop().create_future()
-        self._left = timeout
-        self.start_clock()
+        self.time.begin(timeout)
         try:
             exit_code = await self._waiter
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self.time.end()
         self.expired = exit_code is None
         return exit_code
-
-    def start_clock(self) -> None:
-        """Count what is left of the time that it may take, if somebody waits for its end."""
-        if self._timer is None and self._waiter is not None and not self._waiter.done():
-            self._timer = asyncio.get_running_loop().call_later(self._left, self._wake, None)
-
-    def stop_clock(self) -> None:
-        """Stop counting."""
-        if self._timer is not None:
-            self._left = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
-            self._timer.cancel()
-            self._timer = None
 
     def finish(self, exit_code: int) -> None:
         """It has ended."""

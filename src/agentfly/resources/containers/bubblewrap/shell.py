@@ -53,6 +53,8 @@ class Shell:
         self._running: dict[int, Running] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
+        self._going = asyncio.Event()  # the sandbox is not frozen
+        self._going.set()
         self._keepers = Keepers(
             self._processes,
             bubble.launcher,
@@ -107,15 +109,23 @@ class Shell:
             os.close(self._starts)
             self._starts = -1
 
-    def stop_clocks(self) -> None:
-        """The sandbox is about to be frozen: what commands may take does not run out meanwhile."""
-        for running in self._running.values():
-            running.stop_clock()
+    async def pause(self) -> None:
+        """The sandbox is about to be frozen: commands that are being killed end first, and time stops for the others.
 
-    def start_clocks(self) -> None:
-        """The sandbox goes on."""
+        Killing a command takes the help of processes inside, so none is killed before `resume`.
+        """
+        while self._kills:
+            await asyncio.wait(self._kills)
+        if not self.dead:
+            self._going.clear()
         for running in self._running.values():
-            running.start_clock()
+            running.time.pause()
+
+    def resume(self) -> None:
+        """The sandbox goes on."""
+        self._going.set()
+        for running in self._running.values():
+            running.time.resume()
 
     @property
     def keepers(self) -> set[int]:
@@ -155,7 +165,7 @@ class Shell:
                 shared = before != self._known and bool(before - self._known - self.keepers)
                 number, pipes = self._exchange.session_pipes(anew=shared)
                 self._known = before
-            running = Running(name, command, pipes, before)
+            running = Running(name, command, pipes, before, frozen=not self._going.is_set())
         except OSError as error:
             raise ResourceError(f"The output of a command could not be connected: {error}") from error
         self._running[name] = running
@@ -295,17 +305,23 @@ class Shell:
         self._died_of = cause
         self._reports.close()
         self._ready.set()
+        self._going.set()
         for running in self._running.values():
             running.finish(137)
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
     def _begin_kill(self, running: Running) -> asyncio.Task[None]:
-        kill = self._kill_process(running) if running.own_process else self._kill_in_session(running)
-        task = asyncio.create_task(kill)
+        task = asyncio.create_task(self._kill(running))
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
         return task
+
+    async def _kill(self, running: Running) -> None:
+        await self._going.wait()
+        if self.dead:
+            return
+        await (self._kill_process(running) if running.own_process else self._kill_in_session(running))
 
     async def _kill_in_session(self, running: Running) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""

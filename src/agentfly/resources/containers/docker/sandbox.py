@@ -131,8 +131,8 @@ class EngineSandbox(Sandbox):
         """See `Sandbox.freeze`."""
         if not self._paused:
             self._paused = True
-            for shell in self._shells.values():
-                shell.stop_clocks()
+            for shell in list(self._shells.values()):
+                await shell.pause()
             async with calling(f"Pausing the container {self._name}"):
                 await self._container().pause()
 
@@ -144,7 +144,7 @@ class EngineSandbox(Sandbox):
                 async with calling(f"Unpausing the container {self._name}"):
                     await self._container().unpause()
             for shell in self._shells.values():
-                shell.start_clocks()
+                shell.resume()
             self._paused = False
 
     async def port(self, inside: int) -> tuple[str, int]:

@@ -135,7 +135,7 @@ class EnrootSandbox(Sandbox):
             raise self._cannot("freeze")
         if not self._frozen:
             self._frozen = True
-            self._shell.stop_clocks()
+            await self._shell.pause()
             await on_thread(self._cgroup.freeze)
 
     async def thaw(self) -> None:
@@ -144,7 +144,7 @@ class EnrootSandbox(Sandbox):
             await on_thread(self._cgroup.thaw)
             self._frozen = False
             if self._shell is not None:
-                self._shell.start_clocks()
+                self._shell.resume()
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 
-from agentfly.resources.containers.command import Command, Outcome
+from agentfly.resources.containers.command import Command, Outcome, TimeLimit
 
 
 class Running:
     """A command under way."""
 
-    def __init__(self, number: int, command: Command, file: int) -> None:
+    def __init__(self, number: int, command: Command, file: int, *, frozen: bool) -> None:
         """Take what was asked.
 
         Args:
             number: by which the shell knows it.
             command: what was asked.
             file: the number of the files that it is put into.
+            frozen: whether the sandbox is.
         """
         self.number = number
         self.command = command
         self.own_process = command.own_process
         self.file = file
         self.spared = ""  # children of the session and of process 1 that were there before it
+        self.asked = False  # the sandbox has been told to begin it
         self.begun = False
+        self.killing: asyncio.Task[None] | None = None
         self.sent_again = 0  # times
         self.closing = False  # its end is under way, since what ran it has ended
         self.lost = ""
@@ -33,8 +36,7 @@ class Running:
         self.waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()  # None: out of time
         self._code: int | None = None
         self._stderr_done = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._left_s = 0.0
+        self.time = TimeLimit(self._expire, paused=frozen)
 
     def add(self, output: int, data: bytes) -> None:
         """It has printed."""
@@ -54,22 +56,6 @@ class Running:
         self.ended.set()
         if not self.waiter.done():
             self.waiter.set_result(code)
-
-    def limit(self, seconds: float) -> None:
-        """Give it so many seconds from now on."""
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def stop_clock(self) -> None:
-        """Let its time stand still."""
-        if self._timer is not None:
-            self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
-            self._timer.cancel()
-            self._timer = None
-
-    def start_clock(self) -> None:
-        """Let its time go on."""
-        if self._timer is None:
-            self.limit(self._left_s)
 
     def outcome(self, code: int | None, kills_before: int) -> Outcome:
         """How it ended; a code of None means that it ran out of time."""

@@ -29,6 +29,7 @@ from agentfly.resources.containers.stream_shell.stream import Stream
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
 _REPORT_PATIENCE_S = 5.0
+_KILLS = 10  # within the patience for a report
 _TIMES_AGAIN = 3
 _LEAST_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_REQUEST = 256, 64, 64  # those that nobody inside needs to forge
 
@@ -74,6 +75,9 @@ class StreamShell:
         self._running: dict[int, Running] = {}
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._kills: set[asyncio.Task[None]] = set()
+        self._openings: set[asyncio.Future[Any]] = set()  # of channels
+        self._going = asyncio.Event()  # the sandbox is not frozen
+        self._going.set()
         self._ready = asyncio.Event()  # there is a session
         self._reset_done: asyncio.Future[bool] | None = None
         self._keeper = self._dispatcher = self._session = 0  # process ids inside
@@ -141,15 +145,23 @@ class StreamShell:
         self._spared, self._served = "", False
         return not self.dead
 
-    def stop_clocks(self) -> None:
-        """Let time stand still for the commands under way."""
-        for running in self._running.values():
-            running.stop_clock()
+    async def pause(self) -> None:
+        """The sandbox is about to be frozen: commands that are being killed end first, and time stops for the others.
 
-    def start_clocks(self) -> None:
-        """Let time go on for the commands under way."""
+        Killing a command and opening a stream need processes inside, so neither is begun before `resume`.
+        """
+        while busy := self._kills | self._openings:
+            await asyncio.wait(busy)
+        if not self.dead:
+            self._going.clear()
         for running in self._running.values():
-            running.start_clock()
+            running.time.pause()
+
+    def resume(self) -> None:
+        """The sandbox goes on."""
+        self._going.set()
+        for running in self._running.values():
+            running.time.resume()
 
     async def close(self, cause: str = "it was released or reset") -> None:
         """Let go of the sandbox, which is about to end or has."""
@@ -167,36 +179,51 @@ class StreamShell:
         self._allowance.asked()
         files = {running.file for running in self._running.values()}
         file = next(n for n in itertools.count(self._files_from) if n not in files) if command.own_process else 0
-        running = Running(next(self._numbers), command, file)
+        running = Running(next(self._numbers), command, file, frozen=not self._going.is_set())
         running.spared, running.kills = self._spared, self._oom_kills
         self._running[running.number] = running
         try:
-            channel = await self._channels.take(running)
+            channel = await self._channel_for(running)
             code = await self._carry_out(running, command, channel, timeout)
         finally:
-            self._running.pop(running.number)
-            for channel in self._channels:
-                if channel.running is running:
-                    channel.held = channel.held or not running.ended.is_set()
-                    channel.running = None
+            if running.killing is None or running.killing.done():
+                self._forget(running)
         await self._check()
         kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.kills)
         return running.outcome(code, kills_before)
 
+    def _forget(self, running: Running) -> None:
+        """Take no more reports about a command, and leave its channel to others."""
+        self._running.pop(running.number, None)
+        for channel in self._channels:
+            if channel.running is running:
+                channel.held = channel.held or not running.ended.is_set()
+                channel.running = None
+
+    async def _channel_for(self, running: Running) -> Channel:
+        await self._going.wait()
+        opening = asyncio.get_running_loop().create_future()
+        self._openings.add(opening)
+        try:
+            return await self._channels.take(running)
+        finally:
+            self._openings.discard(opening)
+            opening.set_result(None)
+
     async def _carry_out(self, running: Running, command: Command, channel: Channel, timeout: float) -> int | None:
         """Start a command and wait for its end; None if it had to be killed because it ran out of time."""
-        running.limit(timeout)
+        running.time.begin(timeout)
         sending = asyncio.create_task(self._send(running, command, channel))
         try:
             code = await running.waiter
-            if code is None:
-                await asyncio.shield(self._begin_kill(running, channel))
+            if code is None and (killing := self._begin_kill(running, channel, sending)) is not None:
+                await asyncio.shield(killing)
         except asyncio.CancelledError:
             if not running.ended.is_set():
-                self._begin_kill(running, channel)
+                self._begin_kill(running, channel, sending)
             raise
         finally:
-            running.stop_clock()
+            running.time.end()
             sending.cancel()
         return code
 
@@ -212,6 +239,7 @@ class StreamShell:
                     await self._ask("i", argument=running.file, data=piece)
             kind, known = "p" if running.own_process else "s", (self._keeper, self._dispatcher, self._session)
             fields = {"number": running.number, "argument": running.file, "holder": channel.holder, "stdin": stdin}
+            running.asked = True
             await self._ask(kind, known=known, data=source, **fields)
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
@@ -259,6 +287,7 @@ class StreamShell:
         if self._died_of is None:
             self._died_of = cause
         self._ready.set()
+        self._going.set()
         if self._reset_done is not None and not self._reset_done.done():
             self._reset_done.set_result(False)
         for running in self._running.values():
@@ -328,7 +357,7 @@ class StreamShell:
 
     async def _send_by_another(self, running: Running) -> None:
         try:
-            await self._send(running, running.command, await self._channels.take(running))
+            await self._send(running, running.command, await self._channel_for(running))
         except ResourceError as error:
             self._die(str(error))
 
@@ -373,6 +402,7 @@ class StreamShell:
         return task
 
     async def _finish_by_request(self, running: Running, holder: int, code: int) -> None:
+        await self._going.wait()
         with contextlib.suppress(OSError, TimeoutError):
             known = (self._keeper, self._dispatcher)
             await self._ask("e", number=running.number, argument=code, holder=holder, known=known)
@@ -381,14 +411,21 @@ class StreamShell:
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
-    def _begin_kill(self, running: Running, channel: Channel) -> asyncio.Task[None]:
-        kill = self._kill_alone(running) if running.own_process else self._kill_in_session(running, channel)
-        return self._beside(self._kill(kill))
+    def _begin_kill(self, running: Running, channel: Channel, sending: asyncio.Task[None]) -> asyncio.Task[None] | None:
+        """Begin to kill a command, about which reports are taken until it has ended; None if it was not asked for."""
+        sending.cancel()
+        if running.killing is None and running.asked:
+            running.killing = self._beside(self._kill(running, channel))
+            running.killing.add_done_callback(lambda _: self._forget(running))
+        return running.killing
 
-    async def _kill(self, kill: Awaitable[None]) -> None:
+    async def _kill(self, running: Running, channel: Channel) -> None:
+        await self._going.wait()
+        if self.dead:
+            return
         try:
             async with asyncio.timeout(4 * _RESTART_GRACE_S):
-                await kill
+                await (self._kill_alone(running) if running.own_process else self._kill_in_session(running, channel))
         except (OSError, TimeoutError) as error:
             self._die(f"a command could not be killed in it, so that the way to it may be broken ({error!r})")
 
@@ -408,7 +445,6 @@ class StreamShell:
             await self._kill_everything()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
-        channel.running = None
 
     async def _kill_everything(self) -> None:
         """Kill all but process 1, for whatever holds up the keeper. Its dispatcher and its session then begin anew."""
@@ -428,10 +464,12 @@ class StreamShell:
     async def _kill_alone(self, running: Running) -> None:
         """Kill a command that has a process of its own."""
         known = (self._keeper, self._dispatcher, self._session, self._spared)
-        await self._ask("q", number=running.number, holder=self._orphans, known=known)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
-        if not running.ended.is_set():
+        for _ in range(_KILLS):  # what was just beginning may have started its first process after one
+            await self._ask("q", number=running.number, holder=self._orphans, known=known)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S / _KILLS)
+                break
+        else:
             self._die("a command could not be killed in it, so that the way to it may be broken")
 
     async def _restarted(self, patience_s: float) -> bool:

@@ -22,6 +22,7 @@ import pytest
 from agentfly.errors import PrerequisiteError, ResourceStartError
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.enroot.backend import Enroot
+from agentfly.resources.containers.enroot.program import run
 from agentfly.resources.containers.spec import ContainerSpec
 
 pytestmark = pytest.mark.slow
@@ -313,3 +314,39 @@ async def test_reap_ends_a_box_that_still_runs_and_is_frozen(
     await asyncio.to_thread(enroot.reap, box.traces["enroot"])
     assert processes_with("sleep\09912") == []
     assert (await other.run("echo alive")).stdout == "alive\n"
+
+
+@pytest.mark.parametrize("end", ["its output is refused", "its caller leaves"])
+async def test_a_program_of_enroot_that_is_given_up_is_not_waited_for_while_others_hold_its_output(
+    end: str, processes_with: Callable[[str], list[int]]
+) -> None:
+    begun = asyncio.Event()
+
+    def take(printed: bytes) -> None:
+        begun.set()
+        if end == "its output is refused":
+            raise ResourceStartError("too much")
+
+    words = ["bash", "-c", "setsid sleep 9913 & exec yes"]
+    try:
+        async with asyncio.timeout(20):
+            running = asyncio.create_task(run(words, {"PATH": os.environ["PATH"]}, as_user=False, take=take))
+            await begun.wait()
+            if end == "its caller leaves":
+                running.cancel()
+            with pytest.raises((ResourceStartError, asyncio.CancelledError)):
+                await running
+    finally:
+        for process in processes_with("sleep\09913"):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fault", ["the image", "the place for images"])
+async def test_what_the_host_refuses_of_an_image_is_told_with_the_cure(
+    stand_in: Path, root: Path, place: Path, fault: str
+) -> None:
+    (place / "file").touch()
+    image = "/" + "x" * 300 if fault == "the image" else str(root)
+    enroot = Enroot(str(stand_in), store=place / ("store" if fault == "the image" else "file/store"))
+    with pytest.raises(ResourceStartError, match=r"could not be prepared in .*readable to the user"):
+        await enroot.prepare(ContainerSpec(image=image, backend="enroot"))

@@ -8,8 +8,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +53,14 @@ def store_directory() -> Path:
 
 
 def known(store: Path, spec: ContainerSpec) -> Image | None:
-    """A spec's image, if it has been prepared as it is now."""
-    root = store / "data" / _mark(spec)
-    return Image(root, _variables(root)) if root.is_dir() else None
+    """A spec's image, if it has been prepared as it is now.
+
+    Raises:
+        ResourceStartError: the image cannot be looked at.
+    """
+    with _explained(store, spec):
+        root = store / "data" / _mark(spec)
+        return Image(root, _variables(root)) if root.is_dir() else None
 
 
 async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
@@ -67,8 +72,13 @@ async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
         spec: whose image it is.
 
     Raises:
-        ResourceStartError: the image is not there, or is none, or has no bash.
+        ResourceStartError: the image is not there, or is none, or has no bash, or there is no room for it.
     """
+    with _explained(store, spec):
+        await _prepare(program, store, spec)
+
+
+async def _prepare(program: str, store: Path, spec: ContainerSpec) -> None:
     data = store / "data"
     root = data / _mark(spec)
     if root.is_dir():
@@ -174,6 +184,19 @@ class _Listing:
             f"ContainerSpec(image={self._spec.image!r}) was not unpacked: it holds more than {what}. "
             f"ContainerSpec({setting}=…) allows more."
         )
+
+
+@contextmanager
+def _explained(store: Path, spec: ContainerSpec) -> Iterator[None]:
+    """Say of what the host refuses which image it was for, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceStartError(
+            f"ContainerSpec(image={spec.image!r}) could not be prepared in {store}: {error}. Make the image, and the "
+            "directories above it, readable to the user who starts the boxes. For another place, set "
+            "AGENTFLY_CACHE_DIR."
+        ) from error
 
 
 def _address(name: str) -> str:

@@ -83,21 +83,35 @@ async def run(
         ResourceStartError: it failed; the message has its words.
     """
     user = sandbox_uid() if as_user and os.geteuid() == 0 else None
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=dict(given),
-        start_new_session=True,
-        user=user,
-        group=user,
-        extra_groups=None if user is None else [],
-    )
+    # a pipe of our own: with one of asyncio's, the wait for the process is one for its output too, which nobody reads
+    source, sink = os.pipe2(os.O_CLOEXEC)
+    printed = asyncio.StreamReader(2**16)
+    reading = None
     try:
-        assert process.stdout is not None
+        reading, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(printed),
+            open(source, "rb", buffering=0),  # noqa: ASYNC230, PTH123, SIM115 - it is closed with its transport
+        )
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=dict(given),
+            start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
+    except BaseException:
+        if reading is not None:
+            reading.close()
+        raise
+    finally:
+        os.close(sink)
+    try:
         output = b""
-        while piece := await process.stdout.read(2**16):
+        while piece := await printed.read(2**16):
             take(piece)
             output = (output + piece)[-_LONGEST_OUTPUT:]
         await process.wait()
@@ -106,6 +120,8 @@ async def run(
             os.killpg(process.pid, signal.SIGKILL)  # with the programs that it has started: the group is its own
         await process.wait()
         raise
+    finally:
+        reading.close()
     said = output.decode(errors="replace").strip()
     if process.returncode:
         raise ResourceStartError(f"'{' '.join(words)}' failed with exit code {process.returncode}: {said[-_REASON:]}")

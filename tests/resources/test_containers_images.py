@@ -368,3 +368,16 @@ async def test_a_real_root_file_system_in_an_archive_is_prepared_by_the_engine_a
             assert written.stdout == ("x\n" if probe().writable_system or os.geteuid() else "")
             await engine.release(lease)
     assert not (images.root_directory(str(debian)) / "usr" / "bin" / "new").exists()
+
+
+def test_what_was_half_unpacked_into_a_directory_that_is_gone_counts_as_removed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    traces = {"paths": [str(store / "data" / "draft"), str(store / "a.sqsh")], "lock": str(store / "a.lock")}
+    images.remove_draft(traces)
+    assert not store.exists()
+    store.touch()  # or is no directory any more
+    images.remove_draft(traces)
+    store.unlink()
+    (store / "data" / "draft" / "deep").mkdir(parents=True)
+    images.remove_draft(traces)
+    assert not (store / "data" / "draft").exists()

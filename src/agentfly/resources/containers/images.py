@@ -45,7 +45,10 @@ def root_directory(image: str) -> Path:
     """
     path = Path(image)
     if _is_archive(path):
-        path = _unpacked(path)
+        try:
+            path = _unpacked(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
     if not has_shell(path):
         raise ResourceStartError(
             f"ContainerSpec(image={image!r}): no directory with an unpacked root file system that has /bin/bash is "
@@ -58,10 +61,14 @@ def _is_archive(path: Path) -> bool:
     try:
         return path.is_file() or is_layout(path)
     except OSError as error:
-        raise ResourceStartError(
-            f"ContainerSpec(image={str(path)!r}) cannot be looked at: {error.strerror}. Make it, and the directories "
-            "above it, readable to the user who starts the boxes."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ResourceStartError:
+    return ResourceStartError(
+        f"ContainerSpec(image={str(path)!r}) cannot be looked at: {error.strerror}. Make it, and the directories "
+        "above it, readable to the user who starts the boxes."
+    )
 
 
 def has_shell(root: Path) -> bool:
@@ -177,7 +184,11 @@ def remove_draft(traces: dict[str, Any]) -> None:
     Raises:
         OSError: something of it cannot be removed.
     """
-    with contextlib.suppress(BlockingIOError), Path(traces["lock"]).open("a") as lock:
+    with contextlib.ExitStack() as opened, contextlib.suppress(BlockingIOError):
+        try:
+            lock = opened.enter_context(Path(traces["lock"]).open("a"))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # the directory of images is gone, and with it all that was in it
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in traces["paths"]:
             remove_tree(path)

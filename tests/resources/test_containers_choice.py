@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from agentfly.errors import PrerequisiteError, ResourceUnreachable
+from agentfly.resources.containers import backend as backends
 from agentfly.resources.containers.backend import backend, candidates, choose, reap
 from agentfly.resources.containers.bubblewrap import backend as bubblewrap_backend
 from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.landlock import backend as landlock_backend
 from agentfly.resources.containers.spec import ContainerSpec
 
@@ -124,3 +127,34 @@ def test_the_two_backends_of_the_hosts_files_leave_the_same_traces_and_reap_alik
     bubblewrap, landlock = backend("bubblewrap"), backend("landlock")
     assert bubblewrap.traces(spec, "box-1") == landlock.traces(spec, "box-1")
     assert bubblewrap_backend.reap is landlock_backend.reap
+
+
+@pytest.mark.usefixtures("without_engines")
+@pytest.mark.parametrize("address", ["ssh://nobody@nowhere", "nonsense", "unix://", "tcp://", "http://[", "fd://\0"])
+async def test_an_address_that_no_engine_can_have_is_a_reason_like_another_and_hides_no_backend(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    made = {"docker": Docker(address), "podman": Podman(address), "enroot": backend("enroot")}
+    monkeypatch.setattr(backends, "_loaded", made)
+    assert not (await asyncio.to_thread(made["docker"].probe)).works
+    with pytest.raises(PrerequisiteError) as refusal:
+        await choose(ContainerSpec(image="debian:12"))
+    assert [line.split()[0] for line in str(refusal.value).splitlines()[1:]] == ["docker", "podman", "enroot"]
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b"no json", b'{"ApiVersion": 7}', b'{"ApiVersion": "1.41"}', b"null"])
+async def test_a_server_that_is_no_engine_is_told_from_one(tmp_path: Path, answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (await reader.readline()).strip():
+            pass
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(answer) + answer)
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "socket")
+    try:
+        found = await asyncio.to_thread(Docker(f"unix://{tmp_path / 'socket'}").probe)
+    finally:
+        server.close()
+    assert not found.works
+    assert found.missing

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ResourceError
+from agentfly.errors import ResourceError, ResourceStartError
 from agentfly.resources.containers.docker import own_images
+from agentfly.resources.containers.docker.backend import Docker
+from agentfly.resources.containers.docker.capabilities import EngineCapabilities
 from agentfly.resources.containers.docker.configuration import mounted_below
+from agentfly.resources.containers.docker.image import ImageFacts
 from agentfly.resources.containers.docker.own_images import OwnImages
+from agentfly.resources.containers.spec import ContainerSpec
 
 
 class Engine:
@@ -97,3 +101,53 @@ def test_all_that_can_be_seen_below_a_path_is_found_among_the_mounts(tmp_path: P
     assert mounted_below("/data", str(tmp_path / "mountinfo")) == ["/a", "/b c"]
     assert mounted_below("/", str(tmp_path / "mountinfo")) == ["/dat", "/data", "/data/a", "/data/b c", "/database"]
     assert mounted_below("/elsewhere", str(tmp_path / "mountinfo")) == []
+
+
+class Prepared(Docker):
+    """A backend whose engine is wherever `where` says, and that takes a moment to prepare an image."""
+
+    where = "unix:///one"
+    fails = False
+
+    def probe(self) -> EngineCapabilities:
+        return EngineCapabilities(backend="docker", works=True, images=("name", "snapshot"), address=self.where)
+
+    async def _prepare(self, spec: ContainerSpec, found: EngineCapabilities) -> ImageFacts:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise ResourceStartError("as in the test")
+        return ImageFacts(f"made at {found.address}", can_guard=True, files_in_workdir=False)
+
+
+async def test_an_image_that_one_engine_has_is_prepared_again_in_another() -> None:
+    backend, spec = Prepared(), ContainerSpec(image="debian:12", backend="docker")
+    for where in ("unix:///one", "unix:///two", "unix:///one"):
+        backend.where = where
+        await backend.prepare(spec)
+        assert backend.sandbox(spec, "box")._plan.image == f"made at {where}"
+    backend.where = "unix:///three"
+    with pytest.raises(ResourceStartError, match="another one a moment ago"):
+        backend.sandbox(spec, "box")
+
+
+async def test_a_snapshot_is_refused_in_an_engine_that_has_not_got_it() -> None:
+    backend = Prepared()
+    image = backend._forked(ImageFacts("snapshot", can_guard=True, files_in_workdir=False), backend.where)
+    spec = ContainerSpec(image=image, backend="docker")
+    await backend.prepare(spec)
+    backend.where = "unix:///two"
+    with pytest.raises(ResourceStartError, match="unix:///two"):
+        await backend.prepare(spec)
+
+
+def test_an_image_that_many_wait_for_can_be_prepared_in_one_event_loop_after_another() -> None:
+    backend, spec = Prepared(), ContainerSpec(image="debian:12", backend="docker")
+
+    async def ask() -> list[BaseException | None]:
+        return await asyncio.gather(*(backend.prepare(spec) for _ in range(3)), return_exceptions=True)
+
+    backend.fails = True
+    assert {type(end) for end in asyncio.run(ask())} == {ResourceStartError}
+    assert {type(end) for end in asyncio.run(ask())} == {ResourceStartError}
+    backend.fails = False
+    assert asyncio.run(ask()) == [None] * 3

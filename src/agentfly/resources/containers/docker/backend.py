@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-from agentfly.errors import AgentFlyError, ResourceStartError
+from agentfly.errors import AgentFlyError, ResourceError, ResourceStartError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.docker.address import docker_address, podman_address
 from agentfly.resources.containers.docker.capabilities import EngineCapabilities, of_engine
@@ -20,6 +21,8 @@ from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.threads.pool import THREADS
 
 _PROBE_S = 15.0
+_Key = tuple[str, str, str, str]
+"""An engine's address, an image, a workdir and a runtime."""
 
 
 class Docker(Backend):
@@ -37,8 +40,9 @@ class Docker(Backend):
     def __init__(self, address: str | None = None) -> None:
         self._address = address
         self._found: EngineCapabilities | None = None
-        self._facts: dict[tuple[str, str, str], ImageFacts] = {}
-        self._preparing: dict[tuple[str, str, str], asyncio.Lock] = {}
+        self._facts: dict[_Key, ImageFacts] = {}
+        # by event loop, because a lock belongs to one
+        self._preparing: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Lock]] = WeakKeyDictionary()
         self._own = OwnImages()
 
     @property
@@ -62,21 +66,25 @@ class Docker(Backend):
 
     async def prepare(self, spec: ContainerSpec) -> None:
         """See `Backend.prepare`. The image is pulled if the engine has not got it, and looked into."""
-        key = self._key(spec)
+        found = self.probe()
+        key = self._key(spec, found)
         if key not in self._facts:
             if spec.image_kind == "snapshot":
-                raise ResourceStartError(f"The snapshot {spec.image!r} is not there any more, or of another process.")
-            async with self._preparing.setdefault(key, asyncio.Lock()):
+                raise ResourceStartError(
+                    f"The snapshot {spec.image!r} is not in the engine at {found.address}: it was made by another "
+                    "process or engine, or nobody holds the spec that fork() returned."
+                )
+            locks = self._preparing.setdefault(asyncio.get_running_loop(), {})
+            async with locks.setdefault(key, asyncio.Lock()):
                 if key not in self._facts:
-                    self._facts[key] = await self._prepare(spec)
+                    self._facts[key] = await self._prepare(spec, found)
         if spec.user == "agent" and self._facts[key].files_in_workdir:
             raise ResourceStartError(
                 f"ContainerSpec(workdir={spec.workdir!r}): the image {spec.image!r} has files there, which the private "
                 "directory of the user 'agent' would hide. Name another directory, or set user='root' to work on them."
             )
 
-    async def _prepare(self, spec: ContainerSpec) -> ImageFacts:
-        found = self.probe()
+    async def _prepare(self, spec: ContainerSpec, found: EngineCapabilities) -> ImageFacts:
         async with connect(found.address, found.api_version) as client:
             await remove_those_of_the_dead(client)
             await fetch(client, spec.image, self.name)
@@ -85,18 +93,28 @@ class Docker(Backend):
     def sandbox(self, spec: ContainerSpec, instance: str) -> EngineSandbox:
         """See `Backend.sandbox`."""
         found = self.probe()
-        facts = self._facts[self._key(spec)]
-        return EngineSandbox(Plan(spec, facts), instance, engine=found, own=self._own, forked=self._forked)
+        facts = self._facts.get(self._key(spec, found))
+        if facts is None:
+            raise ResourceStartError(
+                f"ContainerSpec(image={spec.image!r}) is not prepared in the engine at {found.address}, which was "
+                "another one a moment ago. Try again."
+            )
 
-    def _forked(self, facts: ImageFacts) -> SnapshotImage:
+        def forked(facts: ImageFacts) -> SnapshotImage:
+            return self._forked(facts, found.address)
+
+        return EngineSandbox(Plan(spec, facts), instance, engine=found, own=self._own, forked=forked)
+
+    def _forked(self, facts: ImageFacts, address: str) -> SnapshotImage:
         """Name the image of a fork, as the image of others."""
         name = facts.prepared
+        key = (address, name, "", "")
 
         def drop() -> None:
-            self._facts.pop((name, "", ""), None)
+            self._facts.pop(key, None)
             self._own.drop(name)
 
-        self._facts[name, "", ""] = facts
+        self._facts[key] = facts
         return SnapshotImage(self.name, name, drop)
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
@@ -109,18 +127,21 @@ class Docker(Backend):
 
     async def _ask(self, address: str) -> EngineCapabilities:
         async with connect(address) as client, calling(f"Asking the engine at {address} for its version", _PROBE_S):
-            version = await client.version()
-            info = await client.system.info()
-        return of_engine(self.name, address, dict(version), dict(info))
+            try:
+                version = await client.version()
+                info = await client.system.info()
+                return of_engine(self.name, address, dict(version), dict(info))
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise ResourceError(f"What answers at {address} is no container engine ({error!r}).") from error
 
     def _absent(self, why: str) -> EngineCapabilities:
         return EngineCapabilities(backend=self.name, works=False, missing=(f"{why} {self._cure}",))
 
-    def _key(self, spec: ContainerSpec) -> tuple[str, str, str]:
+    def _key(self, spec: ContainerSpec, found: EngineCapabilities) -> _Key:
         """What the facts about a spec's image depend on."""
         if (name := snapshot_name(spec.image, self.name)) is not None:
-            return (name, "", "")
-        return (spec.image, spec.workdir, spec.runtime)
+            return (found.address, name, "", "")
+        return (found.address, spec.image, spec.workdir, spec.runtime)
 
 
 class Podman(Docker):

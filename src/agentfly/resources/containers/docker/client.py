@@ -25,16 +25,25 @@ def connect(address: str, api_version: str = "auto") -> Docker:
         api_version: what the service speaks; by default it is asked.
 
     Raises:
-        PrerequisiteError: the client's package is missing.
+        PrerequisiteError: the client's package is missing, or the address is none that it can reach.
     """
     try:
         from aiodocker import Docker
+        from aiodocker.exceptions import DockerError
         from aiohttp import ClientTimeout
     except ImportError as error:
         raise PrerequisiteError(
             f"Containers of docker and podman need the package aiodocker ({error}): {install_command('docker')}."
         ) from error
-    return Docker(url=address, api_version=api_version, timeout=ClientTimeout(total=CALL_PATIENCE_S, sock_connect=10))
+    timeout = ClientTimeout(total=CALL_PATIENCE_S, sock_connect=10)
+    try:
+        return Docker(url=address, api_version=api_version, timeout=timeout)
+    except (DockerError, ValueError, RuntimeError, OSError) as error:
+        raise PrerequisiteError(
+            f"No engine can be reached at {address!r}: {error}. Give an address as 'unix:///var/run/docker.sock' or "
+            "'tcp://host:2376'. An engine behind ssh can be given a local socket: "
+            "'ssh -nNT -L /tmp/docker.sock:/var/run/docker.sock user@host', and then 'unix:///tmp/docker.sock'."
+        ) from error
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +101,8 @@ class Enroot(Backend):
             return self._able(program, try_out(program))
         except PrerequisiteError as error:
             return self._absent(str(error))
+        except (OSError, subprocess.SubprocessError) as error:
+            return self._absent(f"What containers of enroot need could not be tried here: {error}")
 
     def _able(self, program: str, version: str) -> Capabilities:
         home = self._home()

@@ -20,6 +20,7 @@ import pytest
 from agentfly.errors import ResourceDied, ResourceError, ResourceStartError, ToolError
 from agentfly.resources.cgroups import Cgroup, cgroup_home
 from agentfly.resources.containers.backend import reap
+from agentfly.resources.containers.bubblewrap import snapshots
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
 from agentfly.resources.containers.bubblewrap.snapshots import Snapshots
@@ -333,3 +334,62 @@ asyncio.run(main())
     await asyncio.to_thread(reap, traces)
     assert lives_of(instance) == []
     assert groups_of(instance) == []
+
+
+def test_a_snapshot_that_cannot_be_removed_is_tried_again_and_fails_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("mount", "unmount"):
+        monkeypatch.setattr(snapshots, call, lambda *_: None)
+    store = Snapshots(tmp_path / "home")
+    made = [store.begin({"": "/below"}, 1) for _ in range(3)]
+    held = [store.keep(one) for one in made]
+    busy = made[0].place / "busy"
+    busy.touch()  # as a mount point in use
+    held.clear()
+    gc.collect()
+    store.clear()
+    assert [one.place.exists() for one in made] == [True, False, False]
+    busy.unlink()
+    store.clear()
+    assert not made[0].place.exists()
+
+
+@pytest.mark.parametrize("failing", ["the end of the old life", "the begin of the new one"])
+async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_nothing_after_the_release(
+    monkeypatch: pytest.MonkeyPatch, name: Callable[[], str], failing: str
+) -> None:
+    box = Container(SPEC, name())
+    await box.start()
+    sandbox = box._sandbox
+    done = []
+
+    begin, end = sandbox._begin, sandbox._end
+
+    async def fails() -> object:
+        raise OSError("as in the test")
+
+    async def begins() -> object:
+        await asyncio.sleep(0.05)
+        done.append("begin")
+        return await begin()
+
+    async def ends(life: object) -> None:
+        if life is None:  # there is none that stood ready
+            return
+        if failing == "the end of the old life":
+            await fails()
+        await asyncio.sleep(0.05)
+        done.append("end")
+        await end(life)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "_begin", begins if failing == "the end of the old life" else fails)
+        patch.setattr(sandbox, "_end", ends)
+        with pytest.raises(OSError, match="as in the test"):
+            await box.reset()
+        assert len(done) == 1
+    assert await box.status() is Status.BROKEN
+    await box.release()
+    assert lives_of(box.instance) == []
+    assert groups_of(box.instance) == []

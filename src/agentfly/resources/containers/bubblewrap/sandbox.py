@@ -40,7 +40,12 @@ class BubblewrapSandbox(Sandbox):
     async def reset(self) -> None:
         """See `Sandbox.reset`."""
         old, self._life = self._life, None
-        _, self._life = await asyncio.gather(self._end(old), self._successor())
+        ended, begun = await asyncio.gather(self._end(old), self._successor(), return_exceptions=True)
+        for failure in (ended, begun):
+            if isinstance(failure, BaseException):
+                raise failure
+        assert isinstance(begun, Life)
+        self._life = begun
         if self._next is None:
             self._next = asyncio.create_task(self._stand_ready())
 
@@ -51,7 +56,10 @@ class BubblewrapSandbox(Sandbox):
             self._next.cancel()
             await asyncio.wait({self._next})
             self._next = None
-        await asyncio.gather(*map(self._end, self._lives))
+        ends = await asyncio.gather(*map(self._end, self._lives), return_exceptions=True)
+        for failure in ends:
+            if isinstance(failure, BaseException):
+                raise failure
         if self._begun:
             self._launcher.remove_home(self._home)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import select
 import shutil
@@ -16,6 +18,8 @@ from agentfly.errors import ResourceError, ResourceStartError, ToolError
 from agentfly.resources.containers.bubblewrap.syscalls import MS_NODEV, MS_NOSUID, mount, unmount
 from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
 from agentfly.threads.cancel_token import CancelToken
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "bubblewrap"
 LIMIT_S = 120.0
@@ -47,7 +51,8 @@ class Snapshots:
         self._home = home
         self._home.mkdir()
         self._made: dict[str, Snapshot] = {}
-        self._dropped: deque[str] = deque()
+        self._dropped: deque[str] = deque()  # filled on any thread
+        self._discarded: list[Snapshot] = []  # which are to be removed
         self._count = 0
         # what the launching thread sees, for others of this process
         self._seen = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/root"
@@ -110,14 +115,29 @@ class Snapshots:
         return SnapshotImage(BACKEND, name, lambda: self._dropped.append(name))
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Free the memory of a snapshot; as soon as no sandbox made from it is left."""
-        unmount(snapshot.place)
-        snapshot.place.rmdir()
+        """Free the memory of a snapshot, as soon as no sandbox made from it is left.
+
+        What of it cannot be removed now is tried again by `clear`.
+        """
+        self._discarded.append(snapshot)
+        self._remove_discarded()
 
     def clear(self) -> None:
         """Discard those that nobody holds any more."""
         while self._dropped:
-            self.discard(self._made.pop(self._dropped.popleft()))
+            self._discarded.append(self._made.pop(self._dropped.popleft()))
+        self._remove_discarded()
+
+    def _remove_discarded(self) -> None:
+        discarded, self._discarded = self._discarded, []
+        for snapshot in discarded:
+            try:
+                unmount(snapshot.place)
+                with contextlib.suppress(FileNotFoundError):
+                    snapshot.place.rmdir()
+            except OSError as error:
+                logger.warning("A snapshot may still take memory, because it cannot be removed yet: %s", error)
+                self._discarded.append(snapshot)
 
 
 def _run(token: CancelToken, words: list[str]) -> tuple[int, str]:

@@ -307,6 +307,29 @@ async def test_limits_that_cannot_be_are_the_users(box: Container, tmp_path: Pat
         await box.download("/etc", tmp_path / "x", **limit)
 
 
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda box: box.read_file(Path("a")), "path"),
+        (lambda box: box.read_file(b"a"), "path"),
+        (lambda box: box.write_file(None, "x"), "path"),
+        (lambda box: box.write_file("a", 5), "data"),
+        (lambda box: box.write_file("a", ["x"]), "data"),
+        (lambda box: box.upload(5, "a"), "host_path"),
+        (lambda box: box.upload("/tmp", Path("a")), "inside"),
+        (lambda box: box.download(5, "/tmp/a"), "inside"),
+        (lambda box: box.download("a", None), "host_path"),
+        (lambda box: box.port("80"), "inside"),
+    ],
+)
+async def test_an_argument_of_a_wrong_type_is_the_caller_s_mistake_and_named(
+    call: Callable[[Container], Coroutine[Any, Any, object]], argument: str
+) -> None:
+    box = Container(ContainerSpec(), "never-started")
+    with pytest.raises(UsageError, match=rf"\({argument}=…\) was given"):
+        await call(box)
+
+
 async def test_what_this_host_does_not_read_or_take_is_told(box: Container, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read on this host"):
         await box.upload("/proc/self/mem", "x")

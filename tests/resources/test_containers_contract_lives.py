@@ -159,6 +159,18 @@ async def test_a_frozen_box_does_nothing_and_goes_on_where_it_was(ground: Ground
     assert (await box.run(counted, timeout=30)).stdout == "5\n"
 
 
+async def test_a_box_that_cannot_be_frozen_says_so_and_works_on(
+    ground: Ground, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await start(ground)
+    unable = replace(ground.able, freezes="none")
+    monkeypatch.setattr(ground.backend, "probe", lambda: unable)
+    with pytest.raises(PrerequisiteError, match=r"freeze\(\)"):
+        await box.freeze()
+    assert (await box.run("echo alive")).stdout == "alive\n"
+    await box.thaw()
+
+
 @pytest.mark.slow
 async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, start: Start) -> None:
     if ground.able.freezes == "none":

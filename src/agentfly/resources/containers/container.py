@@ -113,6 +113,10 @@ class Container(Resource):
         async with self._changing:
             if self._sandbox is None or not self._sandbox.alive:
                 raise ResourceDied(f"The container {self.instance} is not running, so it cannot be frozen.")
+            assert self._backend is not None
+            found = self._backend.probe()
+            if found.freezes == "none":
+                raise found.refusal("freeze()", "a container whose processes can be stopped")
             self._frozen = True
             await self._sandbox.freeze()
 
@@ -266,18 +270,23 @@ class Container(Resource):
         """The content of a file inside. A relative path is below the spec's workdir.
 
         Raises:
+            UsageError: an argument is of a wrong type.
             ToolError: there is no such file, it cannot be read, or is longer than 64 MiB.
             ResourceDied: the sandbox ended.
         """
+        require_type("path", path, str, "a path inside, as a text", of="read_file")
         return await self._files().read(path)
 
     async def write_file(self, path: str, data: bytes | str) -> None:
         """Write a file inside, making its directories. A relative path is below the spec's workdir.
 
         Raises:
+            UsageError: an argument is of a wrong type.
             ToolError: it cannot be written, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
+        require_type("path", path, str, "a path inside, as a text", of="write_file")
+        require_type("data", data, bytes | str, "a text or bytes", of="write_file")
         await self._files().write(path, encoded(data, "The text") if isinstance(data, str) else data)
 
     async def upload(self, host_path: str | Path, inside: str) -> None:
@@ -289,10 +298,13 @@ class Container(Resource):
             inside: what its copy is called. A relative path is below the spec's workdir.
 
         Raises:
-            UsageError: there is no such file or directory on the host, or it cannot be read.
+            UsageError: there is no such file or directory on the host, it cannot be read, or an argument is of a wrong
+                type.
             ToolError: it cannot be written inside, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
+        require_type("host_path", host_path, str | Path, "a path on this host", of="upload")
+        require_type("inside", inside, str, "a path inside, as a text", of="upload")
         await self._files().upload(Path(host_path), inside)
 
     async def download(
@@ -321,11 +333,13 @@ class Container(Resource):
             What was left out of a directory: links that lead out of it, devices, pipes and sockets.
 
         Raises:
-            UsageError: ``host_path`` is taken or cannot be, or a limit is not above 0.
+            UsageError: ``host_path`` is taken or cannot be, a limit is not above 0, or an argument is of a wrong type.
             ToolError: it is not there inside, cannot be read, or is more than the limits allow.
             ResourceError: it cannot be written on the host.
             ResourceDied: the sandbox ended.
         """
+        require_type("inside", inside, str, "a path inside, as a text", of="download")
+        require_type("host_path", host_path, str | Path, "a path on this host", of="download")
         for name, limit in {"max_bytes": max_bytes, "max_entries": max_entries, "max_depth": max_depth}.items():
             require_type(name, limit, int, "a whole number, without quotes", of="download")
         require_type("timeout", timeout, int | float, "a number of seconds, without quotes", of="download")
@@ -341,9 +355,10 @@ class Container(Resource):
             inside: one of the spec's ``ports``. Nobody needs to listen there yet.
 
         Raises:
-            UsageError: the spec does not name it.
+            UsageError: the spec does not name it, or it is no number.
             ResourceDied: the sandbox ended.
         """
+        require_type("inside", inside, int, "a port's number, without quotes", of="port")
         if inside not in self.spec.ports:
             raise UsageError(f"port({inside}): write ContainerSpec(ports=({inside},)); it has {self.spec.ports}.")
         return await self._live().port(inside)

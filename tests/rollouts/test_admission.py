@@ -10,7 +10,7 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
+from agentfly.agents.tool import ToolResult, tool
 from agentfly.contexts.context import Context
 from agentfly.errors import ToolDefinitionError
 from agentfly.policies.scripted import ScriptedPolicy
@@ -264,10 +264,10 @@ async def busy_run(engine, seconds, **settings):
     """A run whose tools take so long, by a policy that makes four generations at a time; its metrics and duration."""
 
     @tool(name="use")
-    async def use() -> str:
+    async def use() -> ToolResult:
         """Use it."""
         await asyncio.sleep(seconds)
-        return "used"
+        return ToolResult("used", reward=1.0)
 
     agent = agent_with(use)
     policy = Busy(agent.format.write("use", {}), "Done.", at_a_time=4)

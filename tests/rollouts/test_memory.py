@@ -260,7 +260,7 @@ def without(role, number):
 
 NO_VIEWS = {
     "empty": (lambda past: [], "past.opening"),
-    "none": (lambda past: None, "is a NoneType. It must be a list"),
+    "none": (lambda past: None, "is None. It must be a list"),
     "generator": (lambda past: (one for one in past.messages), "is a generator. It must be a list"),
     "text": (lambda past: "words", "is a str. It must be a list"),
     "one message": (lambda past: past.messages[0], "is a dict. It must be a list"),

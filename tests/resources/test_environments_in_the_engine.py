@@ -19,8 +19,9 @@ import pytest
 import agentfly as af
 from agentfly.errors import ResourceDied
 from agentfly.events import EventStream, ResourceStuck
-from agentfly.resources import orphans
+from agentfly.resources import cgroups, orphans
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.identity import start_time
 from agentfly.resources.instances import crew
@@ -256,3 +257,30 @@ async def test_after_the_owner_was_killed_the_ledger_leads_to_an_end_of_all(tmp_
     assert removed.kind == "environment"
     assert all([await asyncio.to_thread(ends, pid) for pid in pids])
     assert await orphans.reap(state) == []
+
+
+async def test_where_control_groups_can_be_made_is_tried_before_the_start_and_never_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried_in: list[int] = []
+
+    def try_it(home: cgroups.CgroupHome) -> bool:
+        tried_in.append(threading.get_ident())
+        return works(home)
+
+    works = cgroups._works
+    monkeypatch.setattr(cgroups, "_works", try_it)
+    cgroups.cgroup_home.cache_clear()
+    spec = catalogue(tmp_path / "notes", runs="process", memory="300MiB")
+    async with ResourceEngine(ledger=tmp_path / "state") as engine:
+        environment = Environment(spec, "direct")
+        assert not tried_in
+        lease = await engine.acquire(spec, "owner")
+        assert set(tried_in).isdisjoint({threading.get_ident()})
+        assert tried_in or cgroups.cgroup_home() is None
+        assert await lease.resource.put("a") == ["a"]
+    cgroups.cgroup_home.cache_clear()
+    tried_in.clear()
+    await environment.start()
+    assert set(tried_in).isdisjoint({threading.get_ident()})
+    await environment.release()

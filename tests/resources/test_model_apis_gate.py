@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
+from agentfly.resources.apis import account
 from agentfly.resources.apis.account import Account, Host
 from agentfly.resources.apis.caller import LONGEST_PAUSE_S, Caller, Retries
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.completion import ChatCompletion, Usage
 from agentfly.resources.apis.gate import Gate
 from agentfly.resources.apis.limits import Limits
+from agentfly.resources.apis.traffic import OpenCall, Traffic
 from agentfly.resources.credentials import Credentials
 from agentfly.testing.far_side import FarSide, after, says
 from agentfly.testing.virtual_time import run_in_virtual_time
@@ -447,11 +450,13 @@ def test_a_file_that_is_not_whole_is_begun_anew(tmp_path, spoilt):
 
 CALLS = """
 import asyncio, pathlib, sys
+from agentfly.resources.apis import account
 from agentfly.resources.apis.account import Account
 from agentfly.resources.apis.caller import Caller, Retries
 from agentfly.resources.apis.client import ModelClient
 from agentfly.resources.apis.gate import Gate
 from agentfly.resources.apis.limits import Limits
+from agentfly.resources.apis.traffic import OpenCall, Traffic
 
 async def main(url, path, calls):
     limits = Limits(max_concurrency=3, requests=6, tokens=40, window_s=0.5)
@@ -579,3 +584,40 @@ async def test_the_files_of_endpoints_that_nobody_calls_any_more_are_removed(mon
     assert recent.exists()
     forgotten.change(lambda traffic: None)  # whoever had it makes it again
     assert old.exists()
+
+
+def test_an_account_of_ten_thousand_calls_is_still_that_of_the_whole_host(tmp_path: Path) -> None:
+    one, other = Account(tmp_path / "traffic", "boot"), Account(tmp_path / "traffic", "boot")
+    limits = Limits(max_concurrency=20_000)
+
+    def many(traffic: Traffic) -> None:
+        for number in range(12_000):
+            traffic.open[f"{number:032x}"] = OpenCall("0123456789abcdef", 1000, 1e6 + number / 3, 2e6)
+
+    one.change(many)
+    assert other.change(lambda traffic: traffic.admit(limits, "gate", "call", 10, 1.0, 2.0)) is None
+    assert one.change(lambda traffic: len(traffic.open)) == 12_001
+
+
+def test_an_account_whose_file_takes_long_to_find_holds_up_no_other_and_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path))
+    host, found, asked = Host(), threading.Event(), threading.Barrier(3)
+    path_of = account._path
+
+    def find(base_url: str, model: str, credentials: Credentials) -> Path | None:
+        if model == "slow":
+            asked.wait(20)
+            assert found.wait(20)
+        return path_of(base_url, model, credentials)
+
+    monkeypatch.setattr(account, "_path", find)
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(host.account, "http://a/v1", "slow", Credentials()) for _ in range(2)]
+        asked.wait(20)
+        quick = host.account("http://a/v1", "quick", Credentials())
+        assert host.account("http://a/v1", "quick", Credentials()) is quick
+        found.set()
+        first, second = (one.result() for one in slow)
+    assert first is second

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from itertools import count
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentfly.resources.apis.limits import ANSWER_TOKENS, IMAGE_TOKENS, Limits, estimate_tokens
 from agentfly.resources.apis.traffic import TRANSIT_S, Traffic
+from agentfly.resources.identity import ProcessIdentity
 
 LIMITS = Limits(max_concurrency=8, requests=None, tokens=None, window_s=60.0)
 
@@ -144,6 +147,47 @@ def test_traffic_comes_back_from_json_as_it_was():
     traffic.settle(LIMITS, "a", 1.0, outcome="slow down", pause_s=2.0)
     traffic.admit(LIMITS, "h", "c", 1, 1.5, 2.0)
     assert Traffic.from_json(json.loads(json.dumps(traffic.to_json()))) == traffic
+
+
+GOOD = {
+    "open": {"a": ["gate", 1, 0.0, 1.0]},
+    "requests": [[1.0, 2]],
+    "tokens": [[1.0, 2]],
+    "paused_until": 0.0,
+    "allowance": 4,
+    "lowered_at": 0.0,
+    "successes": 0,
+    "line": {"gate": 1.0},
+    "processes": {"gate": asdict(ProcessIdentity.here())},
+}
+PARTS = [
+    *[("open", bad) for bad in [{"a": ["gate", None, 0.0, 1.0]}, {"a": [1, 1, 0.0, 1.0]}, {"a": 1}, [], None]],
+    *[("open", {"a": ["gate", 1, 0.0, end]}) for end in (None, "1", math.nan, math.inf)],
+    *[
+        (name, bad)
+        for name in ("requests", "tokens")
+        for bad in [[[None, 1]], [[1.0, "1"]], [[1.0, -1]], [1], {"a": 1}, 1]
+    ],
+    *[(name, bad) for name in ("paused_until", "lowered_at") for bad in (None, "0", math.nan, [])],
+    *[("allowance", bad) for bad in (0, -1, "4", 1.5, [])],
+    *[("successes", bad) for bad in (None, -1, "4")],
+    *[("line", bad) for bad in ({"gate": None}, {"gate": "1"}, [], None)],
+    *[
+        ("processes", bad)
+        for bad in ({"gate": None}, {"gate": {}}, {"gate": {**GOOD["processes"]["gate"], "pid": "1"}}, [])
+    ],
+    ("more", 1),
+]
+
+
+def test_traffic_that_is_whole_is_read():
+    assert Traffic.from_json(GOOD).allowance == 4
+
+
+@pytest.mark.parametrize(("part", "bad"), PARTS)
+def test_traffic_of_which_a_part_is_something_else_is_refused_when_it_is_read(part, bad):
+    with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
+        Traffic.from_json(GOOD | {part: bad})
 
 
 CALLS = st.lists(

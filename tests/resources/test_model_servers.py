@@ -30,6 +30,8 @@ from agentfly.errors import (
     UsageError,
 )
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.keeping.keeper import Job
+from agentfly.resources.keeping.kept_program import KeptProgram
 from agentfly.resources.keeping.log import Log, tail
 from agentfly.resources.keeping.reaping import reap, running_in
 from agentfly.resources.models.sample import WeightSpan
@@ -398,6 +400,55 @@ def test_a_log_keeps_its_end_within_its_size_and_no_secret(tmp_path: Path) -> No
     assert b"s3cr3t-key" not in kept
     assert tail(tmp_path / "log", 100).endswith("999 [secret]\nan end without a break: [secret]")
     assert len(tail(tmp_path / "log", 100)) <= 100
+
+
+KEY = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEG\nCCqGSM49AwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 30, 1000])
+@pytest.mark.parametrize(
+    "written", [KEY, KEY.replace("\n", "\r\n"), KEY.replace("\n", "\n    "), repr(KEY), "x" * 2**17 + "s3cr3t-key"]
+)
+def test_a_secret_is_in_no_log_however_it_comes_in_parts(tmp_path: Path, written: str, size: int) -> None:
+    log = Log(tmp_path / "log", 2**20, [KEY, "s3cr3t-key"])
+    data = f"before s3cr{written}s3cr after\n".encode()
+    for start in range(0, len(data), size if len(data) < 2**16 else 2**16):
+        log.write(data[start : start + size if len(data) < 2**16 else start + 2**16])
+    log.close()
+    kept = (tmp_path / "log").read_text()
+    assert kept.startswith("before s3cr")
+    assert kept.endswith("s3cr after\n")
+    assert not any(secret in kept for secret in ("s3cr3t-key", "MIGHAgEAMBMGByqGSM49AgEG", "CCqGSM49AwEHBG0wawIBAQQg"))
+
+
+def test_the_beginning_of_what_might_be_a_secret_is_written_once_it_is_none(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log", 4096, ["s3cr3t-key"])
+    log.write(b"s3cr3t")
+    assert (tmp_path / "log").read_bytes() == b""
+    log.write(b" agent")
+    assert (tmp_path / "log").read_bytes() == b"s3cr3t agent"
+    log.close()
+
+
+async def test_the_earliest_of_several_ends_of_a_program_counts_and_it_is_told_how_it_ended(tmp_path: Path) -> None:
+    program = KeptProgram()
+    job = Job(
+        command=["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"],
+        env=dict(os.environ),
+        directory=str(tmp_path),
+        log=str(tmp_path / "log"),
+        log_bytes=4096,
+        secrets=[],
+    )
+    await program.start(job)
+    async with asyncio.timeout(60):
+        while not tail(tmp_path / "log", 100):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        given_up = asyncio.create_task(program.stop(0.05))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(program.stop(600), program.stop(600))
+        assert await program.wait() == "it was told to end"
 
 
 def test_a_log_that_is_not_there_has_no_end(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from agentfly.errors import EngineClosed, PrerequisiteError, ResourceStartError
 from agentfly.events import EventStream
 from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.instances import crew, preparations
 from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
 from agentfly.testing.virtual_time import run_in_virtual_time
 
@@ -220,3 +221,24 @@ def test_preparations_can_be_followed_in_the_events(play):
     assert told[1]["seconds"] == pytest.approx(5)
     assert told[1]["error"] is None
     assert "down" in told[3]["error"]
+
+
+def test_what_is_remembered_of_specs_is_bounded_however_many_there_are(play, monkeypatch):
+    monkeypatch.setattr(crew, "REMEMBERED", 3)
+    monkeypatch.setattr(preparations, "REMEMBERED", 3)
+
+    async def scene(engine):
+        world = FakeWorld()
+        for number in range(10):
+            spec = FakeSpec(world=world, image=f"image {number}", name=f"box {number}", capacity=1)
+            lease = await engine.acquire(spec, f"r{number}")
+            world.kill(lease.instance)
+            await engine.check(lease)
+            await engine.release(lease)
+        assert world.count("prepare") == 10
+        assert len(engine._crew._warned) == 3
+        assert len(engine._preparations._done) == 3
+        await engine.acquire(FakeSpec(world=world, image="image 0", name="again"), "r")
+        assert world.count("prepare") == 11
+
+    play(scene)

@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,20 @@ class ProcessIdentity:
             namespace=str(Path("/proc/self/ns/pid").readlink()),
             machine=socket.gethostname(),
         )
+
+    @classmethod
+    def from_json(cls, saved: Any) -> ProcessIdentity:
+        """What `dataclasses.asdict` made of one.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match saved:
+            case {"pid": int(), "started": int(), "boot": str(), "namespace": str(), "machine": str()} if (
+                len(saved) == 5
+            ):
+                return cls(**saved)
+        raise ValueError(f"{saved!r:.200} is no process")
 
     def is_dead(self) -> bool:
         """Whether the process is certainly gone. What cannot be told from here counts as living."""

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-HALF = 2**20
+HALF = 2**24
 """Bytes that may be kept. The file is sparse: what is not used takes no room."""
 
 _HEADER = struct.Struct("<QII")  # number of the writing, length, checksum

@@ -172,16 +172,22 @@ class Host:
         self._accounts: weakref.WeakValueDictionary[tuple[str, ...], Account] = weakref.WeakValueDictionary()
 
     def account(self, base_url: str, model: str, credentials: Credentials) -> Account:
-        """The account of an endpoint, model and key. It stays the same one as long as somebody has it."""
+        """The account of an endpoint, model and key. It stays the same one as long as somebody has it.
+
+        It is asked for on a thread, because the file of a new one is looked for.
+        """
         key = (base_url, model, credentials.fingerprint(self._salt))
-        with self._lock:
-            if self._pid != os.getpid():  # a fork has copies of the accounts, and would take them for shared
-                self._accounts.clear()
-                self._pid = os.getpid()
-            if (account := self._accounts.get(key)) is None:
-                path = _path(base_url, model, credentials)
-                account = self._accounts[key] = Account(path, ProcessIdentity.here().boot)
-            return account
+        new: Account | None = None
+        while True:
+            with self._lock:
+                if self._pid != os.getpid():  # a fork has copies of the accounts, and would take them for shared
+                    self._accounts.clear()
+                    self._pid = os.getpid()
+                if (account := self._accounts.get(key)) is None and new is not None:
+                    account = self._accounts[key] = new
+            if account is not None:
+                return account
+            new = Account(_path(base_url, model, credentials), ProcessIdentity.here().boot)
 
 
 HOST = Host()

@@ -95,7 +95,7 @@ class ModelAPI(Resource, Judge):
             connect_timeout_s=spec.connect_timeout_s,
             read_timeout_s=spec.read_timeout_s,
         )
-        account = HOST.account(spec.base_url, spec.model, credentials)
+        account = await on_thread(HOST.account, spec.base_url, spec.model, credentials)
         self._gate = Gate(account, spec.limits, f"{spec.model} at {spec.base_url}")
         retries = Retries(spec.retries, spec.call_timeout_s, spec.wait_timeout_s)
         self._caller = Caller(self._gate, retries)

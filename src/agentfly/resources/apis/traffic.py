@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from agentfly.resources.apis.limits import Limits
+from agentfly.resources.identity import ProcessIdentity
 
 TRANSIT_S = 5.0
 """Seconds after its sending by which a request has arrived at the far side."""
@@ -165,9 +166,16 @@ class Traffic:
             TypeError, KeyError, ValueError, AttributeError: it did not give this.
         """
         traffic = cls(**saved)
-        traffic.open = {id_: OpenCall(*call) for id_, call in saved["open"].items()}
-        traffic.requests = [(until, count) for until, count in saved["requests"]]
-        traffic.tokens = [(until, count) for until, count in saved["tokens"]]
+        traffic.open = {id_: _open_call(*call) for id_, call in saved["open"].items()}
+        traffic.requests = [(_time(until), _count(count)) for until, count in saved["requests"]]
+        traffic.tokens = [(_time(until), _count(count)) for until, count in saved["tokens"]]
+        traffic.line = {gate: _time(kept) for gate, kept in saved["line"].items()}
+        traffic.processes = {gate: asdict(ProcessIdentity.from_json(one)) for gate, one in saved["processes"].items()}
+        _time(traffic.paused_until)
+        _time(traffic.lowered_at)
+        _count(traffic.successes)
+        if traffic.allowance is not None and _count(traffic.allowance) < 1:
+            raise ValueError("no call is allowed")
         return traffic
 
     # --- what there may be ------------------------------------------------------------------------------------------
@@ -208,6 +216,27 @@ class Traffic:
         self.tokens = [(until, count) for until, count in self.tokens if until > now]
         at_work = {*self.line, *(call.gate for call in self.open.values())}
         self.processes = {gate: process for gate, process in self.processes.items() if gate in at_work}
+
+
+_NUMBERS = (float, int)
+
+
+def _open_call(gate: Any, tokens: Any, sent: Any, ends: Any) -> OpenCall:
+    if not isinstance(gate, str):
+        raise TypeError(f"{gate!r:.100} is no name of a gate")
+    return OpenCall(gate, _count(tokens), _time(sent), _time(ends))
+
+
+def _time(saved: Any) -> float:
+    if type(saved) not in _NUMBERS or not math.isfinite(saved):
+        raise TypeError(f"{saved!r:.100} is no time")
+    return float(saved)
+
+
+def _count(saved: Any) -> int:
+    if type(saved) is not int or saved < 0:
+        raise TypeError(f"{saved!r:.100} is no count")
+    return saved
 
 
 def _add(counts: list[tuple[float, int]], until: float, count: int) -> None:

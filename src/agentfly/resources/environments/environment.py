@@ -9,12 +9,14 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, UsageError
+from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.environments.home import Home
 from agentfly.resources.environments.loop_home import LoopHome
 from agentfly.resources.environments.process_home import ProcessHome
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.thread_home import ThreadHome
 from agentfly.resources.resource import Resource, Status
+from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ class Environment(Resource):
         self._turn = asyncio.Lock()  # whatever happens to the simulator begins while it is held
         self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which go on without it
         self._unfinished: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def prepare(cls, spec: EnvironmentSpec) -> None:
+        """Find out where this process may make control groups, so that the ledger can name that of an instance."""
+        await on_thread(cgroup_home)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if name.startswith("_"):

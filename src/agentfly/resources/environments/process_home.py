@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from agentfly.errors import ResourceDied, ResourceError, UsageError
+from agentfly.resources.cgroups import cgroup_home
 from agentfly.resources.environments.data_reader import decode
 from agentfly.resources.environments.declared_types import DeclaredTypes
 from agentfly.resources.environments.kept_process import KeptProcess
@@ -39,16 +41,23 @@ class ProcessHome:
 
     def __init__(self, spec: EnvironmentSpec, instance: str) -> None:
         self._spec = spec
-        self._bound = MemoryBound.of(spec.memory_bytes, instance) if spec.memory_bytes else None
+        self._instance = instance
         self._directory = PrivateDirectory(instance)
         self._types = DeclaredTypes(spec.result_types)
         self._process: KeptProcess | None = None
         self._lost: str | None = None
         self._gone = False
 
+    @cached_property
+    def _bound(self) -> MemoryBound | None:
+        """The limit on its memory. Where control groups can be made has been tried before, which takes a while."""
+        return MemoryBound.of(self._spec.memory_bytes, self._instance) if self._spec.memory_bytes else None
+
     async def start(self) -> bool:
         self._lost, self._gone = None, False
         spec = self._spec
+        if spec.memory_bytes:
+            await on_thread(cgroup_home)  # the engine has done so, in `prepare`
         variables = {**basic_variables(), "TMPDIR": self._directory.temporary, **dict(spec.env)}
         surroundings = Surroundings(search_path(), spec.workdir or self._directory.work, variables)
         making = Making(spec.parcel(), surroundings, spec.allow_pickle)

@@ -125,6 +125,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         """The keyword arguments of the factory as a mapping."""
         return dict(self.kwargs)
 
+    @property
+    def preparation_key(self) -> str | None:
+        """Control groups, where a simulator is held to its memory."""
+        return "control groups" if self.runs == "process" and self.memory_bytes else None
+
     def parcel(self) -> bytes:
         """The factory, its arguments and the declared types as bytes that another process of this machine can open.
 

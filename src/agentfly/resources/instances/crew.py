@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -38,6 +37,9 @@ STUCK_RETRY_S = (5.0, 300.0)
 
 WARNED = 8
 """Reasons for which instances of one pool were replaced that are logged."""
+
+REMEMBERED = 1000
+"""Pools of which it is remembered what was logged: with a spec for each task there may be any number of them."""
 
 TOLD_FOR_S = 600.0
 """Seconds for which it is not told again that a pool's starts fail, or, whatever the pool, that a disk is full."""
@@ -124,7 +126,8 @@ class Crew:
         told = say(pause.error)
         self._emit(ResourceStartsPaused, pause.spec, error=told, seconds=pause.seconds, rounds=pause.rounds)
         what, now = None if pause.full_disk else pause.spec, _now()
-        if now - self._told.get(what, -math.inf) < TOLD_FOR_S:
+        self._told = {pool: then for pool, then in self._told.items() if now - then < TOLD_FOR_S}
+        if what in self._told:
             return
         self._told[what] = now
         if pause.full_disk:
@@ -203,6 +206,8 @@ class Crew:
     def _warn_of(self, name: str, spec: Spec, error: BaseException) -> None:
         """Log why an instance is replaced: once for each reason in a pool, and `WARNED` reasons at most."""
         warned = self._warned.setdefault(spec, set())
+        if len(self._warned) > REMEMBERED:
+            del self._warned[next(iter(self._warned))]
         reason = say(error).replace(name, "")
         if reason not in warned and len(warned) < WARNED:
             warned.add(reason)

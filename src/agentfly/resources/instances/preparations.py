@@ -17,6 +17,9 @@ from agentfly.resources.spec_identity import typed_key
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 10_000
+"""Preparations that are known to be done. One that is forgotten is done again, which is quick."""
+
 PREFETCHES = 2
 """How many preparations that nobody waits for yet go on at once."""
 
@@ -32,7 +35,7 @@ class Preparations:
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._done: set[Hashable] = set()
+        self._done: dict[Hashable, None] = {}
         self._under_way: dict[Hashable, asyncio.Task[None]] = {}
         self._expected: dict[Spec, Callable[[Spec], None]] = {}  # in order
         self._prefetching: set[asyncio.Task[None]] = set()
@@ -61,7 +64,7 @@ class Preparations:
 
     def forget(self, spec: Spec) -> None:
         """What was prepared may not be there any more."""
-        self._done.discard(_key(spec))
+        self._done.pop(_key(spec), None)
 
     def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:
         """Prepare for specs in the background, a few at a time, and say of each when that went well."""
@@ -102,7 +105,9 @@ class Preparations:
                 f"{what}, which {spec.label} needs, could not be prepared: {say(error)}"
             ) from error
         else:
-            self._done.add(key)
+            self._done[key] = None
+            if len(self._done) > REMEMBERED:
+                del self._done[next(iter(self._done))]
         finally:
             del self._under_way[key]
             told = None if failure is None else say(failure)

@@ -4,8 +4,9 @@ Whatever the program starts, also what leaves its group or session, comes to the
 program ends, when the keeper is told to end, or when the process that started the keeper is gone, however it went, the
 keeper kills all of it and ends.
 
-The keeper holds one end of the life line, a socket. Through it come the job, one line of JSON, and later perhaps a
-number of seconds: the program is asked to end (SIGTERM) and has as long for it. End-of-file says that everything must
+The keeper holds one end of the life line, a socket. Through it come the job, one line of JSON, and later perhaps lines
+with a number of seconds: the program is asked to end (SIGTERM) and has as long for it. The earliest end that was said
+counts. End-of-file says that everything must
 end at once. What the keeper writes into it at its own end says how the program ended.
 """
 
@@ -143,7 +144,7 @@ def _watch(program: int, life: socket.socket, parent: int, output: int, log: Log
     told_to_end: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
     watched = [life.fileno(), woken, output]
-    deadline = float("inf")
+    deadline, heard = float("inf"), b""
     while not told_to_end and os.getppid() == parent and time.monotonic() < deadline:
         while (ended := reap_one()) is not None:
             pid, status = ended
@@ -156,10 +157,12 @@ def _watch(program: int, life: socket.socket, parent: int, output: int, log: Log
         if output in readable and not _drain(output, log):
             watched.remove(output)
         if life.fileno() in readable:
-            if not (word := life.recv(64)):
+            if not (read := life.recv(64)):
                 return None
-            deadline = time.monotonic() + float(word)
-            os.kill(program, signal.SIGTERM)
+            *words, heard = (heard + read).split(b"\n")
+            for word in words:
+                deadline = min(deadline, time.monotonic() + float(word))
+                os.kill(program, signal.SIGTERM)
     return None
 
 

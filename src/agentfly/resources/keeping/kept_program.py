@@ -76,7 +76,7 @@ class KeptProgram:
     ) -> None:
         if grace_s > 0 and not words.done():
             with contextlib.suppress(OSError):
-                life.write(f"{grace_s:.3f}".encode())
+                life.write(f"{grace_s:.3f}\n".encode())
         else:
             self.kill()
         done, _ = await asyncio.wait({words}, timeout=grace_s + FORCE_S)

@@ -164,7 +164,7 @@ def _living(text: bytes) -> Claims:
     claims: Claims = {}
     try:
         for name, saved in json.loads(text or b"{}").items():
-            claim = Claim(ProcessIdentity(**saved["process"]), tuple(saved["devices"]), int(saved["share"]))
+            claim = Claim(ProcessIdentity.from_json(saved["process"]), tuple(saved["devices"]), int(saved["share"]))
             if not claim.process.is_dead():
                 claims[name] = claim
     except (KeyError, TypeError, AttributeError) as error:

@@ -210,6 +210,14 @@ async def test_links_and_compiled_code_of_the_agent_do_not_stand_for_hidden_file
     assert right.reward == 1.0
 
 
+async def test_making_way_for_hidden_files_removes_nothing_behind_a_link():
+    work = {"calc.py": RIGHT + "\n\nassert open('lib/unit').read() == 'work'\n", "lib/unit": "work"}
+    settings = {"tests": {"tests/unit/test_calc.py": HIDDEN}}
+    names = [name.replace("tests/", "tests/unit/") for name in NAMES]
+    report = await graded(work, before="ln -s lib tests", names=names, **settings)
+    assert report.passed == tuple(names), report
+
+
 async def test_tests_that_take_too_long_are_killed_on_time_with_all_that_they_started():
     work = {"calc.py": "import os, time\nif not os.fork():\n    os.setsid()\ntime.sleep(1000)\n"}
     report = await asyncio.wait_for(graded(work, timeout_s=2), 60)

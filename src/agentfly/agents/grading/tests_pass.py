@@ -222,14 +222,15 @@ def _canary(names: Sequence[str], tests: Mapping[str, str | bytes]) -> _Canary:
 
 async def _make_way(box: Container, laid: Mapping[str, object]) -> None:
     """Remove what the work has in place of hidden files, and of the directories that these are in."""
-    commands = [f"rm -rf -- {shlex.quote(path)}" for path in laid]
+    commands = []
     parents = {str(parent) for path in laid for parent in PurePosixPath(path).parents if str(parent) != "."}
-    for parent in sorted(parents, key=len):
+    for parent in sorted(parents, key=len):  # a link goes before anything is looked for behind it
         quoted = shlex.quote(parent)
         commands.append(
             f"if [ -L {quoted} ] || {{ [ -e {quoted} ] && [ ! -d {quoted} ]; }}; then rm -f -- {quoted}; fi"
         )
-    await box.run("\n".join(reversed(commands)), new_process=True)
+    commands += [f"rm -rf -- {shlex.quote(path)}" for path in laid]
+    await box.run("\n".join(commands), new_process=True)
 
 
 def _check(work: Container, paths: Sequence[str], tests: Mapping[str, str | bytes], names: Sequence[str]) -> None:

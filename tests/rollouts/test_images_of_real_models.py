@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
@@ -19,6 +21,7 @@ from agentfly.errors import UsageError
 from agentfly.images import Image
 from agentfly.policies.catalog import find_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.policies.hf_vision import HFVision
 from agentfly.rollouts.chat.agent_format import chat_format_of
 from agentfly.rollouts.chat.chat_format import Rendered
 
@@ -120,6 +123,23 @@ def test_qwen_fills_as_many_placeholders_as_its_grid_has_cells(qwen: HFTokenizer
     for size in SIZES:
         grid = processor(images=[Pillow.new("RGB", size)], return_tensors="np")["image_grid_thw"][0]
         assert qwen.vision.ids(picture(*size)) == (151655,) * (grid.prod() // 4)
+
+
+def test_what_is_kept_of_images_that_were_shown_is_their_ids_alone(tmp_path: Path) -> None:
+    class Watched(af.Image):
+        """An image that can be seen to go."""
+
+    config = {"model_type": "qwen2_5_vl", "image_token_id": 151655, "video_token_id": 151656, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}).save_pretrained(tmp_path)
+    vision = HFVision(tmp_path, cast("Any", None))
+    image = Watched(picture(57, 84).data)
+    ids, shown = vision.ids(image), weakref.ref(image)
+    assert vision.ids(picture(57, 84)) is ids
+    assert vision.ids(picture(200, 84)) != ids
+    del image
+    gc.collect()
+    assert shown() is None
 
 
 def test_ids_that_only_images_have_are_known_from_the_configuration(qwen: HFTokenizer) -> None:

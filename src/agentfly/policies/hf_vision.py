@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
 import re
+import threading
 from collections.abc import Collection, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +40,8 @@ class HFVision:
     def __init__(self, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         self._path = path
         self._tokenizer = tokenizer
-        self.ids = lru_cache(_REMEMBERED)(self._ids)
+        self._remembered: dict[bytes, Sequence[int]] = {}  # by digest, because an image is large
+        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, path: Path, tokenizer: PreTrainedTokenizerFast) -> Self | None:
@@ -61,8 +64,24 @@ class HFVision:
         found = (value for name, value in self._config.items() if _RESERVED.fullmatch(name))
         return frozenset(value for value in found if isinstance(value, int))
 
-    def _ids(self, image: Image) -> Sequence[int]:
-        """What stands in place of the template's placeholder for one image."""
+    def ids(self, image: Image) -> Sequence[int]:
+        """What stands in place of the template's placeholder for one image.
+
+        Raises:
+            UsageError: it cannot be read, or the model cannot be shown it.
+            PrerequisiteError: what reads images is not installed.
+        """
+        digest = hashlib.blake2b(image.data, digest_size=16).digest()  # what is decoded is the bytes alone
+        with self._lock:
+            known = self._remembered.pop(digest, None)
+        ids = self._computed(image) if known is None else known
+        with self._lock:
+            self._remembered[digest] = ids  # as the one that was used last
+            while len(self._remembered) > _REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+        return ids
+
+    def _computed(self, image: Image) -> Sequence[int]:
         picture = _decoded(image)
         try:
             if self._processor is None:

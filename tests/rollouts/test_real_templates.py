@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from agentfly.errors import ChatFormatError
 from agentfly.policies.hf_tokenizer import HFTokenizer
+from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.chat.drift import drift_from_whole
 from agentfly.rollouts.chat.proof import Exchange
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
@@ -199,6 +200,28 @@ def said_by_template(turns, conversation, tools):
 @cache
 def turns_of(family):
     return Turns(tokenizer_of(family))
+
+
+def test_descriptions_of_the_same_tools_are_made_once_and_those_of_others_anew(monkeypatch):
+    made = []
+    turns = Turns(ByteTokenizer())
+    describe = turns.control.disarm_tools
+    monkeypatch.setattr(turns.control, "disarm_tools", lambda tools: made.append(tools) or describe(tools))
+
+    def tools(**more):
+        return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}} | more}]
+
+    for _ in range(3):
+        turns.whole([user("a")], tools())
+        turns.following([result(0, "b")], tools())
+    assert len(made) == 2  # those, and the stand-in
+    given = tools()
+    before = turns.whole([user("a")], given)
+    given[0]["function"]["description"] = "Changed."
+    assert turns.whole([user("a")], given) != before
+    turns.whole([user("a")], tools(strict=True))
+    turns.whole([user("a")], tools(strict=1))
+    assert len(made) == 5
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentfly.errors import ChatFormatError
@@ -16,6 +17,18 @@ from agentfly.rollouts.chat.skeleton import behind_last_place, places_of, reply,
 
 _STAND_INS = (STAND_IN,)
 
+_REMEMBERED = 4
+"""Sets of tools whose descriptions are kept: those of a few agents, or programs, and the stand-in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Tools as the template is given them."""
+
+    tools: Definitions | None
+    written: str
+    described: list[Any]
+
 
 class Turns:
     """One tokenizer's chat template, with what had to be found out about it.
@@ -26,8 +39,8 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # The tools described last, which are mostly those of the next time; in one, because threads may share them.
-        self._described: tuple[Definitions, list[Any]] = ((), [])
+        # The tools described last, newest first; replaced as a whole, because threads may share them.
+        self._described: tuple[_Described, ...] = ()
         self.control = ControlTokens(tokenizer)
         self.shape = shape_wanted_by(tokenizer)
         self.endings = endings_of(tokenizer, self.control, self.shape)
@@ -80,11 +93,21 @@ class Turns:
         return found[0]
 
     def _render(self, disarmed: Sequence[Message], tools: Definitions, *, opens: bool) -> str:
-        known, described = self._described
-        if tools is not known:
-            described = self.control.disarm_tools(tools)
-            self._described = (tuple(tools), described)
+        described = self._described_tools(tools) if tools else []
         return self._tokenizer.render(self.shape.fit(disarmed), tools=described, add_generation_prompt=opens)
+
+    def _described_tools(self, tools: Definitions) -> list[Any]:
+        for known in self._described:
+            if known.tools is tools:
+                return known.described
+        written = repr(tools)  # unlike equality it tells orders of keys apart, and True from 1
+        found = next((known for known in self._described if known.written == written), None)
+        if found is None:
+            # A list may be changed by its owner, so it is known by what it holds alone.
+            kept = tools if isinstance(tools, tuple) else None
+            found = _Described(kept, written, self.control.disarm_tools(tools))
+            self._described = (found, *self._described[: _REMEMBERED - 1])
+        return found.described
 
     def _inner_tokens(self) -> set[str]:
         """The control tokens that a turn may hold: those around thoughts and calls."""

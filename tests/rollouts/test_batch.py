@@ -17,7 +17,7 @@ from agentfly.contexts.context import Context
 from agentfly.errors import ConfigError, UsageError
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.batch import BatchState
+from agentfly.rollouts.batch import Batch, BatchState
 from agentfly.rollouts.crew import GRACE_S
 from agentfly.rollouts.runner import Runner
 from agentfly.rollouts.token_speaker import TokenSpeaker
@@ -144,13 +144,50 @@ def test_a_cancelled_group_ends_gives_back_what_it_had_and_leaves_the_others_alo
     assert took < 3
 
 
+@pytest.mark.parametrize("number", ["²", "٣", "03", "9" * 5000], ids=["square", "Arabic", "zero", "long"])
+def test_a_name_that_no_group_can_have_is_refused_while_more_groups_may_come(tmp_path, number):
+    async def scene(runner):
+        async with runner.batch((task for task in tasks(*[1] * 14)), label="b") as batch:
+            with pytest.raises(UsageError, match="no group"):
+                batch.cancel_group(f"b-{number}")
+            return len([trajectory async for trajectory in batch])
+
+    assert in_virtual_time(scene, tmp_path, max_concurrent_rollouts=1) == 14
+
+
+def test_a_batch_that_cannot_be_closed_holds_up_the_closing_of_no_other(tmp_path, monkeypatch):
+    closed = []
+
+    async def close(batch):
+        if batch.add_label == "broken":
+            raise RuntimeError("no")
+        await asyncio.sleep(1)
+        await original(batch)
+        closed.append(batch.add_label)
+
+    async def main():
+        async with (
+            ResourceEngine(ledger=tmp_path) as engine,
+            Runner(AGENT, policy=ScriptedPolicy(TURNS), engine=engine) as runner,
+        ):
+            for label in ("one", "broken", "two"):
+                runner.batch(tasks(5), label=label).add_label = label
+            await asyncio.sleep(0.5)
+
+    original = Batch.close
+    monkeypatch.setattr(Batch, "close", close)
+    with pytest.raises(RuntimeError, match="no"):
+        run_in_virtual_time(main())
+    assert sorted(closed) == ["one", "two"]
+
+
 def test_a_group_that_waits_can_be_cancelled_and_never_begins(tmp_path):
     async def scene(runner):
         async with runner.batch((task for task in tasks(*[1] * 14)), attempts=2, label="b") as batch:
             batch.cancel_group("b-2")
             batch.cancel_group("b-12")  # of which nothing was read yet
             found = [trajectory.group_id async for trajectory in batch]
-            for wrong in ("b-14", "b-2", "c-1", "b-x"):
+            for wrong in ("b-14", "b-2", "c-1", "b-x", "b-", "b-²", "b-٣", "b-03", "b--3", f"b-{'9' * 5000}"):
                 with pytest.raises(UsageError, match="no group"):
                     batch.cancel_group(wrong)
             return found

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 
 from agentfly.rollouts.foresight import AHEAD
 from agentfly.rollouts.group import Group
+from agentfly.run_directory import whole_number
 from agentfly.task import Row, Task, as_task
 
 
@@ -60,12 +61,13 @@ class Backlog:
 
     def cancel(self, group_id: str) -> bool:
         """Have no further attempt of a group begin. False if no group of that name waits, or could come still."""
-        label, _, number = group_id.rpartition("-")
-        if label != self._label or not number.isdecimal():
+        label, _, written = group_id.rpartition("-")
+        number = whole_number(written)
+        if label != self._label or number is None or str(number) != written:
             return False
-        if int(number) >= self._numbers:
+        if number >= self._numbers:
             if self._sources:
-                self._unwanted.add(int(number))
+                self._unwanted.add(number)
             return bool(self._sources)
         group = next((group for group in self._read if group.group_id == group_id), None)
         if group is not None:

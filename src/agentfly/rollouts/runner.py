@@ -212,9 +212,12 @@ class Runner:
         if self._admission is not None:
             self._tell_of_limit(self._admission)
         try:
-            async with asyncio.TaskGroup() as closing:
-                for batch in self._batches:
-                    closing.create_task(batch.close())
+            closed = await asyncio.gather(*(batch.close() for batch in self._batches), return_exceptions=True)
+            failures = [failure for failure in closed if failure is not None]
+            for failure in failures[1:]:
+                logger.error("Closing another batch failed, too.", exc_info=failure)
+            for failure in failures:  # once all have been closed: none holds up the others
+                raise failure
         finally:
             await self._owned.aclose()
 

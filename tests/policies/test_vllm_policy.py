@@ -24,6 +24,7 @@ from agentfly.errors import (
 )
 from agentfly.images import Image, PlacedImage
 from agentfly.policies.policy import Policy, SamplingParams
+from agentfly.policies.vllm.exchange import Exchange
 from agentfly.policies.vllm.policy import VLLMPolicy
 from agentfly.resources.models.spec import ModelServerSpec
 from agentfly.testing.vllm_stand_in import CONTEXT, StandInVLLM, save_adapter, save_bias
@@ -224,6 +225,18 @@ async def test_where_no_server_can_be_used_it_is_said_why(monkeypatch: pytest.Mo
         fleet.lost(member, "it does not answer")
         with pytest.raises(PolicyUnavailable, match=r"for 0\.05 s: The server at \S+ \(OSError: no route\)"):
             await policy.generate([1], PLAIN, rollout_id="r")
+
+
+def test_weights_that_cannot_be_written_leave_nothing_to_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
+    exchange = Exchange(tmp_path, tmp_path / "missing")
+    for _ in range(2):
+        with pytest.raises(PrerequisiteError, match=r"missing: No such file or directory\. Make that a directory"):
+            exchange.put_adapter(lambda path: None)
+    exchange.close()
+    assert not [*(tmp_path / "state").glob("*.ledger")]
 
 
 async def test_the_death_of_the_only_server_is_infrastructure() -> None:

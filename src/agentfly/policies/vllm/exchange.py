@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfly.errors import ConfigError
+from agentfly.errors import ConfigError, PrerequisiteError
 from agentfly.policies.extras import require_packages
 from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
 from agentfly.resources.tree_removal import remove_tree
@@ -103,9 +103,18 @@ class Exchange:
     def _new(self) -> Path:
         if self._home is None:
             home = Path(self._parent or tempfile.gettempdir()) / f"agentfly-weights-{uuid.uuid4().hex}"
-            self._record = CleanupRecord("weights", DIRECTORY, {"directory": str(home.absolute())})
-            home.mkdir(mode=0o700)
-            self._home = home
+            record = CleanupRecord("weights", DIRECTORY, {"directory": str(home.absolute())})
+            try:
+                home.mkdir(mode=0o700)
+            except BaseException as error:
+                record.close()
+                if isinstance(error, OSError):
+                    raise PrerequisiteError(
+                        f"Weights for servers cannot be written to {home.parent}: {error.strerror}. Make that a "
+                        "directory that this process can write to, or name another one."
+                    ) from error
+                raise
+            self._home, self._record = home, record
         path = self._home / str(next(self._numbers))
         path.mkdir()
         return path

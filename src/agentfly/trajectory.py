@@ -143,6 +143,9 @@ class Turn(Brief):
         reward: what the turn was worth by itself (the step reward), if anything said so.
         anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
             the order of keys does not count. Turns of one task with the same anchor acted in the same state.
+        follows: the numbers of the turns that led to this one: the turn before it in its conversation, or the last
+            turns of the subagents that have answered that; for a subagent's first turn, the turn that called it. Empty
+            for a rollout's first turn, None where it is not known.
         prompt_tokens, sampled_tokens: how many tokens the model read and sampled, those of thoughts included, by the
             account of the policy or the endpoint; None where nobody tells.
     """

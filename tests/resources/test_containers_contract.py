@@ -14,6 +14,7 @@ import pytest
 
 from agentfly.errors import PrerequisiteError, ResourceError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend
+from agentfly.resources.containers.bubblewrap import shell as pipe_shell
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
@@ -119,6 +120,23 @@ async def test_a_cancelled_call_ends_its_command(
         await call
     await box.run("true")
     await eventually(lambda: processes_with("sleep\09601") == [])
+
+
+async def test_the_end_of_a_command_whose_caller_has_left_is_heard_and_not_waited_out(
+    ground: Ground,
+    start: Start,
+    processes_with: ProcessesWith,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipe_shell, "_KEEP_GRACE_S", 3600.0)
+    box = await start(ground)
+    call = asyncio.create_task(box.run("sleep 9603", new_process=True))
+    await eventually(lambda: processes_with("sleep\09603") != [])
+    call.cancel()
+    await asyncio.wait([call])
+    async with asyncio.timeout(20):
+        assert (await box.run("echo alive")).stdout == "alive\n"
 
 
 @pytest.mark.slow

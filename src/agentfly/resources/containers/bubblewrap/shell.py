@@ -147,7 +147,8 @@ class Shell:
             try:
                 exit_code = await self._end_of(running, timeout)
             finally:
-                self._running.pop(name)
+                if running.exit_code is not None or not running.own_process:  # otherwise it is just being killed
+                    self._running.pop(name, None)
                 self._exchange.finish(running.pipes)
         finally:
             self._exchange.remove(name)
@@ -319,9 +320,12 @@ class Shell:
 
     async def _kill(self, running: Running) -> None:
         await self._going.wait()
-        if self.dead:
-            return
-        await (self._kill_process(running) if running.own_process else self._kill_in_session(running))
+        try:
+            if not self.dead:
+                await (self._kill_process(running) if running.own_process else self._kill_in_session(running))
+        finally:
+            if running.own_process:
+                self._running.pop(running.name, None)
 
     async def _kill_in_session(self, running: Running) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""

@@ -323,6 +323,26 @@ def test_garbage_of_random_pieces_of_a_format_is_read_in_linear_time(one: ToolCa
     one.parse("".join(chance.choices([*parts, *MARKERS, "\n", " "], k=10_000)), tools_of(one))
 
 
+@pytest.mark.parametrize(
+    ("one", "turn"),
+    [
+        (
+            MistralFormat(),
+            '[TOOL_CALLS][{"name": "say", "arguments": {"text": "[/THINK]"}}]\nand then\n'
+            '[TOOL_CALLS][{"name": "say", "arguments": {"text": "b"}}]',
+        ),
+        (LlamaPythonicFormat(), '[say(text="a")][say(text="</think>")]'),
+        (ReActFormat(), "Action: say\nAction Input: a</think>b"),
+    ],
+    ids=["mistral", "llama_pythonic", "react"],
+)
+def test_a_call_that_a_mark_in_an_argument_would_hide_is_an_error(one: ToolCallFormat, turn: str) -> None:
+    for opened in ("", "<think>\n"):
+        calls = one.parse(opened + turn, TOOLS)
+        assert calls
+        assert calls[0].error is not None
+
+
 # --- thinking, and the conversation ---------------------------------------------------------------------------------
 
 
@@ -332,13 +352,82 @@ def test_calls_in_thinking_follow_the_one_setting(one: ToolCallFormat) -> None:
     eager = type(one)(calls_in_thinking=True)
     for thinking in (
         f"<think>maybe\n{thoughts}\n</think>\n",
-        f"maybe\n{thoughts}\n</think>\n",
         f"[THINK]\n{thoughts}\n[/THINK]\n",
     ):
         assert read(one, thinking + spoken) == [("say", {"text": "b"})]
         assert len(eager.parse(thinking, tools_of(one))) == 1
-    assert one.parse(f"<think>maybe\n{thoughts}", tools_of(one)) == ()
+    assert one.parse("<think>maybe", tools_of(one)) == ()
     assert len(eager.parse(f"<think>maybe\n{thoughts}", tools_of(one))) == 1
+
+
+@pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
+def test_a_turn_in_which_a_call_may_be_only_thought_is_one_error(one: ToolCallFormat) -> None:
+    first, second = one.write("say", {"text": "a"}), one.write("say", {"text": "b"})
+    for turn in (
+        f"<think>maybe\n{first}",
+        f"<think>maybe\n{first}\n[THINK]\n{second}",
+        f"maybe\n{first}\n</think>\n{second}",
+        f"{first}\n[/THINK]\n",
+    ):
+        (call,) = one.parse(turn, tools_of(one))
+        assert call.error is not None
+        assert "Nothing of your turn was executed" in call.error or one.name == "code_block"
+
+
+THOUGHT_MARKS = ["<think>", "</think>", "[THINK]", "[/THINK]"]
+with_marks = st.lists(
+    st.sampled_from([*THOUGHT_MARKS, *THOUGHT_MARKS, "\n", '"', "]", "}", ")", "a", " "]) | pieces,
+    min_size=1,
+    max_size=6,
+).map("".join)
+
+
+def escaped_not_at_all(one: ToolCallFormat, text: str) -> str:
+    """A call with ``text`` as the argument, put in as models do that escape nothing."""
+    return one.write("say", {"text": "ARGUMENT"}).replace("ARGUMENT", text)
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n", "[THINK]"])
+@pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
+@settings(max_examples=scaled(60, 3_000))
+@given(text=with_marks, another=st.booleans())
+def test_marks_of_thinking_in_an_argument_lose_no_call(
+    one: ToolCallFormat, opened: str, text: str, another: bool
+) -> None:
+    closed = opened and f"{opened}I think.\n{'</think>' if 'think' in opened else '[/THINK]'}\n"
+    try:
+        written = one.write("say", {"text": text})
+    except UsageError:
+        assume(False)
+    last = "" if one.name == "code_block" or not another else "\n" + one.write("say", {"text": "last"})
+    assert read(one, closed + written + last) == [
+        ("say", {"text": text}),
+        *([("say", {"text": "last"})] if last else []),
+    ]
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n", "<think>\nI think.\n</think>\n"])
+@pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
+@settings(max_examples=scaled(100, 5_000))
+@given(
+    before=st.sampled_from(["", "a", '"', 'a"', "a]", "a\n"]),
+    mark=st.sampled_from(["</think>", "[/THINK]", "<think>", "[THINK]", "<think>a</think>"]),
+    after=st.sampled_from(["", "b", '"', '"b', "b]", "\nb", " b"]),
+    another=st.booleans(),
+)
+def test_marks_that_nothing_escapes_lose_no_call(
+    one: ToolCallFormat, opened: str, before: str, mark: str, after: str, another: bool
+) -> None:
+    text = before + mark + after
+    assume(one.name not in ("action", "react") or not text.startswith('"'))  # a JSON string, where that may stand
+    assume(one.name != "react" or opened != "<think>\n" or "\n" not in before)  # the end of thinking, without a fault
+    last = "" if one.name == "code_block" or not another else "\nand then\n" + one.write("say", {"text": "last"})
+    known = {tool.name: tool for tool in tools_of(one)}
+    calls = one.parse(opened + escaped_not_at_all(one, text) + last, tools_of(one))
+    assert calls
+    if all(call.arguments is not None for call in calls):
+        values = [known[call.name].schema.validate(call.arguments or {})["text"] for call in calls]
+        assert [value.strip() for value in values] == [text.strip(), *(["last"] if last else [])]
 
 
 @pytest.mark.parametrize("one", [*PLAIN, CODE, HermesFormat()], ids=identity)

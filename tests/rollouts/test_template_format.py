@@ -256,3 +256,29 @@ def test_no_text_of_a_message_can_end_a_turn_wherever_the_template_writes_it():
     message = {**tool("4"), "name": evil, "tool_calls": [{"function": {"name": evil, "arguments": {evil: [evil]}}}]}
     ids = chat_format(tokenizer).prompt([user("q"), message]).ids
     assert (ids.count(IM_START), ids.count(IM_END)) == (3, 2)
+
+
+@pytest.mark.parametrize("template", [OPENS_THOUGHTS, CHATML])
+def test_a_mark_that_ends_thoughts_does_so_only_where_the_prompt_has_opened_them(template):
+    @as_tool
+    def say(text: str) -> None:
+        """Say something."""
+
+    chat = chat_format(TemplateTokenizer(template))
+    agent = Agent(model="tiny", tools=[say], tool_call_format="llama_pythonic")
+    opens = template == OPENS_THOUGHTS
+
+    def turn(text):
+        reply = chat.reply([*text.encode(), IM_END])
+        calls = agent.calls_in(reply.text, opened=reply.opened)
+        assert "<think>" not in agent.said(reply.text, calls, opened=reply.opened)["content"]
+        return reply.reasoning, reply.content, [call.arguments for call in calls]
+
+    call = '[say(text="</think>")]'
+    assert turn("Hm.\n</think>\n" + call)[2] == [{"text": "</think>"}]
+    assert turn("Hm.\n</think>\nTea.") == (("Hm.", "Tea.", []) if opens else (None, "Hm.\n</think>\nTea.", []))
+    assert turn(call)[2] == ([None] if opens else [{"text": "</think>"}])  # a call in thinking that is never closed
+    assert turn('[say(text="a")]' + call)[2] == [None]
+    assert turn("maybe\n" + '[say(text="a")]' + "\n</think>\n" + call)[2] == (
+        [{"text": "</think>"}] if opens else [None]
+    )

@@ -15,7 +15,7 @@ from agentfly.agents.memory.memory import FullHistory, Memory
 from agentfly.agents.memory.summary_folding import SummaryFolding
 from agentfly.agents.subagent import Subagent, subagent
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.format import ToolCallFormat
+from agentfly.agents.toolcalls.format import ToolCallFormat, behind, said_behind
 from agentfly.agents.toolcalls.registry import tool_call_format
 from agentfly.durations import is_duration, is_number, is_whole, require_number, require_whole
 from agentfly.errors import ConfigError, UnknownTool, UsageError, refuse_unknown, say
@@ -208,12 +208,23 @@ class Agent:
         """The tools that the model's chat template is to describe; none where the system message describes them."""
         return tuple(tool.definition for tool in self.tools) if self.format.in_template else ()
 
-    def said(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The message that stands for a turn of the model in the conversation."""
-        return self.format.said(text, calls)
+    def said(self, text: str, calls: Sequence[ToolCall], *, opened: str = "") -> Message:
+        """The message that stands for a turn of the model in the conversation.
 
-    def calls_in(self, text: str, *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The tool calls in the text of a turn, numbered from ``first_call``. An agent without tools makes none.
+        Args:
+            text: the turn.
+            calls: the calls in it.
+            opened: the marker by which the prompt had opened thinking; empty where it had not.
+        """
+        return said_behind(opened, self.format, text, calls)
+
+    def calls_in(self, text: str, *, first_call: int = 0, opened: str = "") -> tuple[ToolCall, ...]:
+        """The tool calls in the text of a turn. An agent without tools makes none.
+
+        Args:
+            text: the turn.
+            first_call: number of the first call.
+            opened: the marker by which the prompt had opened thinking; empty where it had not.
 
         Raises:
             UsageError: the tool-call format, one of the user's own, failed or gave no calls.
@@ -222,7 +233,7 @@ class Agent:
             return ()
         called = f"The tool-call format {self.format.name!r} ({type(self.format).__name__})"
         try:
-            found = self.format.parse(text, self.tools, first_call=first_call)
+            found = self.format.parse(behind(opened, text), self.tools, first_call=first_call)
         except Exception as error:
             raise UsageError(
                 f"{called} could not read a turn: its parse raised {say(error)}. It must not raise for any text: a "

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from agentfly.agents.agent import History
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.format import ToolCallFormat, call_id, message_with_calls
+from agentfly.agents.toolcalls.format import ToolCallFormat, behind, call_id, message_with_calls
 from agentfly.agents.toolcalls.hermes import HermesFormat
 from agentfly.agents.toolcalls.registry import format_of_template
 from agentfly.errors import ChatFormatError
@@ -141,7 +141,11 @@ class ModelCodec:
             text, content = text.partition(stopped_at)[0], content.partition(stopped_at)[0]
         calls: tuple[ToolCall, ...] = ()
         if request.may_call and generation.finish == "stop":
-            found = self._calls.parse(text, _tools(request.tools)) if reply.calls is None else reply.calls
+            found = (
+                self._calls.parse(behind(reply.opened, text), _tools(request.tools))
+                if reply.calls is None
+                else reply.calls
+            )
             if all(map(_is_sound, found)):
                 calls = found
         message: Message = {"role": "assistant", "content": content}

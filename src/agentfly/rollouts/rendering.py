@@ -19,6 +19,7 @@ from agentfly.messages import Message, ToolCall, images_of
 from agentfly.policies.policy import Generation, Tokenizer
 from agentfly.rollouts.chat.agent_format import settle
 from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.chat.thoughts import OPENERS
 from agentfly.rollouts.strategy import STRATEGIES, require_strategy
 from agentfly.rollouts.tape import NO_PLACE, Place, Tape
 from agentfly.tokens import TokenSequence
@@ -114,7 +115,8 @@ class Renderer:
                 )
             tape.prompt()
             places[turn.index] = tape.sampled(generation)
-            said = agent.said(chat.reply(generation.ids).text, calls)
+            reply = chat.reply(generation.ids)
+            said = agent.said(reply.text, calls, opened=reply.opened)
             strategy.replied(said)
             messages += [said, *answers]
         tape.finish()
@@ -141,13 +143,20 @@ def _asked_of_subagent(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message["role"] == "user"][:1]
 
 
+def _opened(turn: Turn) -> str:
+    """The marker by which the prompt of a turn had opened thinking; its text has thoughts that it does not open."""
+    if turn.reasoning is None or turn.content is None or turn.text.lstrip().startswith(tuple(OPENERS)):
+        return ""
+    return next((opener for opener, closer in OPENERS.items() if closer in turn.text), "<think>")
+
+
 def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
     """What the turn says in the agent's tool-call format.
 
     Raises:
         NotRendered: its calls are written in another format within the text.
     """
-    if not turn.stopped or [(one.name, one.arguments) for one in agent.calls_in(turn.text)] == [
+    if not turn.stopped or [(one.name, one.arguments) for one in agent.calls_in(turn.text, opened=_opened(turn))] == [
         (one.name, one.arguments) for one in calls
     ]:
         return turn.text

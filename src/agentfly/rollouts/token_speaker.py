@@ -92,7 +92,7 @@ class TokenSpeaker:
         stopped = generation.finish == "stop"
         calls = self._numbers.claim(self._calls_in(reply)) if stopped else ()
         if reply.calls is None:
-            message = agent.said(reply.text, calls)
+            message = agent.said(reply.text, calls, opened=reply.opened)
         else:
             message = turn_message(reply.content, reply.reasoning, calls)
         self._strategy.replied(message)
@@ -124,7 +124,7 @@ class TokenSpeaker:
 
     def _calls_in(self, reply: Reply) -> tuple[ToolCall, ...]:
         if reply.calls is None:
-            return self._agent.calls_in(reply.text, first_call=self._numbers.next)
+            return self._agent.calls_in(reply.text, first_call=self._numbers.next, opened=reply.opened)
         return reply.calls if self._agent.tools else ()
 
     def tokens(self, view: Sequence[Message]) -> int | None:

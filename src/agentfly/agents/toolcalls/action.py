@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.json_schema import BareText
-from agentfly.agents.toolcalls.block import misplaced
+from agentfly.agents.toolcalls.block import CUT, STRAY, UNCLOSED, misplaced
 from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id
 from agentfly.agents.toolcalls.json_text import dump
 from agentfly.agents.toolcalls.label import label
 from agentfly.agents.toolcalls.text_arguments import Unreadable, argument_lines
-from agentfly.agents.toolcalls.thinking import MARKER, thinking_spans
+from agentfly.agents.toolcalls.thinking import MARKER, Thinking, is_inside, read_thinking
 from agentfly.json_reader import NotJSON, decode_value
 from agentfly.messages import Message, ToolCall
 
@@ -33,6 +34,12 @@ _END_OF_VALUE = re.compile(r"\s*(,|$)")
 _ONE_LINE = (
     "it is unclear where it ends, because a line behind it ends with ']'; a text of several lines must be a JSON string"
 )
+_TWO_ON_A_LINE = (
+    "another action stands behind a ']' on the same line; write each on a line of its own, and a text that holds "
+    "brackets as a JSON string"
+)
+_LATER_ACTION = re.compile(rf"{label('action')}|([A-Za-z_][\w-]*)\s*\[", re.IGNORECASE)
+_LINE = re.compile(r"[^\n]+")
 _BARE = re.compile(r'(?!null$)[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
 
 
@@ -79,18 +86,34 @@ class ActionFormat:
     def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
+        lines, thinking = self._lines(text, known)
         calls: list[ToolCall] = []
+        starts: list[int] = []  # of the lines with calls
         heard: list[str] = []
-        for line in self._spoken_lines(text):
-            if _OBSERVATION.match(line):
+        thought: ToolCall | None = None  # the last call in thinking, which may go on behind that
+        for line in lines:
+            if line.is_spoken and _OBSERVATION.match(line.text):
                 break
-            heard.append(line)
-            call = _read_line(line, known, call_id(first_call + len(calls)))
+            call = _read_line(line.text, known, call_id(first_call + len(calls)))
+            if not line.is_spoken:
+                if call is not None and thinking.is_open and line.start >= thinking.spans[-1][0]:
+                    return (_malformed(call_id(first_call), call.name, UNCLOSED, known, line.text),)
+                thought = call or thought
+                continue
+            heard.append(line.text)
             if call is not None:
                 calls.append(call)
-            elif calls and line.rstrip().endswith("]") and any(one.arguments is not None for one in calls):
+                starts.append(line.start)
+                thought = None
+            elif thought is not None and line.text.rstrip().endswith("]"):
+                return (_malformed(call_id(first_call), thought.name, CUT, known, line.text),)
+            elif calls and line.text.rstrip().endswith("]") and any(one.arguments is not None for one in calls):
                 return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(heard)),)
         said = "\n".join(heard)
+        if thinking.stray and (before := calls[: bisect.bisect_left(starts, thinking.stray[0][0])]):
+            if any(call.arguments is not None for call in before):
+                return (_malformed(call_id(first_call), before[0].name, STRAY, known, said),)
+            return tuple(before)  # the mark may stand in what is malformed
         if not calls and (name := attempted_tool(said, known)) is not None:
             missed = misplaced(said, self, name, known)
             calls.append(ToolCall(call_id(first_call), missed.name, None, missed.error))
@@ -111,13 +134,38 @@ class ActionFormat:
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
-    def _spoken_lines(self, text: str) -> Iterator[str]:
-        """The lines that are not thinking. A line also ends at a marker of thinking."""
-        spans = [marker.span() for marker in MARKER.finditer(text)] if self.calls_in_thinking else thinking_spans(text)
+    def _lines(self, text: str, known: Mapping[str, Tool]) -> tuple[Sequence[_Line], Thinking]:
+        """The lines of a turn, and where it is thinking. A line also ends at a mark that begins or ends thinking."""
+        calling = [line.span() for line in _LINE.finditer(text) if _holds_a_mark(line.group(), known)]
+        thinking = read_thinking(text, calling)
+        marks = [mark.span() for mark in MARKER.finditer(text) if not is_inside(mark.start(), calling)]
+        lines: list[_Line] = []
         position = 0
-        for start, stop in [*spans, (len(text), len(text))]:
-            yield from text[position:start].split("\n")
+        for start, stop in [*marks, (len(text), len(text))]:
+            spoken = self.calls_in_thinking or not is_inside(position, thinking.spans)
+            for line in text[position:start].split("\n"):
+                lines.append(_Line(line, position, spoken))
+                position += len(line) + 1
             position = stop
+        return lines, Thinking() if self.calls_in_thinking else thinking
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a turn, where it starts, and whether it is no thinking."""
+
+    text: str
+    start: int
+    is_spoken: bool
+
+
+def _holds_a_mark(line: str, known: Mapping[str, Tool]) -> bool:
+    """Whether marks of thinking in a line stand between the brackets of its one call, and so are its argument."""
+    if not MARKER.search(line):
+        return False
+    prefix = _PREFIX.match(line)
+    call = _CALL.fullmatch(line[prefix.end() if prefix else 0 :].strip())
+    return call is not None and (prefix is not None or call.group(1) in known)
 
 
 def _read_line(line: str, known: dict[str, Tool], id: str) -> ToolCall | None:  # noqa: A002
@@ -141,9 +189,19 @@ def _read_call(name: str, inside: str, known: dict[str, Tool], id: str, line: st
     if tool is None:
         return ToolCall(id, name, {"argument": inside} if inside else {})
     try:
-        return ToolCall(id, name, _arguments(tool, inside))
+        arguments = _arguments(tool, inside)
+        if any(isinstance(value, BareText) and _holds_an_action(value, known) for value in arguments.values()):
+            raise Unreadable(_TWO_ON_A_LINE)
+        return ToolCall(id, name, arguments)
     except Unreadable as error:
         return _malformed(id, name, str(error), known, line)
+
+
+def _holds_an_action(value: str, known: Mapping[str, Tool]) -> bool:
+    """Whether a second action begins behind a bracket in a value that stands for itself."""
+    closed = value.find("]")
+    later = _LATER_ACTION.finditer(value, closed) if closed >= 0 else ()
+    return any(action.group(1) is None or action.group(1) in known for action in later)
 
 
 def _malformed(id: str, name: str, reason: str, known: dict[str, Tool], line: str) -> ToolCall:  # noqa: A002
@@ -221,6 +279,7 @@ def _bare(argument: str, value: Any) -> str:
         and "\n" not in value
         and not value.startswith(('"', "[", "{", f"{argument}="))
         and not MARKER.search(value)
+        and not ("]" in value and _LATER_ACTION.search(value, value.index("]")))
         and not _ARGUMENT.match(value)
         and not _NEXT_ARGUMENT.search(value)
     )

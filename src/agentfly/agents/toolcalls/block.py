@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from agentfly.agents.excerpt import ECHO_CHARS, excerpt
 from agentfly.agents.tool import Tool
 from agentfly.agents.toolcalls.call_attempt import attempted_tool
 from agentfly.agents.toolcalls.format import call_id, message_with_calls, tool_message
-from agentfly.agents.toolcalls.thinking import MARKER, Span, is_inside, thinking_spans
+from agentfly.agents.toolcalls.thinking import MARKER, Thinking, is_inside, read_thinking
 from agentfly.errors import UsageError
 from agentfly.messages import Message, ToolCall
 
@@ -23,6 +24,21 @@ _UNCLEAR = (
     "it is unclear where it ends, because the end of a call stands once more behind it. A quote inside a text must be "
     'escaped, for instance as \\". Nothing of your turn was executed'
 )
+
+STRAY = (
+    "a mark that ends thinking stands behind it, but no thinking was open, so it is unclear whether the call was only "
+    "thought. Nothing of your turn was executed"
+)
+UNCLOSED = (
+    "it stands in thinking that was never closed, and calls in thinking are not executed. End your thinking before you "
+    "call a tool. Nothing of your turn was executed"
+)
+CUT = (
+    "a mark that ends thinking stands in it, so it is unclear whether the call was only thought. End your thinking "
+    "before you call a tool. Nothing of your turn was executed"
+)
+
+_WORD = re.compile(r"[A-Za-z_][\w-]*")
 
 LINE_START = r"(?:^|(?<=</think>)|(?<=\[/THINK\]))[ \t]*"
 """Where a line begins, or what is said after thinking. For patterns with `re.MULTILINE`."""
@@ -61,17 +77,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said in a turn: its text up to what the model made up, the blocks in it, and where it is thinking."""
+    """What is said in a turn: its text up to what the model made up, the blocks in it, and where it is thinking.
+
+    ``unspoken`` are the blocks inside thinking.
+    """
 
     text: str
     blocks: Sequence[Block]
-    thought: Sequence[Span]
+    thinking: Thinking
+    unspoken: Sequence[Block] = ()
 
     @property
     def heard(self) -> str:
         """The text without thinking."""
         kept, position = [], 0
-        for start, stop in self.thought:
+        for start, stop in self.thinking.spans:
             kept.append(self.text[position:start])
             position = stop
         return "".join([*kept, self.text[position:]])
@@ -88,6 +108,7 @@ class BlockFormat(ABC):
       answer it would end the rollout by a slip that the model was never told of.
     * A turn in which the end of a call stands once more behind its calls (`_ends_clearly`) is one malformed call too:
       an argument that was not escaped has ended one of them too soon.
+    * So is a turn in which it is unclear whether a call was spoken or only thought (`_in_doubt`).
     """
 
     calls_in_thinking: bool = False
@@ -105,7 +126,10 @@ class BlockFormat(ABC):
         known = {tool.name: tool for tool in tools}
         turn = self._turn(text, known)
         calls = [call for block in turn.blocks for call in block.calls]
-        if not calls:
+        doubt = self._in_doubt(turn, known)
+        if doubt is not None:
+            calls = doubt
+        elif not calls:
             name = self._attempted(turn.heard, known)
             calls = [] if name is None else [misplaced(turn.heard, self, name, known)]
         elif (first := next((block for block in turn.blocks if block.is_readable), None)) and not self._is_clear(turn):
@@ -162,19 +186,55 @@ class BlockFormat(ABC):
             position = block.stop
         return position is None or self._ends_clearly(turn.text[position:])
 
+    def _in_doubt(self, turn: Turn, known: Known) -> list[WrittenCall] | None:
+        """The errors of a turn in which it is unclear whether a call was spoken; None if it is clear."""
+        thinking = turn.thinking
+        if thinking.stray:
+            before = [block for block in turn.blocks if block.stop <= thinking.stray[0][0] and block.calls]
+            if before and not any(block.is_readable for block in before):
+                return [call for block in before for call in block.calls]  # the mark may stand in what is malformed
+            if before:
+                return [self._doubted(turn, before[0], STRAY, known)]
+        for block in turn.unspoken:
+            if not _is_meant(block, turn.text, known):
+                continue
+            stop = thinking.spans[bisect.bisect_right(thinking.spans, (block.start, len(turn.text))) - 1][1]
+            if thinking.is_open and stop == thinking.spans[-1][1]:
+                return [self._doubted(turn, block, UNCLOSED, known)]
+            mark = MARKER.match(turn.text, block.stop)
+            if mark and (mark.end() == stop or not block.is_readable) and not self._is_over(turn, block, stop):
+                return [self._doubted(turn, block, CUT, known)]
+        return None
+
+    def _is_over(self, turn: Turn, thought: Block, position: int) -> bool:
+        """Whether a call that was thought certainly does not go on behind the thinking, which ends at ``position``."""
+        following = bisect.bisect_left(turn.blocks, position, key=lambda block: block.start)
+        stop = turn.blocks[following].start if following < len(turn.blocks) else len(turn.text)
+        behind = turn.text[position:stop]
+        if thought.is_readable:
+            return self._ends_clearly(behind)
+        return following < len(turn.blocks) and not behind.strip()
+
+    def _doubted(self, turn: Turn, block: Block, reason: str, known: Known) -> WrittenCall:
+        name = block.calls[0].name
+        return unreadable(turn.text[block.start :], reason, example(self, name, known), name)
+
     def _turn(self, text: str, known: Known) -> Turn:
         """What is said in a turn, with the blocks whose calls are to be executed."""
         blocks = list(self._blocks(text, known))
         spans = [(block.start, block.stop) for block in blocks]
-        thought = [] if self.calls_in_thinking else thinking_spans(text, spans)
+        thinking = Thinking() if self.calls_in_thinking else read_thinking(text, spans)
         end = len(text)
         invented = self._invented()
         for found in invented.finditer(text) if invented else ():
-            if not (is_inside(found.start(), thought) or is_inside(found.start(), spans)):
+            if not (is_inside(found.start(), thinking.spans) or is_inside(found.start(), spans)):
                 end = found.start()
                 break
-        spoken = [block for block in blocks if block.start < end and not is_inside(block.start, thought)]
-        return Turn(text[:end], spoken, thought)
+        kept: tuple[list[Block], list[Block]] = ([], [])
+        for block in blocks:
+            if block.start < end:
+                kept[is_inside(block.start, thinking.spans)].append(block)
+        return Turn(text[:end], kept[0], thinking, kept[1])
 
 
 @dataclass(frozen=True)
@@ -203,6 +263,13 @@ class NativeFormat(BlockFormat):
     def result(self, call: ToolCall, observation: str) -> Message:
         """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
         return tool_message(call, observation)
+
+
+def _is_meant(block: Block, text: str, known: Known) -> bool:
+    """Whether a block holds the call of a tool, readable or not, and no mere mention of the format's markers."""
+    if block.is_readable or any(call.name in known for call in block.calls):
+        return True
+    return bool(block.calls) and not known.keys().isdisjoint(_WORD.findall(text, block.start, block.stop))
 
 
 def blocks_at(opening: re.Pattern[str], text: str, read: Callable[[re.Match[str]], Block | None]) -> Iterator[Block]:

@@ -32,7 +32,8 @@ class ToolCallFormat(Protocol):
         """The calls in a turn's text, in order. Never raises for any text: a malformed call carries an error.
 
         Args:
-            text: the text of one turn, without its end-of-turn token.
+            text: the text of one turn, without its end-of-turn token. Where the prompt had opened thinking, it begins
+                with the marker that opens it, for instance ``<think>``, and a closing marker ends it.
             tools: the tools that the agent has.
             first_call: number of the first call; the calls of a rollout are numbered through, so that ids are unique.
         """
@@ -57,6 +58,23 @@ class ToolCallFormat(Protocol):
     def result(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""
         ...
+
+
+def behind(opened: str, text: str) -> str:
+    """A turn's text as formats read it: behind the marker by which the prompt had opened thinking, if it had."""
+    return f"{opened}\n{text}" if opened else text
+
+
+def said_behind(opened: str, by: ToolCallFormat, text: str, calls: Sequence[ToolCall]) -> Message:
+    """What `ToolCallFormat.said` makes of a turn before which the prompt had opened thinking by ``opened``, if it had.
+
+    The marker is of the prompt, so it is no part of the message.
+    """
+    message = by.said(behind(opened, text), calls)
+    content = message["content"]
+    if opened and isinstance(content, str) and content.startswith(opened):
+        return {**message, "content": content.removeprefix(opened).removeprefix("\n")}
+    return message
 
 
 def message_with_calls(content: str, calls: Sequence[ToolCall]) -> Message:

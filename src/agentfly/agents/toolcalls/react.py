@@ -41,6 +41,7 @@ _ACTION = re.compile(rf"{LINE_START}{label('Action')}{_LINE}", _FLAGS)
 _INPUT = re.compile(rf"\s*\n[ \t]*{label(_INPUT_WORDS)}[ \t]*(?:\s*(?=\{{))?", _FLAGS)
 _LIKE_INPUT = re.compile(rf"\s*+[^\w\n]*+{_INPUT_WORDS}\b", _FLAGS)
 _REST_OF_LINE = re.compile(_LINE)
+_THINKING_BEHIND = re.compile(rf"\s*+(?:{THINKING.pattern})")
 _END_OF_LINE = re.compile(rf"[ \t]*(?:\n|\Z|{MARKER.pattern})")
 _LABEL = re.compile(
     rf"{LINE_START}(?:{label('Thought|Action|Observation|Final Answer')}|({label(_INPUT_WORDS)}))", _FLAGS
@@ -155,8 +156,10 @@ def _arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any]
         return arguments, end
     line = _REST_OF_LINE.match(text, start)
     assert line is not None
-    if THINKING.match(text, line.end()):
-        raise Unreadable("an input in which thinking begins must be written as a JSON object")
+    if MARKER.match(text, line.end()) or _THINKING_BEHIND.match(text, line.end()):
+        raise Unreadable(
+            "an input in which, or behind which, a mark of thinking stands must be written as a JSON object"
+        )
     label = _LABEL.search(text, line.end())
     if label and label.group(1):
         raise Unreadable("'Action Input:' is given twice")

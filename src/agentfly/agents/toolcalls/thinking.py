@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MARKER = re.compile(r"</?think>|\[/?THINK\]")
 """What begins and ends thinking: ``<think>`` of most models, ``[THINK]`` of Mistral's."""
@@ -15,29 +16,44 @@ THINKING = re.compile(r"<think>|\[THINK\]")
 Span = tuple[int, int]
 
 
-def thinking_spans(text: str, skip: Sequence[Span] = ()) -> list[Span]:
-    """Where ``text`` is between ``<think>`` and ``</think>`` (or ``[THINK]`` and ``[/THINK]``), the markers included.
+@dataclass(frozen=True)
+class Thinking:
+    """Where a turn is thinking.
 
-    Thinking that is never closed goes on to the end. A closing marker without an opening one closes thinking that the
-    prompt had opened, so it starts at the beginning.
+    Attributes:
+        spans: from each opening marker to its closing one, both included.
+        stray: closing markers that close nothing.
+        is_open: whether the last of the spans is never closed, and so goes on to the end.
+    """
+
+    spans: Sequence[Span] = ()
+    stray: Sequence[Span] = ()
+    is_open: bool = False
+
+
+def read_thinking(text: str, skip: Sequence[Span] = ()) -> Thinking:
+    """Where ``text`` is between ``<think>`` and ``</think>`` (or ``[THINK]`` and ``[/THINK]``).
 
     Args:
-        text: the text of one turn.
+        text: the text of one turn, behind the opening marker where the prompt had opened thinking.
         skip: spans, in order, in which markers mean nothing, for instance the arguments of a call.
     """
     spans: list[Span] = []
+    stray: list[Span] = []
     opened: int | None = None
     for marker in MARKER.finditer(text):
         if is_inside(marker.start(), skip):
             continue
         if THINKING.match(marker.group()):
             opened = marker.start() if opened is None else opened
-        elif opened is not None or not spans:
-            spans.append((opened or 0, marker.end()))
+        elif opened is not None:
+            spans.append((opened, marker.end()))
             opened = None
+        else:
+            stray.append(marker.span())
     if opened is not None:
         spans.append((opened, len(text)))
-    return spans
+    return Thinking(spans, stray, opened is not None)
 
 
 def is_inside(position: int, spans: Sequence[Span]) -> bool:

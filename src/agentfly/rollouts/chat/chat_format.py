@@ -36,12 +36,15 @@ class Reply:
         reasoning: the thoughts; None where there are none.
         calls: the tool calls, where the format reads calls itself; None where the agent's tool-call format is to read
             them in ``text``.
+        opened: the marker by which the prompt had opened thinking, so that ``text`` begins inside; empty where it had
+            not.
     """
 
     text: str
     content: str
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] | None = None
+    opened: str = ""
 
 
 class ChatFormat(Protocol):

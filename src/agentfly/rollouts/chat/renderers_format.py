@@ -26,6 +26,7 @@ from agentfly.rollouts.chat.proof import Exchange, mishaps
 from agentfly.rollouts.chat.rearranged import one_call_at_a_time
 from agentfly.rollouts.chat.rendered import ControlTokens
 from agentfly.rollouts.chat.shape import QUESTION, STAND_IN
+from agentfly.rollouts.chat.thoughts import OPENERS
 
 NOT_BY_HAND = "default"
 """The package's own fallback, which re-renders by the template; the template-derived format is ours for that."""
@@ -86,6 +87,8 @@ class RenderersFormat:
         self._require_described(tools)
         self._prompt_ids = list(self.prompt(self._opening, tools).ids)
         self._header = self._prompt_ids[len(self._ids_of(self._opening, tools, opens=False)) :]
+        header = tokenizer.decode(self._prompt_ids).rstrip()
+        self._opened = next((opener for opener in OPENERS if header.endswith(opener)), "")
         self._one_call = any(self._refuses(exchange, tools) for exchange in exchanges)
         for exchange in exchanges:
             self._prove(exchange, tools)
@@ -136,7 +139,7 @@ class RenderersFormat:
         known = ids if ids and ids[-1] in self._own_stops else said
         parsed = self._renderer.parse_response(list(known), tools=self._tools or None, prompt_ids=self._prompt_ids)
         calls = tuple(map(_call, range(len(parsed.tool_calls)), parsed.tool_calls)) if self._tools else None
-        return Reply(text, parsed.content, parsed.reasoning_content or None, calls)
+        return Reply(text, parsed.content, parsed.reasoning_content or None, calls, self._opened)
 
     def _ids_of(self, messages: Sequence[Message], tools: Definitions, *, opens: bool = True) -> list[int]:
         shown = self._disarmed(one_call_at_a_time(messages) if self._one_call else messages)

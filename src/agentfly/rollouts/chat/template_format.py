@@ -116,8 +116,9 @@ class TemplateChatFormat:
     def reply(self, ids: Sequence[int]) -> Reply:
         """What a generation says."""
         text = self._tokenizer.decode(self._said(ids))
-        reasoning, content = self._turns.shape.thoughts.split(text)
-        return Reply(text, content, reasoning)
+        thoughts = self._turns.shape.thoughts
+        reasoning, content = thoughts.split(text)
+        return Reply(text, content, reasoning, opened=thoughts.opener if thoughts.opened else "")
 
     def spoken(
         self,

@@ -34,7 +34,7 @@ class Thoughts:
         begun = text.lstrip()
         explicit = begun.startswith(self.opener)
         thoughts, closed, said = begun.removeprefix(self.opener).partition(self.closer)
-        if closed and (explicit or self.opener not in thoughts):
+        if closed and (explicit or (self.opened and self.opener not in thoughts)):
             return thoughts.strip("\n"), said.lstrip("\n")
         if explicit or (self.opened if opened is None else opened):
             return thoughts.strip("\n"), ""

@@ -202,6 +202,41 @@ async def test_a_trajectory_is_returned_though_whoever_was_to_be_told_of_it_fail
     assert "no space left" in caplog.text
 
 
+NO_NUMBERS = (
+    {"reward": "1"},
+    {"reward": True},
+    {"metrics": {"steps": "2"}},
+    {"metrics": {"ok": True}},
+    {"attempt": "1"},
+)
+
+
+async def test_the_end_of_a_rollout_is_answered_once_more_as_long_as_it_is_kept(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentfly.gateway.http.KEPT_ANSWERS", 2)
+    told: list[af.Trajectory] = []
+    async with serving([], on_finish=told.append, key="sesame") as (gateway, _), httpx.AsyncClient() as http:
+        http.headers.update(bearer("sesame"))
+
+        async def finish(rollout_id: str) -> tuple[int, Any]:
+            answer = await http.post(f"{gateway.url}/rollouts/{rollout_id}/finish", json={})
+            return answer.status_code, answer.json()
+
+        names = ("a", "b", "c")
+        for name in (*names, "here"):
+            gateway.open(name)
+        gateway.finish("here")
+        first = {name: await finish(name) for name in names}
+        again = {name: await finish(name) for name in (*names, "here")}
+        unknown = await finish("nothing")
+    assert [again[name] for name in ("b", "c")] == [first[name] for name in ("b", "c")]
+    for name in ("a", "here"):
+        assert (again[name][0], again[name][1]["error"]["code"]) == (409, "finished")
+    assert [one.rollout_id for one in told] == ["here", "a", "b", "c"]
+    assert unknown[0] == 400
+
+
 async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any) -> None:
     told: list[af.Trajectory] = []
     async with serving([ANSWER], on_finish=told.append, key="sesame") as (gateway, _), httpx.AsyncClient() as http:
@@ -217,11 +252,15 @@ async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any
         call = {"json": {"messages": ASK}, "headers": bearer(end["api_key"])}
         assert (await http.post(f"{end['base_url']}/chat/completions", **call)).status_code == 200
         assert [turn["text"] for turn in (await http.get(rollout)).json()["turns"]] == [ANSWER]
-        for wrong in ({"reward": "much"}, {"rewards": 1}, {"task": {"no": "prompt"}}):
+        for wrong in ({"reward": "much"}, {"rewards": 1}, {"task": {"no": "prompt"}}, *NO_NUMBERS):
             assert (await http.post(f"{rollout}/finish", json=wrong)).status_code == 400
         body = {"reward": 0.5, "task": {"prompt": "1+2?", "answer": 3}, "metrics": {"steps": 2}}
-        finished = af.Trajectory.from_json((await http.post(f"{rollout}/finish", json=body)).json())
-        assert (await http.post(f"{rollout}/finish", json=body)).status_code == 400
+        first = await http.post(f"{rollout}/finish", json=body)
+        finished = af.Trajectory.from_json(first.json())
+        again = await http.post(f"{rollout}/finish", json=body)
+        assert (again.status_code, again.json()) == (200, first.json())
+        other = await http.post(f"{rollout}/finish", json={**body, "reward": 1})
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "finished")
         discarded, _ = await begun("r.4")
         assert (await http.delete(discarded)).status_code == 204
         failed, _ = await begun("r.5", sampling={"temperature": 0.5})

@@ -174,6 +174,17 @@ async def test_a_conversation_of_any_length_is_recorded() -> None:
     assert (len(trajectory.turns), len(trajectory.messages), len(trajectory.sequences)) == (300, 600, 1)
 
 
+async def test_answers_to_identical_requests_that_were_seen_in_part_are_all_recorded() -> None:
+    session = session_of(numbered())
+    for _ in range(3):
+        session.undelivered(await session.answer(wanted("q")), b"the same", seen_in_part=True)
+    session.undelivered(await session.answer(wanted("q")), b"the same", seen_in_part=False)
+    again = session.kept(b"the same")
+    assert again is not None
+    session.delivered(again)
+    assert sorted(turn.text for turn in finished(session).turns) == ["said 0", "said 1", "said 2"]
+
+
 async def test_an_answer_that_was_seen_in_part_is_recorded_unless_it_is_asked_for_again() -> None:
     session = session_of(numbered())
     for name in (b"first", b"second"):

@@ -11,9 +11,9 @@ from agentfly.gateway.sampling import RolloutSampling
 
 
 class ControlRequest(BaseModel):
-    """The body of a request of the harness."""
+    """The body of a request of the harness. A number is a number of JSON, and neither a text nor ``true``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -31,7 +31,7 @@ class ControlRequest(BaseModel):
 class SamplingFields(BaseModel):
     """What `RolloutSampling` has."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
     temperature: float = 1.0
     top_p: float = 1.0

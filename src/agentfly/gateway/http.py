@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,9 @@ REPLACED_HEADER = "AgentFly-Replaced-Parameters"
 """The header of an answer that names the parameters of sampling which the program asked for and did not get."""
 
 
+KEPT_ANSWERS, KEPT_BYTES = 32, 64 << 20
+"""How many trajectories of rollouts that were finished last, and bytes of them, are kept for harnesses to ask again."""
+
 Answered = tuple[Exchange, Reply, Mapping[str, str]]
 
 
@@ -62,7 +66,7 @@ class Server:
     def __init__(self, gateway: Gateway, apis: Sequence[ProgramAPI]) -> None:
         self._gateway = gateway
         self._telling = asyncio.Lock()
-        self._tellings: set[asyncio.Future[None]] = set()
+        self._finished: OrderedDict[str, tuple[bytes, asyncio.Task[str]]] = OrderedDict()
         self._nobodys_key = new_key()
         app = web.Application(client_max_size=gateway.limits.max_body_bytes, middlewares=[self._guarded])
         rollout = "/rollouts/{rollout}"
@@ -95,8 +99,8 @@ class Server:
     async def stop(self) -> None:
         """Close all connections."""
         await self._runner.cleanup()
-        if self._tellings:
-            await asyncio.wait(self._tellings)
+        if self._finished:
+            await asyncio.wait([answer for _, answer in self._finished.values()])
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -153,13 +157,23 @@ class Server:
         return web.Response(status=204)
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
+        """End a rollout. The same request once more is answered by the same trajectory, as long as that is kept."""
         self._require_harness(request)
-        said = FinishRequest.read(await self._body(request))
+        rollout_id, body = request.match_info["rollout"], await self._body(request)
+        if self._gateway.is_over(rollout_id):
+            answer = self._finished_before(rollout_id, body)
+        else:
+            answer = asyncio.create_task(self._told(self._end(rollout_id, FinishRequest.read(body))))
+            self._finished[rollout_id] = (hashlib.sha256(body).digest(), answer)
+            answer.add_done_callback(lambda _: self._forget_old())
+        return web.json_response(text=await asyncio.shield(answer))  # it is told also where the harness hangs up
+
+    def _end(self, rollout_id: str, said: FinishRequest) -> Trajectory:
         failure = None
         if said.error is not None:
             failure = Failure(Boundary.USAGE, "ProgramFailed", said.error, by_policy=False)
-        trajectory = self._gateway.finish(
-            request.match_info["rollout"],
+        return self._gateway.finish(
+            rollout_id,
             task=said.task,
             reward=said.reward,
             group_id=said.group_id,
@@ -168,15 +182,37 @@ class Server:
             error=failure,
             tell=False,
         )
-        telling = asyncio.ensure_future(self._tell(trajectory))
-        self._tellings.add(telling)
-        telling.add_done_callback(self._tellings.discard)
-        await asyncio.shield(telling)  # it is told also where the harness hangs up
-        return web.json_response(text=await on_thread(lambda: json.dumps(trajectory.to_json())))
 
-    async def _tell(self, trajectory: Trajectory) -> None:
+    def _finished_before(self, rollout_id: str, body: bytes) -> asyncio.Task[str]:
+        """What a rollout's end is answered by once more.
+
+        Raises:
+            Refusal: it was asked for by another request, or the answer is kept no longer.
+        """
+        asked, answer = self._finished.get(rollout_id, (b"", None))
+        if answer is None:
+            told = (
+                f"Its trajectory is not kept: it was finished elsewhere, discarded, or before the last {KEPT_ANSWERS}."
+            )
+        elif asked != hashlib.sha256(body).digest():
+            told = "This request says something else than the one that finished it. Send that to have the trajectory."
+        else:
+            return answer
+        raise Refusal(f"The rollout {rollout_id!r} is finished already. {told}", status=409, code="finished")
+
+    def _forget_old(self) -> None:
+        """Keep the last answers to harnesses, within their bounds. One that is not there yet is not forgotten."""
+        there = [rollout_id for rollout_id, (_, answer) in self._finished.items() if answer.done()]
+        size = sum(_size(self._finished[rollout_id][1]) for rollout_id in there)
+        while there and (len(there) > KEPT_ANSWERS or (size > KEPT_BYTES and len(there) > 1)):
+            _, answer = self._finished.pop(there.pop(0))
+            size -= _size(answer)
+
+    async def _told(self, trajectory: Trajectory) -> str:
+        """A trajectory as JSON, once ``on_finish`` has been told of it."""
         async with self._telling:
             await on_thread_to_its_end(lambda: self._gateway.tell(trajectory))
+        return await on_thread(lambda: json.dumps(trajectory.to_json()))
 
     async def _answer(self, api: ProgramAPI, request: web.Request) -> web.StreamResponse:
         """Answer a call of a program."""
@@ -281,6 +317,10 @@ class Server:
             return self._gateway.session(request.match_info["rollout"])
         except UsageError as error:
             raise Refusal(str(error), status=404) from None
+
+
+def _size(answer: asyncio.Task[str]) -> int:
+    return 0 if answer.cancelled() or answer.exception() else len(answer.result())
 
 
 async def _answered(session: Session, call: ProgramCall, name: bytes) -> Answered:

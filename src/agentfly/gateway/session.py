@@ -72,8 +72,8 @@ class Session:
         self._tree = ExchangeTree()
         self._branches: list[Branch] = []
         self._named = 0
-        self._undelivered: dict[bytes, Exchange] = {}
-        self._seen_in_part: dict[bytes, Exchange] = {}
+        self._undelivered: dict[bytes, list[Exchange]] = {}  # by request; the same may have been asked several times
+        self._seen_in_part: dict[int, Exchange] = {}  # by identity
         self._running: set[asyncio.Future[Generation]] = set()
         self._ends: dict[int, None] = {}  # the turns on record that no other follows
         self._latest: Exchange | None = None
@@ -140,17 +140,23 @@ class Session:
         on the record all the same.
         """
         if exchange.pending is not None:
-            self._undelivered[request] = exchange
+            self._undelivered.setdefault(request, []).append(exchange)
             if seen_in_part:
-                self._seen_in_part[request] = exchange
+                self._seen_in_part[id(exchange)] = exchange
             else:
                 self._log.lost()
 
     def kept(self, request: bytes) -> Exchange | None:
-        """The answer to the same request that the program did not get, if there is one."""
-        self._seen_in_part.pop(request, None)
-        exchange = self._undelivered.pop(request, None)
-        return exchange if exchange is not None and exchange.pending is not None else None
+        """The first answer to the same request that the program did not get, if there is one."""
+        waiting = self._undelivered.pop(request, [])
+        while waiting:
+            exchange = waiting.pop(0)
+            if exchange.pending is not None:
+                if waiting:
+                    self._undelivered[request] = waiting
+                self._seen_in_part.pop(id(exchange), None)
+                return exchange
+        return None
 
     def record(self, exchange: Exchange) -> None:
         """Put an exchange on the record, unless it is there.

@@ -7,6 +7,8 @@ import binascii
 import importlib.util
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +26,9 @@ _BEGINNINGS = {
     b"MM\x00*": "image/tiff",
 }
 """What files of pictures begin with; WebP begins like other things, and is looked at apart."""
+
+MAX_PIXELS = 2**25
+"""The most pixels of an image: about 33 million, which take 100 MB once they are decoded, however small the file is."""
 
 _PILLOW_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 """The kinds of pixels of Pillow that a PNG can hold."""
@@ -122,7 +127,8 @@ class Image:
         """Look at whether the bytes are a picture: at their beginning and, where Pillow is installed, their structure.
 
         Raises:
-            UsageError: they are none, or of another kind than the media type says.
+            UsageError: they are none, or of another kind than the media type says, or have more pixels than
+                `MAX_PIXELS`.
         """
         found = _media_type(self.data)
         if found is None and self.media_type in {*_BEGINNINGS.values(), "image/webp"}:
@@ -132,17 +138,56 @@ class Image:
             )
         if found is not None and found != self.media_type:
             raise UsageError(f"{self.label} is {found} by its bytes. Say agentfly.Image(data, {found!r}).")
+        if importlib.util.find_spec("PIL") is not None:
+            with self.opened() as picture, self._readable():
+                picture.verify()
+
+    def check_size(self) -> None:
+        """Look at whether an image has at most `MAX_PIXELS`, where Pillow is installed and can tell.
+
+        Raises:
+            UsageError: it has more.
+        """
         if importlib.util.find_spec("PIL") is None:
             return
+        try:
+            self.opened().close()
+        except _Unreadable:
+            return
+
+    def opened(self) -> Any:
+        """The picture as Pillow opens it, of which nothing is decoded yet.
+
+        Raises:
+            UsageError: it cannot be read, or has more pixels than `MAX_PIXELS`.
+        """
         from PIL import Image as Pillow
 
         try:
-            with Pillow.open(io.BytesIO(self.data)) as picture:
-                picture.verify()
-        except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
-            raise UsageError(
+            with self._readable():
+                picture = Pillow.open(io.BytesIO(self.data))
+        except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:  # says the number
+            raise UsageError(f"{self.label} has too many pixels: {error}. {_SMALLER}") from error
+        width, height = picture.size
+        if width * height > MAX_PIXELS:
+            raise UsageError(f"{self.label} has {width} x {height} pixels, more than {MAX_PIXELS:,}. {_SMALLER}")
+        return picture
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SyntaxError, ValueError) as error:
+            raise _Unreadable(
                 f"{self.label} cannot be read as a picture: {error}. Is the file cut off? Save it anew as a PNG."
             ) from error
+
+
+_SMALLER = "Make it smaller: a model sees no more of a large one."
+
+
+class _Unreadable(UsageError):
+    """An image that Pillow cannot read."""
 
 
 @dataclass(frozen=True, slots=True)

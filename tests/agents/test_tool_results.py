@@ -53,6 +53,15 @@ async def test_a_result_has_an_image_or_several_beside_its_text(context: Context
     assert (both.observation, both.images, both.reward) == ("seen", (PNG, PNG, PNG), 1.0)
 
 
+async def test_an_image_with_too_many_pixels_is_the_tools_failure_and_told_to_the_model(context: Context) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    pillow.new("1", (6000, 6000)).save(file, format="PNG")
+    for value in (Image(file.getvalue()), ToolResult("seen", image=Image(file.getvalue()))):
+        with pytest.raises(ToolError, match="6000 x 6000 pixels, more than 33,554,432"):
+            await result_of(value, context)
+
+
 async def test_what_is_no_image_is_refused_with_the_cure(context: Context) -> None:
     with pytest.raises(ToolDefinitionError, match=r"holds 'a.png', which is no image. Give an image of PIL"):
         await result_of(ToolResult("", image="a.png"), context)

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 
 import pytest
 
@@ -19,6 +21,16 @@ def png(width=3, height=2, kind="PNG", colour=(200, 10, 10)):
     file = io.BytesIO()
     Pillow.new("RGB", (width, height), colour).save(file, format=kind)
     return file.getvalue()
+
+
+def wide_png(width, height):
+    """The beginning of a PNG, which says its size: more is not read before that is known."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
 def asking(*parts):
@@ -112,10 +124,14 @@ def test_a_part_that_is_neither_text_nor_image_is_refused(part, why):
         (Image(b"no picture"), "holds no picture"),
         (Image(base64.b64encode(png())), "holds no picture.*neither decoded nor as text"),
         (Image(png(), "image/jpeg"), "is image/png by its bytes"),
+        (Image(wide_png(6000, 6000)), "has 6000 x 6000 pixels, more than 33,554,432.*Make it smaller"),
+        (Image(wide_png(13_000, 13_000)), "13000 x 13000 pixels|too many pixels"),
+        (Image(wide_png(20_000, 20_000)), "too many pixels"),
         (Image(png(64, 64)[:60]), "cannot be read as a picture.*cut off"),
     ],
 )
-def test_bytes_that_are_no_picture_are_refused_before_a_run(image, why):
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_bytes_that_are_no_picture_or_too_large_a_one_are_refused_before_a_run(image, why):
     with pytest.raises(UsageError, match=why):
         image.check()
     with pytest.raises(ConfigError, match=why):

@@ -184,7 +184,11 @@ def test_the_processor_of_the_model_makes_the_same_ids_of_a_conversation(idefics
 
 @pytest.mark.parametrize(
     ("image", "why"),
-    [(Image(b"no picture"), "cannot be read as a picture"), (picture(2000, 4), "cannot be shown .*aspect ratio")],
+    [
+        (Image(b"no picture"), "cannot be read as a picture"),
+        (picture(2000, 4), "cannot be shown .*aspect ratio"),
+        (picture(6000, 6000), "more than 33,554,432"),
+    ],
 )
 def test_an_image_that_the_model_cannot_be_shown_is_refused(qwen: HFTokenizer, image: Image, why: str) -> None:
     assert qwen.vision is not None

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.errors import ToolDefinitionError, message_of
+from agentfly.errors import ToolDefinitionError, ToolError, UsageError, message_of
 from agentfly.images import Image, is_pixels
 from agentfly.json_values import as_json, has_words, json_line, score_of
 
@@ -74,6 +74,7 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
         told: what the tool's author was told before, and is not told again.
 
     Raises:
+        ToolError: an image has more pixels than `agentfly.images.MAX_PIXELS`.
         ToolDefinitionError: it holds a coroutine that was never awaited, or something that has no words, such as a
             generator; or JSON cannot hold the state.
     """
@@ -92,13 +93,19 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
                 "it lies in memory. Return what it holds, for instance list(…), or a text."
             )
     text, shown = _text_and_images(result.observation)
+    shown += result.images
+    for image in shown:
+        try:
+            image.check_size()
+        except UsageError as error:  # of what the tool found, and of nothing that its author wrote
+            raise ToolError(f"The tool's result cannot be shown: {error}") from error
     return replace(
         result,
         observation=text,
         reward=None if result.reward is None else score_of(result.reward),
         done=bool(result.done),
         state=_state(tool, result.state),
-        image=(*shown, *result.images),
+        image=shown,
         info=_info(tool, result.info, told if told is not None else set()),
     )
 

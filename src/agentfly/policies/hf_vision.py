@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import io
 import json
 import re
 import threading
@@ -132,11 +131,15 @@ class HFVision:
 
 
 def _decoded(image: Image) -> Any:
-    """The picture as Pillow has it, the right side up."""
-    from PIL import Image as Pillow
+    """The picture as Pillow has it, the right side up.
+
+    Raises:
+        UsageError: it cannot be read, or has too many pixels.
+    """
     from PIL import ImageOps
 
+    picture = image.opened()
     try:
-        return ImageOps.exif_transpose(Pillow.open(io.BytesIO(image.data))).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
+        return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{image.label} cannot be read as a picture: {error}.") from error

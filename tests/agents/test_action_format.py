@@ -92,6 +92,11 @@ def test_a_line_is_read_as_a_call(text: str, name: str, arguments: dict[str, Any
     assert only_call(text) == ToolCall("call_0", name, expected)
 
 
+def test_an_action_in_quotes_and_brackets_of_no_tool_are_part_of_the_argument() -> None:
+    assert only_call('Action: shell["a[0] check[b]"]').arguments == {"command": "a[0] check[b]"}
+    assert only_call("Action: shell[echo a[0] b[1]]").arguments == {"command": "echo a[0] b[1]"}
+
+
 @pytest.mark.parametrize(
     "text", ["I would check[eggs] now.", "check[eggs] is what I do", "note[1]", "Actions: many", ""]
 )
@@ -112,6 +117,13 @@ def test_prose_is_no_call(text: str) -> None:
         ('Action: add[a=1, b="two]', "JSON string"),
         ('Action: add[a="1" b=2]', "comma after"),
         ("Action: look[around]", "takes no argument"),
+        ("Action: check[eggs] Action: check[tea]", "another action stands behind"),
+        ("Action: check[eggs], check[tea]", "another action stands behind"),
+        ("check[eggs] and then check[tea]", "another action stands behind"),
+        ("Action: check[eggs] Action 2: unknown[tea]", "another action stands behind"),
+        ("Action: check[eggs] **Action:** shell[ls]", "another action stands behind"),
+        ("Action: search[eggs, limit=1] check[tea]", "another action stands behind"),
+        ('Action: check["eggs"] check["tea"]', "another action stands behind"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_and_never_half_a_call(text: str, reason: str) -> None:

@@ -53,7 +53,8 @@ class ActionFormat:
     * A value in double quotes is a JSON string, for line breaks and the like; a list or an object is written as JSON.
       Other values are texts that the tool's types read: ``5`` as a number where a number is wanted.
     * ``Action:`` may be numbered (``Action 1:``), in bold, or left out before a tool that the agent has. Several such
-      lines are parallel calls. Lines after one that begins with ``Observation:`` are not read: the model makes them up.
+      lines are parallel calls; two actions on one line are an error. Lines after one that begins with
+      ``Observation:`` are not read: the model makes them up.
 
     What is recognisably a call but cannot be read is an error that the model is told, never half a call. Observations
     go back as a user message that begins with ``Observation:``.

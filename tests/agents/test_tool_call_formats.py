@@ -333,8 +333,9 @@ def test_garbage_of_random_pieces_of_a_format_is_read_in_linear_time(one: ToolCa
         ),
         (LlamaPythonicFormat(), '[say(text="a")][say(text="</think>")]'),
         (ReActFormat(), "Action: say\nAction Input: a</think>b"),
+        (ActionFormat(), "Action: say[a]<think>\nb]"),
     ],
-    ids=["mistral", "llama_pythonic", "react"],
+    ids=["mistral", "llama_pythonic", "react", "action"],
 )
 def test_a_call_that_a_mark_in_an_argument_would_hide_is_an_error(one: ToolCallFormat, turn: str) -> None:
     for opened in ("", "<think>\n"):

@@ -99,6 +99,8 @@ class ActionFormat:
             if not line.is_spoken:
                 if call is not None and thinking.is_open and line.start >= thinking.spans[-1][0]:
                     return (_malformed(call_id(first_call), call.name, UNCLOSED, known, line.text),)
+                if calls and thinking.is_open and line.text.rstrip().endswith("]"):
+                    return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(heard)),)
                 thought = call or thought
                 continue
             heard.append(line.text)

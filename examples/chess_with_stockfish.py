@@ -17,7 +17,7 @@ import chess
 import chess.engine
 
 import agentfly as af
-from agentfly.errors import PrerequisiteError, ResourceDied
+from agentfly.core.errors import PrerequisiteError, ResourceDied
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/games"  # where Debian puts it
 

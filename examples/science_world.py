@@ -16,7 +16,7 @@ from typing import Any
 import scienceworld.scienceworld as simulator
 
 import agentfly as af
-from agentfly.errors import PrerequisiteError
+from agentfly.core.errors import PrerequisiteError
 
 INVALID = "No known action matches that input."
 

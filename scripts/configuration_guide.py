@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from agentfly.cli.field_list import field_groups
+from agentfly.cli.config_fields import field_groups
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "configuration.md"
 _TABLE = re.compile(r"<!-- fields: (\w+) -->\n(?:\|.*\n)*")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from agentfly.run_directory import RunDirectory
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.yaml_reader import read_yaml
 from agentfly.viewing.report import RunSummary
-from agentfly.yaml_reader import read_yaml
 
 HEADINGS = ["seed", "steps", "first reward", "last reward", "held-out before", "held-out after", "minutes"]
 

@@ -24,9 +24,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.messages import Message
-from agentfly.tasks.stockroom.shop import ITEMS, ORDERS, REQUESTS
+from agentfly.core.messages import Message
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.tasks.stockroom.tasks import ITEMS, ORDERS, REQUESTS
 
 HOME = Path(__file__).parents[1] / "src/agentfly/policies/models/tiny"
 SEED = 7
@@ -110,7 +110,7 @@ class ToyTool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As `agentfly.agents.tool.Tool.definition`."""
+        """As `agentfly.agents.tool_decorator.Tool.definition`."""
         parameters = {
             "type": "object",
             "properties": {self.argument: {"type": self.kind}},

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from make_tiny import HOME, Kinds, make
 
-from agentfly.agents.toolcalls.action import ActionFormat
-from agentfly.messages import Message
-from agentfly.tasks.depot.errands import train_tasks
-from agentfly.tasks.depot.oracle import PARAMETERS, right_actions
-from agentfly.tasks.depot.world import WAYS, Depot
+from agentfly.core.messages import Message
+from agentfly.formats.toolcalls.action import ActionFormat
+from agentfly.tasks.depot.agent import PARAMETERS, right_actions
+from agentfly.tasks.depot.environment import WAYS, Depot
+from agentfly.tasks.depot.tasks import train_tasks
 
 RIGHT = 0.5
 TURNS = 10

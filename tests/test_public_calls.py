@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 
 import agentfly as af
-from agentfly.errors import Boundary
-from agentfly.images import PlacedImage
+from agentfly.core.errors import Boundary
+from agentfly.core.messages import PlacedImage
+from agentfly.core.task import to_tasks
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory, Turn
+from agentfly.evaluation.scores import EvaluationComparison, EvaluationScores
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.rollouts import run as runs
-from agentfly.rollouts.comparison import Comparison
-from agentfly.rollouts.scoreboard import Scoreboard
-from agentfly.task import as_tasks
-from agentfly.tokens import TokenSequence
-from agentfly.training.learning.scores import Scores
+from agentfly.training.learning.batches import ModelScores
 from agentfly.training.rows import rows_from_trajectories
 from agentfly.training.trainer import TrainResult
-from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn
 
 AGENT = af.Agent(model="scripted")
 
@@ -274,7 +273,7 @@ async def test_one_task_or_a_file_of_tasks_is_taken_for_tasks(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}\n')
     for given in ({"prompt": "a"}, af.Task("a"), tmp_path / "tasks.jsonl", str(tmp_path / "tasks.jsonl")):
         assert [trajectory.task.prompt for trajectory in await streamed(given)] == ["a"]
-        assert [task.prompt for task in as_tasks(given)] == ["a"]
+        assert [task.prompt for task in to_tasks(given)] == ["a"]
 
 
 # --- what is not scored -----------------------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def test_whatever_a_result_holds_it_is_shown_in_a_few_lines():
     trajectory = large_trajectory()
     many = [replace(trajectory, attempt=number) for number in range(200)]
     batch = rows_from_trajectories(many)
-    board = Scoreboard.of(many)
+    board = EvaluationScores.from_trajectories(many)
     steps = {
         step: {f"metric/{number}": 1.0 for number in range(100)} | {"reward/mean": step / 10} for step in range(50)
     }
@@ -339,7 +338,14 @@ def test_whatever_a_result_holds_it_is_shown_in_a_few_lines():
         trajectory.turns,
         trajectory.sequences,
     ]
-    shown += [batch, rows[0], board, Comparison.of(many, many), generation, Scores([row.logprobs for row in rows])]
+    shown += [
+        batch,
+        rows[0],
+        board,
+        EvaluationComparison.from_trajectories(many, many),
+        generation,
+        ModelScores([row.logprobs for row in rows]),
+    ]
     for one in shown:
         assert len(repr(one)) < 1_500, type(one)
         assert type(one).__name__ in repr(one) or isinstance(one, list)

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from agentfly.contexts.context import Context
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory, Turn
 
 
 @pytest.fixture

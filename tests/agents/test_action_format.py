@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.action import ActionFormat
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.messages import ToolCall
+from agentfly.formats.toolcalls.action import ActionFormat
 
 
 @tool
@@ -211,4 +211,4 @@ def test_the_instructions_are_few_words() -> None:
 
 
 def test_a_result_is_a_user_message() -> None:
-    assert FORMAT.result(ToolCall("call_0", "check", {}), "low") == {"role": "user", "content": "Observation: low"}
+    assert FORMAT.result_message(ToolCall("call_0", "check", {}), "low") == {"role": "user", "content": "Observation: low"}

@@ -8,12 +8,12 @@ import cloudpickle
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.action import ActionFormat
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.agents.toolcalls.registry import tool_call_format
-from agentfly.errors import ConfigError, UnknownTool
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError, UnknownTool
+from agentfly.core.messages import ToolCall
+from agentfly.formats.toolcalls.action import ActionFormat
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.formats.toolcalls.registry import tool_call_format
 
 
 @tool
@@ -59,7 +59,7 @@ def test_an_invented_tool_is_answered_with_the_names_there_are() -> None:
 
 
 def test_calls_are_numbered_through_the_rollout() -> None:
-    assert AGENT.calls_in("check[eggs]\norder[tea]", first_call=3) == (
+    assert AGENT.parse_calls("check[eggs]\norder[tea]", first_call=3) == (
         ToolCall("call_3", "check", {"item": "eggs"}),
         ToolCall("call_4", "order", {"item": "tea"}),
     )
@@ -67,7 +67,7 @@ def test_calls_are_numbered_through_the_rollout() -> None:
 
 def test_an_agent_without_tools_makes_no_calls() -> None:
     text = HermesFormat().write("check", {"item": "eggs"})
-    assert Agent(model="tiny").calls_in(text) == ()
+    assert Agent(model="tiny").parse_calls(text) == ()
 
 
 @pytest.mark.parametrize(
@@ -113,5 +113,5 @@ def test_what_is_no_format_is_refused(asked: Any) -> None:
 
 
 def test_an_agent_survives_pickling() -> None:
-    AGENT.calls_in("check[eggs]")  # so that what it keeps for itself is there
+    AGENT.parse_calls("check[eggs]")  # so that what it keeps for itself is there
     assert pickle.loads(cloudpickle.dumps(AGENT)) == AGENT

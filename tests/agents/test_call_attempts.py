@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.agents.tool import Tool, tool
-from agentfly.agents.toolcalls.code_block import CodeBlockFormat
-from agentfly.agents.toolcalls.deepseek import DeepSeekFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.mistral import MistralFormat
-from agentfly.agents.toolcalls.registry import tool_call_format
+from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.formats.toolcalls.code_block import CodeBlockFormat
+from agentfly.formats.toolcalls.deepseek import DeepSeekFormat
+from agentfly.formats.toolcalls.mistral import MistralFormat
+from agentfly.formats.toolcalls.registry import tool_call_format
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 
 
 @tool

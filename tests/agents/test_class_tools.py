@@ -16,12 +16,12 @@ import cloudpickle
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import FromTask, Tool, tool
-from agentfly.contexts import belongings
+from agentfly.agents.tool_decorator import FromTask, Tool, tool
+from agentfly.contexts import rollout_state
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, ResourceError, ToolDefinitionError, ToolTimeout, ToolUnavailable
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory
+from agentfly.core.errors import ConfigError, ResourceError, ToolDefinitionError, ToolTimeout, ToolUnavailable
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
 
 
 class NoEngine:
@@ -275,7 +275,7 @@ async def test_an_instance_that_hangs_is_left_alone_at_the_end(monkeypatch: pyte
         def close(self) -> None:
             hangs.wait(30)
 
-    monkeypatch.setattr(belongings, "CLOSE_S", 0.05)
+    monkeypatch.setattr(rollout_state, "CLOSE_S", 0.05)
     context = context_of()
     look = tools_by_name(Stuck)["stuck_look"]
     await look.call({}, context)
@@ -426,8 +426,8 @@ async def test_a_class_that_cannot_be_imported_travels_by_value() -> None:
 import asyncio, pickle, sys
 from agentfly.agents.agent import Agent
 from agentfly.contexts.context import Context
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
 
 async def main():
     echo, tools = pickle.load(sys.stdin.buffer)

@@ -8,26 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.deepseek import DeepSeekFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.agents.toolcalls.llama_json import LlamaJsonFormat
-from agentfly.agents.toolcalls.llama_pythonic import LlamaPythonicFormat
-from agentfly.agents.toolcalls.mistral import MistralFormat
-from agentfly.agents.toolcalls.model_format import ModelFormat
-from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
-from agentfly.agents.toolcalls.registry import format_for, format_of_template, tool_call_format
-from agentfly.errors import ConfigError
-from agentfly.messages import Message
-from agentfly.policies.chat_template import ChatTemplate
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError
+from agentfly.core.messages import Message
+from agentfly.formats.toolcalls.deepseek import DeepSeekFormat
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.formats.toolcalls.llama_json import LlamaJsonFormat
+from agentfly.formats.toolcalls.llama_pythonic import LlamaPythonicFormat
+from agentfly.formats.toolcalls.mistral import MistralFormat
+from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
+from agentfly.formats.toolcalls.registry import ModelDefaultFormat, detect_format, resolve_format, tool_call_format
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
+from agentfly.policies.hf_tokenizer import ChatTemplate
 
 TEMPLATES = Path(__file__).parents[2] / ".test-tokenizers" / "templates"
 
-HERMES = HermesFormat(in_template=True)
+HERMES = HermesFormat(uses_chat_template=True)
 XML = Qwen3CoderFormat()
 LFM2 = LlamaPythonicFormat(opening="<|tool_call_start|>", closing="<|tool_call_end|>")
-DEEPSEEK_V3 = DeepSeekFormat(in_template=False, style="v3")
+DEEPSEEK_V3 = DeepSeekFormat(uses_chat_template=False, style="v3")
 
 SPOKEN: dict[str, ToolCallFormat] = {
     **dict.fromkeys(
@@ -76,30 +75,30 @@ def template(name: str) -> str:
 def test_every_template_of_trl_is_recognised_or_not_as_the_table_says() -> None:
     if not TEMPLATES.is_dir():
         pytest.skip("needs the chat templates of well-known models: python scripts/fetch_tokenizers.py")
-    found = {path.stem: format_of_template(path.read_text("utf-8")) for path in (TEMPLATES / "trl").glob("*.jinja")}
+    found = {path.stem: detect_format(path.read_text("utf-8")) for path in (TEMPLATES / "trl").glob("*.jinja")}
     assert {name: one for name, one in found.items() if one is not None} == SPOKEN
     assert len(found) > len(SPOKEN)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_templates_of_other_collections(name: str) -> None:
-    assert format_of_template(template(name)) == ELSEWHERE[name]
+    assert detect_format(template(name)) == ELSEWHERE[name]
 
 
-WRITTEN = [f"trl/{name}" for name, one in SPOKEN.items() if one.in_template and not name.endswith("_training")]
+WRITTEN = [f"trl/{name}" for name, one in SPOKEN.items() if one.uses_chat_template and not name.endswith("_training")]
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, "axolotl/mistral_v3_tekken", "axolotl/exaone4"])
 def test_what_a_template_writes_of_a_call_its_format_reads_back(name: str) -> None:
     source = template(name)
-    one = format_of_template(source)
+    one = detect_format(source)
     assert one is not None
     text = one.write("say", {"text": "two words", "number": 3})
     calls = one.parse(text, [say])
     conversation: list[Message] = [
         {"role": "user", "content": "the question"},
-        one.said(text, calls),
-        one.result(calls[0], "the observation"),
+        one.assistant_message(text, calls),
+        one.result_message(calls[0], "the observation"),
     ]
     render: Callable[..., str] = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render
     rendered = render(conversation, tools=[say.definition])
@@ -112,20 +111,20 @@ def test_what_a_template_writes_of_a_call_its_format_reads_back(name: str) -> No
 
 def test_the_model_own_format_is_asked_for_by_name_and_known_with_its_template() -> None:
     asked = tool_call_format("model")
-    assert asked == ModelFormat()
+    assert asked == ModelDefaultFormat()
     assert (
-        format_for(asked, '<tool_call>{"name": …, "arguments": …}</tool_call>{{ tools }}{{ tool_calls }}', "qwen")
+        resolve_format(asked, '<tool_call>{"name": …, "arguments": …}</tool_call>{{ tools }}{{ tool_calls }}', "qwen")
         == HERMES
     )
     for unknown in (None, "{{ messages }}"):
         with pytest.raises(ConfigError, match="'some-model' speaks of no tool-call format that is known"):
-            format_for(asked, unknown, "some-model")
+            resolve_format(asked, unknown, "some-model")
     with pytest.raises(ConfigError, match="is known once the model is"):
         asked.parse("text", [say])
 
 
 def test_a_template_that_describes_no_tools_is_not_left_to_describe_them() -> None:
     with pytest.raises(ConfigError, match=r"MistralFormat\(in_template=False\)"):
-        format_for(MistralFormat(), "{{ messages }}", "some-model")
-    assert format_for(MistralFormat(in_template=False), "{{ messages }}", "some-model")
-    assert format_for(MistralFormat(), "{{ tools }}", "some-model") == MistralFormat()
+        resolve_format(MistralFormat(), "{{ messages }}", "some-model")
+    assert resolve_format(MistralFormat(uses_chat_template=False), "{{ messages }}", "some-model")
+    assert resolve_format(MistralFormat(), "{{ tools }}", "some-model") == MistralFormat()

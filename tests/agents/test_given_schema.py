@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema", reason="pip install 'agentfly-rl[mcp]'")
 
-from agentfly.agents.given_schema import GivenSchema
-from agentfly.agents.json_schema import BareText
-from agentfly.errors import InvalidArguments, ToolDefinitionError
+from agentfly.agents.tool_schema import JSONSchemaArguments
+from agentfly.core.errors import InvalidArguments, ToolDefinitionError
+from agentfly.core.json_schema import UntypedText
 from tests.support.scale import scaled
 
 POINT = {"type": "object", "title": "Point", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -60,7 +60,7 @@ SCHEMA: dict[str, Any] = {
         ("query", "0123", "0123"),
         ("query", "null", "null"),
         ("note", "null", "null"),
-        ("note", BareText("null"), None),
+        ("note", UntypedText("null"), None),
         ("note", "none", "none"),
         ("near", "null", None),
         ("near", '{"x": "1"}', {"x": 1}),
@@ -68,7 +68,7 @@ SCHEMA: dict[str, Any] = {
     ],
 )
 def test_a_value_is_read_as_the_schema_wants_it_where_that_loses_nothing(name: str, given: Any, expected: Any) -> None:
-    read = GivenSchema("look", SCHEMA).validate({"query": "q", name: given})["arguments"][name]
+    read = JSONSchemaArguments("look", SCHEMA).validate({"query": "q", name: given})["arguments"][name]
     assert read == expected
     assert type(read) is type(expected)
 
@@ -88,13 +88,13 @@ def test_a_value_is_read_as_the_schema_wants_it_where_that_loses_nothing(name: s
 )
 def test_what_does_not_fit_is_refused_with_what_is_expected(given: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidArguments) as refused:
-        GivenSchema("look", SCHEMA).validate(given)
+        JSONSchemaArguments("look", SCHEMA).validate(given)
     assert told in str(refused.value)
     assert "It takes: query (string), limit (integer, optional)" in str(refused.value)
 
 
 def test_a_schema_is_shown_without_references_and_constants() -> None:
-    shown = GivenSchema("look", SCHEMA).json_schema
+    shown = JSONSchemaArguments("look", SCHEMA).json_schema
     assert "$ref" not in json.dumps(shown)
     assert set(shown) == {"type", "properties", "required"}
     assert shown["properties"]["tree"]["properties"]["inner"] == {"type": "object"}
@@ -104,13 +104,13 @@ def test_a_schema_is_shown_without_references_and_constants() -> None:
 
 def test_other_names_are_let_through_where_the_schema_lets_them() -> None:
     given = {"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}}
-    assert GivenSchema("look", given).validate({"any": "5"}) == {"arguments": {"any": 5}}
-    assert GivenSchema("look", {"type": "object"}).validate({}) == {"arguments": {}}
+    assert JSONSchemaArguments("look", given).validate({"any": "5"}) == {"arguments": {"any": 5}}
+    assert JSONSchemaArguments("look", {"type": "object"}).validate({}) == {"arguments": {}}
 
 
 def test_a_part_of_a_schema_that_lies_elsewhere_is_left_to_whoever_has_it() -> None:
     schema = {"type": "object", "properties": {"at": {"$ref": "https://example.org/point.json"}}}
-    assert GivenSchema("look", schema).validate({"at": {"x": 1}}) == {"arguments": {"at": {"x": 1}}}
+    assert JSONSchemaArguments("look", schema).validate({"at": {"x": 1}}) == {"arguments": {"at": {"x": 1}}}
 
 
 @pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef"])
@@ -120,7 +120,7 @@ def test_nothing_that_a_schema_refers_to_is_fetched(keyword: str, tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         for address in (file.as_uri(), f"http://127.0.0.1:{server.getsockname()[1]}/schema", "ftp://127.0.0.1/x"):
-            schema = GivenSchema("look", {"properties": {"a": {keyword: address}}})
+            schema = JSONSchemaArguments("look", {"properties": {"a": {keyword: address}}})
             assert schema.validate({"a": "x"}) == {"arguments": {"a": "x"}}
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -165,18 +165,18 @@ COSTLY: dict[str, tuple[dict[str, Any], Any]] = {
 def test_a_check_that_would_take_for_ever_is_left_to_the_server(name: str) -> None:
     schema, value = COSTLY[name]
     with contextlib.suppress(InvalidArguments):
-        GivenSchema("look", schema).validate({"a": value})
+        JSONSchemaArguments("look", schema).validate({"a": value})
 
 
 def test_a_schema_that_takes_for_ever_to_check_is_refused() -> None:
     choices = [{"n": n} for n in range(20_000)]
     draft = "http://json-schema.org/draft-04/schema#"  # which wants choices to differ
     with pytest.raises(ToolDefinitionError, match="too large"):
-        GivenSchema("look", {"$schema": draft, "properties": {"a": {"enum": choices}}})
+        JSONSchemaArguments("look", {"$schema": draft, "properties": {"a": {"enum": choices}}})
 
 
 def test_patterns_are_checked_by_an_engine_that_knows_their_dialect() -> None:
-    given = GivenSchema("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{Lu}\d+$"}}})
+    given = JSONSchemaArguments("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{Lu}\d+$"}}})
     assert given.validate({"a": "É12"}) == {"arguments": {"a": "É12"}}
     with pytest.raises(InvalidArguments, match="does not match"):
         given.validate({"a": "e12"})
@@ -185,12 +185,12 @@ def test_patterns_are_checked_by_an_engine_that_knows_their_dialect() -> None:
 @pytest.mark.parametrize("schema", [{"type": "array"}, {"type": "objekt"}, {"properties": 3}])
 def test_what_is_no_schema_of_an_object_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ToolDefinitionError, match="The JSON schema of the tool 'look'"):
-        GivenSchema("look", schema)
+        JSONSchemaArguments("look", schema)
 
 
 def test_a_schema_survives_pickling() -> None:
-    copy = pickle.loads(cloudpickle.dumps(GivenSchema("look", SCHEMA)))
-    assert copy.json_schema == GivenSchema("look", SCHEMA).json_schema
+    copy = pickle.loads(cloudpickle.dumps(JSONSchemaArguments("look", SCHEMA)))
+    assert copy.json_schema == JSONSchemaArguments("look", SCHEMA).json_schema
     assert copy.validate({"query": "q"}) == {"arguments": {"query": "q"}}
 
 
@@ -213,7 +213,7 @@ def test_a_schema_survives_pickling() -> None:
 )
 @pytest.mark.parametrize("value", [3, "3", "null", ["a", {"b": None}], {"a": [1]}])
 def test_where_any_value_is_allowed_it_is_taken_as_it_is(schema: Any, value: Any) -> None:
-    one = GivenSchema("look", schema)
+    one = JSONSchemaArguments("look", schema)
     assert one.validate({"data": value}) == {"arguments": {"data": value}}
     assert "look" in str(one.refusal({"data": value}, ["it does not fit"]))
     assert all(isinstance(part, dict) for part in one.json_schema["properties"].values())
@@ -223,20 +223,20 @@ def test_where_any_value_is_allowed_it_is_taken_as_it_is(schema: Any, value: Any
 def test_a_value_that_is_never_allowed_is_refused() -> None:
     for schema in ({"properties": {"a": True, "b": False}}, {"properties": {"b": {"not": {}}}}):
         with pytest.raises(InvalidArguments):
-            GivenSchema("look", schema).validate({"b": 1})
+            JSONSchemaArguments("look", schema).validate({"b": 1})
     with pytest.raises(ToolDefinitionError, match="The JSON schema of the tool 'look' is none: False"):
-        GivenSchema("look", False)
+        JSONSchemaArguments("look", False)
 
 
 def test_values_that_a_schema_holds_are_not_taken_for_schemas() -> None:
     default = {"title": "kept", "$ref": "#/nowhere", "properties": {"title": True}}
     schema = {"properties": {"title": {"type": "object", "default": default, "examples": [default]}}}
-    shown = GivenSchema("look", schema).json_schema["properties"]["title"]
+    shown = JSONSchemaArguments("look", schema).json_schema["properties"]["title"]
     assert (shown["default"], shown["examples"]) == (default, [default])
 
 
 def test_a_pattern_of_another_dialect_is_left_to_whoever_knows_it() -> None:
-    given = GivenSchema("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{L}+$"}}})
+    given = JSONSchemaArguments("look", {"properties": {"a": {"type": "string", "pattern": r"^\p{L}+$"}}})
     assert given.validate({"a": "é"}) == {"arguments": {"a": "é"}}
 
 
@@ -245,7 +245,7 @@ def test_types_that_hold_one_another_are_written_out_within_bounds() -> None:
     types = {
         name: {"type": "object", "properties": {one: {"$ref": f"#/$defs/{one}"} for one in names}} for name in names
     }
-    shown = GivenSchema("look", {"$defs": types, "properties": types["a"]["properties"]}).json_schema
+    shown = JSONSchemaArguments("look", {"$defs": types, "properties": types["a"]["properties"]}).json_schema
     assert len(json.dumps(shown)) < 1_000_000
 
 
@@ -306,7 +306,7 @@ schemas = parts | st.fixed_dictionaries({"properties": st.dictionaries(st.sample
 @example({"patternProperties": {"(": True}}, {"a": 1})
 def test_whatever_a_schema_says_a_call_is_taken_or_refused(schema: Any, given_arguments: dict[str, Any]) -> None:
     try:
-        one = GivenSchema("look", schema)
+        one = JSONSchemaArguments("look", schema)
     except ToolDefinitionError:
         return
     one.describe()

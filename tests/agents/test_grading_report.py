@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.agents.grading.harness import channel
-from agentfly.agents.grading.report import TestReport, read_report
+from agentfly.agents.grading.pytest_harness import signed_record_writer
+from agentfly.agents.grading.test_report import TestReport, read_report
 
 KEY = "the key"
 NAMES = ["tests/test_a.py::test_one", "tests/test_a.py::test_two"]
@@ -31,7 +31,7 @@ SOUND = [*phases(NAMES[0], *GOOD), *phases(NAMES[1], *GOOD), *phases(CANARY, *FA
 
 def signed(records: list[dict[str, object]], key: str = KEY) -> bytes:
     heard, spoken = os.pipe()
-    say = channel(spoken, key.encode())
+    say = signed_record_writer(spoken, key.encode())
     for record in records:
         say(record)
     os.close(spoken)

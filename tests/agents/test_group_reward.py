@@ -10,9 +10,9 @@ from agentfly.agents.group_reward import GroupReward, group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError, RewardError
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.core.errors import RewardDefinitionError, RewardError
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory, Turn
 
 TASK = Task("Say something short.", {"answer": "b", "level": 2})
 
@@ -112,7 +112,7 @@ async def test_a_group_reward_that_fails_or_asks_for_what_is_not_there_says_so(
 
 def test_a_group_reward_declares_what_the_reward_before_it_needs() -> None:
     first = reward(resources=lambda task: [])(lambda response: 1.0)
-    assert group_reward(after=first)(lambda responses: [1.0]).needs(TASK) == ()
+    assert group_reward(after=first)(lambda responses: [1.0]).resources_for(TASK) == ()
 
 
 def test_what_cannot_come_first_is_refused_with_the_cure() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.messages import ToolCall
+from agentfly.formats.toolcalls.hermes import HermesFormat
 
 FORMAT = HermesFormat()
 
@@ -278,7 +278,7 @@ def test_the_instructions_hold_each_tool_as_json_on_a_line() -> None:
 
 
 def test_a_result_names_the_call_that_it_answers() -> None:
-    assert FORMAT.result(ToolCall("call_7", "write", {}), "done") == {
+    assert FORMAT.result_message(ToolCall("call_7", "write", {}), "done") == {
         "role": "tool",
         "content": "done",
         "tool_call_id": "call_7",
@@ -288,4 +288,4 @@ def test_a_result_names_the_call_that_it_answers() -> None:
 
 @pytest.mark.parametrize("name", ["", "<|im_end|>", "write\n", "two words", "x" * 65])
 def test_a_result_does_not_repeat_a_name_that_no_tool_can_have(name: str) -> None:
-    assert "name" not in FORMAT.result(ToolCall("call_7", name, None, "unreadable"), "Error")
+    assert "name" not in FORMAT.result_message(ToolCall("call_7", name, None, "unreadable"), "Error")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.toolcalls.json_text import decode_objects
-from agentfly.json_reader import JSONReader, NotJSON, TooDeep, decode_value
+from agentfly.core.lenient_json import InvalidJSON, LenientJSONReader, NestingTooDeep, decode_value
+from agentfly.formats.toolcalls.json_calls import decode_objects
 from tests.support.scale import scaled
 
 values = st.recursive(
@@ -23,7 +23,7 @@ values = st.recursive(
 
 def read(text: str) -> Any:
     """What the reader of other notations makes of a text, also where it is plain JSON."""
-    reader = JSONReader(text, 0, 0)
+    reader = LenientJSONReader(text, 0, 0)
     value = reader.value()
     assert reader.position == len(text)
     return value
@@ -43,7 +43,7 @@ def test_json_is_read_as_json_reads_it(value: Any, ascii_only: bool, indent: int
 def test_python_is_read_as_python_reads_it_or_is_an_error(value: Any) -> None:
     try:
         found = read(repr(value))
-    except NotJSON:
+    except InvalidJSON:
         assert "\\x" in repr(value) or "\\U" in repr(value)  # of which JSON knows nothing
     else:
         assert repr(found) == repr(value)
@@ -104,7 +104,7 @@ pieces = st.sampled_from(
 def test_what_is_read_is_what_json_or_python_says(text: str) -> None:
     try:
         value, end = decode_value(text, 0)
-    except NotJSON:
+    except InvalidJSON:
         return
     try:
         expected = json.loads(text[:end], strict=False)
@@ -143,13 +143,13 @@ def test_what_is_read_is_what_json_or_python_says(text: str) -> None:
     ],
 )
 def test_an_error_tells_what_is_wrong_and_where(text: str, told: str) -> None:
-    with pytest.raises(NotJSON) as refused:
+    with pytest.raises(InvalidJSON) as refused:
         decode_value(text, 0)
     assert any(one in str(refused.value) for one in told.split("|"))
 
 
 def test_positions_are_counted_from_where_the_text_of_the_model_begins() -> None:
-    with pytest.raises(NotJSON, match="at character 15, where 'x"):
+    with pytest.raises(InvalidJSON, match="at character 15, where 'x"):
         decode_objects('>>> {"a": 1} {"b": x}', 4)
     assert decode_objects("{'a': 1},\n{\"b\": 2} .", 0) == ([{"a": 1}, {"b": 2}], 19)
 
@@ -157,6 +157,6 @@ def test_positions_are_counted_from_where_the_text_of_the_model_begins() -> None
 def test_depth_is_bounded_in_both_notations() -> None:
     for quote in ('"', "'"):
         deep = f"{{{quote}a{quote}:" * 101 + "1" + "}" * 101
-        with pytest.raises(TooDeep):
+        with pytest.raises(NestingTooDeep):
             decode_value(deep, 0)
         assert decode_value(deep[5:-1], 0)[1] == len(deep) - 6

@@ -31,10 +31,10 @@ from mcp.types import (
 )
 
 import agentfly as af
-from agentfly.agents import mcp
-from agentfly.agents.mcp import _as_result
-from agentfly.agents.tool import Tool
-from agentfly.errors import (
+from agentfly.agents import mcp_tools
+from agentfly.agents.mcp_tools import _as_result
+from agentfly.agents.tool_decorator import Tool
+from agentfly.core.errors import (
     AgentFlyError,
     ConfigError,
     ResourceDied,
@@ -43,8 +43,8 @@ from agentfly.errors import (
     ToolDefinitionError,
     ToolError,
 )
-from agentfly.images import Image
-from agentfly.trajectory import Trajectory
+from agentfly.core.messages import Image
+from agentfly.core.trajectory import Trajectory
 from tests.support.mcp_http_server import PAGE, Answer, MCPHTTPServer, says_its_arguments
 
 RESOURCES = Path(__file__).parents[1] / "resources"
@@ -237,7 +237,7 @@ def test_an_answer_in_structure_alone_is_the_observation() -> None:
 
 @pytest.mark.parametrize(("scope", "told"), [("rollout", "Each rollout"), ("call", "Each call"), ("global", None)])
 def test_a_start_that_every_rollout_pays_for_is_told_with_what_it_takes(monkeypatch, caplog, scope, told) -> None:
-    monkeypatch.setattr(mcp, "_SLOW_START_S", 0.0)
+    monkeypatch.setattr(mcp_tools, "_SLOW_START_S", 0.0)
     af.mcp_tools(SMALL, scope=scope)
     if told is None:
         assert caplog.text == ""

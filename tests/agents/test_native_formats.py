@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from agentfly.agents.tool import Tool, tool
-from agentfly.agents.toolcalls.deepseek import DeepSeekFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.llama_json import LlamaJsonFormat
-from agentfly.agents.toolcalls.llama_pythonic import LlamaPythonicFormat
-from agentfly.agents.toolcalls.mistral import MistralFormat
-from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
-from agentfly.errors import UsageError
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.core.errors import UsageError
+from agentfly.core.messages import ToolCall
+from agentfly.formats.toolcalls.deepseek import DeepSeekFormat
+from agentfly.formats.toolcalls.llama_json import LlamaJsonFormat
+from agentfly.formats.toolcalls.llama_pythonic import LlamaPythonicFormat
+from agentfly.formats.toolcalls.mistral import MistralFormat
+from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 
 XML = Qwen3CoderFormat()
 LLAMA = LlamaJsonFormat()
@@ -181,9 +181,9 @@ def test_the_objects_of_llama_are_read(text: str, calls: Calls) -> None:
 
 
 def test_llama_s_turn_holds_its_call_apart_only_if_it_is_the_one_and_all() -> None:
-    assert "tool_calls" in LLAMA.said(SEARCH, LLAMA.parse(SEARCH, TOOLS))
+    assert "tool_calls" in LLAMA.assistant_message(SEARCH, LLAMA.parse(SEARCH, TOOLS))
     for text in (f"I look.\n{SEARCH}", f"{SEARCH}\n{SEARCH}"):
-        assert LLAMA.said(text, LLAMA.parse(text, TOOLS)) == {"role": "assistant", "content": text}
+        assert LLAMA.assistant_message(text, LLAMA.parse(text, TOOLS)) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import cloudpickle
 import pytest
 
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.errors import UsageError
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import UsageError
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 class Client:
@@ -81,7 +81,7 @@ def test_a_tool_that_refers_to_itself_travels():
 
 
 def test_what_a_tool_needs_travels_along_and_is_equal():
-    world = FakeWorld()
+    world = FakeBackend()
     copy = pickle.loads(cloudpickle.dumps((needing(FakeSpec(world=world, capacity=3, replicas=2)), world)))
     travelled, world = copy
     assert travelled.resources == (FakeSpec(world=world, capacity=3, replicas=2),)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import Tool, tool
-from agentfly.agents.toolcalls.code_block import CodeBlockFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.react import ReActFormat
-from agentfly.agents.toolcalls.tags import TagsFormat
-from agentfly.errors import ConfigError, UsageError
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.messages import ToolCall
+from agentfly.formats.toolcalls.code_block import CodeBlockFormat
+from agentfly.formats.toolcalls.react import ReActFormat
+from agentfly.formats.toolcalls.tags import TagsFormat
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 
 REACT = ReActFormat()
 TAGS = TagsFormat()
@@ -169,7 +169,7 @@ def test_a_call_that_a_body_quotes_is_never_executed() -> None:
 
 
 def test_results_of_tags_stand_in_the_tag_that_is_asked_for() -> None:
-    result = TagsFormat(result_tag="information").result(ToolCall("call_0", "search", {}), "low")
+    result = TagsFormat(result_tag="information").result_message(ToolCall("call_0", "search", {}), "low")
     assert result == {"role": "user", "content": "<information>\nlow\n</information>"}
     with pytest.raises(ConfigError, match="result_tag='<x>'"):
         TagsFormat(result_tag="<x>")

@@ -8,15 +8,15 @@ import logging
 
 import pytest
 
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ToolCrashed, ToolDefinitionError, UsageError
-from agentfly.resources.engine import ResourceEngine
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.trajectory import Failure, Trajectory
+from agentfly.core.errors import ToolCrashed, ToolDefinitionError, UsageError
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Failure, Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
-BOX = FakeSpec(world=FakeWorld(), name="box")
+BOX = FakeSpec(world=FakeBackend(), name="box")
 
 
 async def lease_awaited(context):
@@ -130,7 +130,7 @@ async def test_a_crash_of_a_tools_own_code_is_told_to_its_author_once_with_the_l
 
     with caplog.at_level(logging.WARNING, "agentfly"):
         await call(twice)
-    (record,) = [record for record in caplog.records if record.name == "agentfly.agents.function_tool"]
+    (record,) = [record for record in caplog.records if record.name == "agentfly.agents.tool"]
     assert "'crashing' crashed with KeyError: 'nothing', at " in record.getMessage()
     assert "test_programmer_mistakes.py" in record.getMessage()
     assert "in crashing" in record.getMessage()

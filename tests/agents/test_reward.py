@@ -14,9 +14,16 @@ import pytest
 from agentfly.agents.reward import Reward, reward, tool_rewards
 from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
-from agentfly.errors import AcquireTimeout, PromptTooLong, RewardDefinitionError, RewardError, ToolCrashed, ToolError
-from agentfly.messages import ToolCall
-from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn
+from agentfly.core.errors import (
+    AcquireTimeout,
+    PromptTooLong,
+    RewardDefinitionError,
+    RewardError,
+    ToolCrashed,
+    ToolError,
+)
+from agentfly.core.messages import ToolCall
+from agentfly.core.trajectory import Failure, ToolRecord, Trajectory, Turn
 
 
 @reward

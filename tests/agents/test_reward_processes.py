@@ -20,12 +20,12 @@ import pytest
 import agentfly as af
 from agentfly.agents.reward import Reward, reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.weighted import weighted
+from agentfly.agents.weighted_reward import weighted
 from agentfly.contexts.context import Context
-from agentfly.errors import ResourceDied, RewardDefinitionError, RewardError, UsageError
-from agentfly.resources.engine import ResourceEngine
-from agentfly.task import Task
-from agentfly.trajectory import Failure, Trajectory, Turn
+from agentfly.core.errors import ResourceDied, RewardDefinitionError, RewardError, UsageError
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Failure, Trajectory, Turn
+from agentfly.resources.engine.engine import ResourceEngine
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import cloudpickle
 import pytest
 from pydantic import BaseModel, Field
 
-from agentfly.agents.json_schema import BareText
-from agentfly.agents.schema import Argument, ArgumentSchema
-from agentfly.errors import InvalidArguments
+from agentfly.agents.tool_schema import ArgumentSchema, ToolArgument
+from agentfly.core.errors import InvalidArguments
+from agentfly.core.json_schema import UntypedText
 
 
 class Colour(enum.Enum):
@@ -47,7 +47,7 @@ class Tree:
 
 
 def schema_of(**types: Any) -> ArgumentSchema:
-    return ArgumentSchema("look", [Argument(name, annotation) for name, annotation in types.items()])
+    return ArgumentSchema("look", [ToolArgument(name, annotation) for name, annotation in types.items()])
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def schema_of(**types: Any) -> ArgumentSchema:
         (str, "null", "null"),
         (str, '["a"]', '["a"]'),
         (str | None, "null", "null"),
-        (str | None, BareText("null"), None),
-        (str, BareText("null"), "null"),
-        (int | str, BareText("5"), "5"),
-        (int, BareText("5"), 5),
+        (str | None, UntypedText("null"), None),
+        (str, UntypedText("null"), "null"),
+        (int | str, UntypedText("5"), "5"),
+        (int, UntypedText("5"), 5),
         (str | None, None, None),
         (str | None, "none", "none"),
         (int | None, "null", None),
@@ -133,12 +133,12 @@ def test_an_impossible_cast_is_refused_with_the_name_of_the_argument(annotation:
 )
 def test_a_text_is_not_read_as_json_where_that_would_lose_something(annotation: Any, given: str) -> None:
     with pytest.raises(InvalidArguments, match="value: "):
-        ArgumentSchema("use", [Argument("value", annotation)]).validate({"value": given})
+        ArgumentSchema("use", [ToolArgument("value", annotation)]).validate({"value": given})
 
 
 @pytest.mark.parametrize("annotation", [Iterable[int], Iterable[int] | None, Annotated[Iterable[int], "numbers"]])
 def test_an_iterable_is_a_list_that_is_checked_before_the_call(annotation: Any) -> None:
-    schema = ArgumentSchema("use", [Argument("value", annotation)])
+    schema = ArgumentSchema("use", [ToolArgument("value", annotation)])
     assert schema.validate({"value": '["1", 2]'}) == {"value": [1, 2]}
     for wrong in ("a", {"a": 1}, ["a"]):
         with pytest.raises(InvalidArguments, match="value"):
@@ -147,13 +147,13 @@ def test_an_iterable_is_a_list_that_is_checked_before_the_call(annotation: Any) 
 
 @pytest.mark.parametrize("default", [float("inf"), [float("nan")]])
 def test_a_default_that_json_cannot_show_is_left_out(default: Any) -> None:
-    shown = ArgumentSchema("use", [Argument("value", Any, required=False, default=default)]).json_schema
+    shown = ArgumentSchema("use", [ToolArgument("value", Any, required=False, default=default)]).json_schema
     assert "default" not in shown["properties"]["value"]
     json.dumps(shown, allow_nan=False)
 
 
 def test_missing_and_surplus_names_are_named_beside_the_expected_ones() -> None:
-    schema = ArgumentSchema("look", [Argument("city", str), Argument("days", int, required=False, default=1)])
+    schema = ArgumentSchema("look", [ToolArgument("city", str), ToolArgument("days", int, required=False, default=1)])
     with pytest.raises(InvalidArguments) as refused:
         schema.validate({"town": "Oslo"})
     message = str(refused.value)
@@ -171,7 +171,7 @@ def test_what_was_given_is_repeated_only_in_part_when_it_is_long() -> None:
 
 
 def test_arguments_that_are_not_given_are_left_to_the_functions_defaults() -> None:
-    schema = ArgumentSchema("look", [Argument("days", int, required=False, default=1)])
+    schema = ArgumentSchema("look", [ToolArgument("days", int, required=False, default=1)])
     assert schema.validate({}) == {}
 
 
@@ -179,9 +179,9 @@ def test_the_json_schema_tells_types_descriptions_defaults_and_what_is_required(
     schema = ArgumentSchema(
         "look",
         [
-            Argument("city", str, "where to look"),
-            Argument("unit", Literal["c", "f"], required=False, default="c"),
-            Argument("near", str | None, required=False),
+            ToolArgument("city", str, "where to look"),
+            ToolArgument("unit", Literal["c", "f"], required=False, default="c"),
+            ToolArgument("near", str | None, required=False),
         ],
     )
     assert schema.json_schema == {
@@ -198,7 +198,7 @@ def test_the_json_schema_tells_types_descriptions_defaults_and_what_is_required(
 
 def test_names_that_mean_something_to_pydantic_are_ordinary_names() -> None:
     names = ["schema", "json", "model_config", "copy", "title", "_private", "argument_0"]
-    schema = ArgumentSchema("look", [Argument(name, int) for name in names])
+    schema = ArgumentSchema("look", [ToolArgument(name, int) for name in names])
     assert schema.validate(dict.fromkeys(names, "1")) == dict.fromkeys(names, 1)
     assert list(schema.json_schema["properties"]) == names
 
@@ -212,14 +212,14 @@ def test_a_type_without_json_form_is_refused_with_the_name_of_the_argument() -> 
 
 
 def test_a_schema_survives_pickling() -> None:
-    schema = ArgumentSchema("look", [Argument("where", list[Point]), Argument("how", str | None)])
+    schema = ArgumentSchema("look", [ToolArgument("where", list[Point]), ToolArgument("how", str | None)])
     copy = pickle.loads(cloudpickle.dumps(schema))
     assert copy.json_schema == schema.json_schema
     assert copy.validate({"where": '[{"x": 1}]', "how": None}) == {"where": [Point(1)], "how": None}
 
 
 def test_the_json_schema_is_json() -> None:
-    schema = ArgumentSchema("look", [Argument("at", Place, required=False, default=Place(city="Oslo"))])
+    schema = ArgumentSchema("look", [ToolArgument("at", Place, required=False, default=Place(city="Oslo"))])
     assert json.loads(json.dumps(schema.json_schema)) == schema.json_schema
     assert schema.json_schema["properties"]["at"]["default"] == {"city": "Oslo", "points": []}
 
@@ -227,7 +227,12 @@ def test_the_json_schema_is_json() -> None:
 def test_the_json_schema_has_no_references_which_chat_templates_do_not_know() -> None:
     schema = ArgumentSchema(
         "look",
-        [Argument("tree", Tree, "where"), Argument("colour", Colour), Argument("way", Segment), Argument("by", Place)],
+        [
+            ToolArgument("tree", Tree, "where"),
+            ToolArgument("colour", Colour),
+            ToolArgument("way", Segment),
+            ToolArgument("by", Place),
+        ],
     )
     text = json.dumps(schema.json_schema)
     assert "$ref" not in text

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 import agentfly as af
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
+from agentfly.formats.toolcalls.hermes import HermesFormat
 
 
 @af.tool

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import agentfly as af
-from agentfly.agents.grading.report import TestReport
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.agents.grading.test_report import TestReport
+from agentfly.resources.containers.bubblewrap.backend import probe
 
 pytestmark = [
     pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing)),

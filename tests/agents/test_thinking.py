@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.agents.toolcalls.thinking import Thinking, is_inside, read_thinking
+from agentfly.formats.reasoning import Thinking, is_inside, read_thinking
 
 
 @pytest.mark.parametrize(

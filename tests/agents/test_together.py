@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentfly.agents.together import together
+from agentfly.core.async_tasks import gather_or_raise
 
 
 async def later(seconds: float, value: int) -> int:
@@ -15,8 +15,8 @@ async def later(seconds: float, value: int) -> int:
 
 
 async def test_the_results_come_in_the_order_of_the_calls() -> None:
-    assert await together(later(0.01 * wait, wait) for wait in (2, 0, 1)) == [2, 0, 1]
-    assert await together([]) == []
+    assert await gather_or_raise(later(0.01 * wait, wait) for wait in (2, 0, 1)) == [2, 0, 1]
+    assert await gather_or_raise([]) == []
 
 
 async def test_the_first_failure_cancels_the_others_and_comes_with_its_cause() -> None:
@@ -36,6 +36,6 @@ async def test_the_first_failure_cancels_the_others_and_comes_with_its_cause() -
             raise ValueError("no answer") from error
 
     with pytest.raises(ValueError, match="no answer") as failed:
-        await together([waits(), fails()])
+        await gather_or_raise([waits(), fails()])
     assert isinstance(failed.value.__cause__, ConnectionRefusedError)
     assert ended == ["cancelled"]

@@ -12,12 +12,9 @@ import cloudpickle
 import pytest
 from pydantic import BaseModel
 
-from agentfly.agents.tool import FromTask, Tool, tool
+from agentfly.agents.tool_decorator import FromTask, Tool, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import (
-    InvalidArguments,
-    ToolDefinitionError,
-)
+from agentfly.core.errors import InvalidArguments, ToolDefinitionError
 
 if TYPE_CHECKING:
     from decimal import Decimal

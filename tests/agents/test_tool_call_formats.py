@@ -9,19 +9,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.tool import Tool, tool
-from agentfly.agents.toolcalls.action import ActionFormat
-from agentfly.agents.toolcalls.code_block import CodeBlockFormat
-from agentfly.agents.toolcalls.deepseek import DeepSeekFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.agents.toolcalls.llama_json import LlamaJsonFormat
-from agentfly.agents.toolcalls.llama_pythonic import LlamaPythonicFormat
-from agentfly.agents.toolcalls.mistral import MistralFormat
-from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
-from agentfly.agents.toolcalls.react import ReActFormat
-from agentfly.agents.toolcalls.tags import TagsFormat
-from agentfly.errors import UsageError
+from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.core.errors import UsageError
+from agentfly.formats.toolcalls.action import ActionFormat
+from agentfly.formats.toolcalls.code_block import CodeBlockFormat
+from agentfly.formats.toolcalls.deepseek import DeepSeekFormat
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.formats.toolcalls.llama_json import LlamaJsonFormat
+from agentfly.formats.toolcalls.llama_pythonic import LlamaPythonicFormat
+from agentfly.formats.toolcalls.mistral import MistralFormat
+from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
+from agentfly.formats.toolcalls.react import ReActFormat
+from agentfly.formats.toolcalls.tags import TagsFormat
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 from tests.support.scale import scaled
 
 
@@ -230,7 +230,7 @@ def test_no_text_makes_parsing_fail(one: ToolCallFormat, text: str) -> None:
         calls = one.parse(whole, tools_of(one), first_call=3)
         assert all((call.arguments is None) == (call.error is not None) for call in calls)
         assert len({call.id for call in calls}) == len(calls)
-        one.said(whole, calls)
+        one.assistant_message(whole, calls)
 
 
 @pytest.mark.parametrize("one", [*NATIVE, TagsFormat(), CODE], ids=identity)
@@ -434,12 +434,12 @@ def test_marks_that_nothing_escapes_lose_no_call(
 @pytest.mark.parametrize("one", [*PLAIN, CODE, HermesFormat()], ids=identity)
 def test_a_turn_whose_calls_no_template_writes_stays_the_text_that_it_is(one: ToolCallFormat) -> None:
     text = f"I do this.\n{one.write('say', {'text': 'a'})}"
-    assert not one.in_template
-    assert one.said(text, one.parse(text, tools_of(one))) == {"role": "assistant", "content": text}
+    assert not one.uses_chat_template
+    assert one.assistant_message(text, one.parse(text, tools_of(one))) == {"role": "assistant", "content": text}
 
 
 IN_TEMPLATE = [
-    HermesFormat(in_template=True),
+    HermesFormat(uses_chat_template=True),
     Qwen3CoderFormat(),
     MistralFormat(),
     MistralFormat(style="separate"),
@@ -453,13 +453,13 @@ IN_TEMPLATE = [
 def test_a_turn_whose_calls_the_template_writes_holds_them_apart_from_what_was_said(one: ToolCallFormat) -> None:
     text = f"I do this.\n{one.write('say', {'text': 'a'})}\n{one.write('look', {})}"
     calls = one.parse(text, TOOLS)
-    message = one.said(text, calls)
+    message = one.assistant_message(text, calls)
     assert message["content"] == "I do this."
     assert message["tool_calls"] == [
         {"id": calls[0].id, "type": "function", "function": {"name": "say", "arguments": {"text": "a"}}},
         {"id": calls[1].id, "type": "function", "function": {"name": "look", "arguments": {}}},
     ]
-    assert one.said("Done.", ()) == {"role": "assistant", "content": "Done."}
+    assert one.assistant_message("Done.", ()) == {"role": "assistant", "content": "Done."}
 
 
 @pytest.mark.parametrize("one", IN_TEMPLATE, ids=identity)
@@ -467,13 +467,13 @@ def test_a_turn_with_a_malformed_call_stays_the_text_that_it_is(one: ToolCallFor
     text = one.write("look", {}) + "\n" + one.write("say", {"text": "a"})[:-20]
     calls = one.parse(text, TOOLS)
     assert any(call.error for call in calls)
-    assert one.said(text, calls) == {"role": "assistant", "content": text}
+    assert one.assistant_message(text, calls) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
 def test_results_name_their_call_or_are_words_of_the_user(one: ToolCallFormat) -> None:
     (call,) = one.parse(one.write("say", {"text": "a"}), tools_of(one), first_call=3)
-    message = one.result(call, "heard")
+    message = one.result_message(call, "heard")
     assert "heard" in message["content"]
     if one in NATIVE:
         assert (message["role"], message["tool_call_id"], message["name"]) == ("tool", call.id, "say")

@@ -24,9 +24,9 @@ import requests
 import urllib3
 
 from agentfly.agents import invocation
-from agentfly.agents.tool import tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import (
+from agentfly.core.errors import (
     AcquireTimeout,
     PrerequisiteError,
     ResourceDied,
@@ -37,7 +37,7 @@ from agentfly.errors import (
     UnknownTool,
     UsageError,
 )
-from agentfly.trajectory import Failure
+from agentfly.core.trajectory import Failure
 
 if TYPE_CHECKING:
     pass
@@ -197,7 +197,7 @@ async def test_a_far_side_that_breaks_off_is_an_outage_whoever_asks_it(answer: b
 def test_no_client_is_imported_to_know_its_exceptions() -> None:
     """In a process of its own, since this one has them all."""
     program = (
-        "import sys; from agentfly.agents.outage import outage_in; outage_in(ValueError('x'));"
+        "import sys; from agentfly.agents.transient_errors import outage_in; outage_in(ValueError('x'));"
         "print(*{'aiohttp', 'requests', 'urllib3', 'grpc', 'openai', 'botocore'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -291,7 +291,7 @@ async def test_a_typed_failure_comes_out_as_it_was_raised(error: Exception, cont
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invocation, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(invocation, "FIRST_RETRY_DELAY_S", 0.001)
 
 
 class Flaky:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentfly.agents.excerpt import TokenCutter, cut_by_characters
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ToolDefinitionError, ToolError
-from agentfly.images import Image
+from agentfly.core.errors import ToolDefinitionError, ToolError
+from agentfly.core.messages import Image
+from agentfly.core.truncation import TokenTruncator, truncate_by_characters
 
 numpy = pytest.importorskip("numpy", reason="comes with the extra 'train'")
 Pillow = pytest.importorskip("PIL.Image", reason="pip install pillow")
@@ -92,7 +92,7 @@ def parts(text: str) -> tuple[str, int, str]:
 
 @pytest.mark.parametrize("text", ["abc", "", "x" * 20, "é" * 10])
 def test_what_fits_stays_as_it_is(text: str) -> None:
-    assert TokenCutter(Bytes())(text, 20) == text
+    assert TokenTruncator(Bytes())(text, 20) == text
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 50])
@@ -100,7 +100,7 @@ def test_what_fits_stays_as_it_is(text: str) -> None:
     "text", ["x" * 1000, "aé𝄞" * 400, "\ufffd" * 90, "word " * 300], ids=["ascii", "unicode", "unknown", "words"]
 )
 def test_what_is_longer_keeps_head_and_tail_within_the_limit(text: str, limit: int) -> None:
-    head, left_out, tail = parts(TokenCutter(Bytes())(text, limit))
+    head, left_out, tail = parts(TokenTruncator(Bytes())(text, limit))
     assert text.startswith(head)
     assert text.endswith(tail)
     assert len(head) + left_out + len(tail) == len(text)
@@ -115,7 +115,7 @@ class Lossy(Bytes):
 
 
 def test_a_tokenizer_that_does_not_give_texts_back_is_good_enough_to_count_with() -> None:
-    head, _, tail = parts(TokenCutter(Lossy())("abc" * 1000, 60))
+    head, _, tail = parts(TokenTruncator(Lossy())("abc" * 1000, 60))
     assert ("abc" * 1000).startswith(head)
     assert 40 < len(head + tail) <= 60
 
@@ -131,7 +131,7 @@ class Counted(Bytes):
 
 def test_a_very_long_text_costs_no_more_than_what_is_kept_of_it() -> None:
     coder = Counted()
-    TokenCutter(coder)("x" * 5_000_000, 100)
+    TokenTruncator(coder)("x" * 5_000_000, 100)
     assert coder.seen < 10_000
 
 
@@ -143,7 +143,7 @@ async def test_a_tool_says_how_many_tokens_of_it_the_model_is_given(context: Con
             raise ToolError("y" * 1000)
         return ["x" * 1000, PNG]
 
-    cut = TokenCutter(Bytes())
+    cut = TokenTruncator(Bytes())
     result = await dump.call({"fails": False}, context, cut=cut)
     assert result.observation == "xxxxx\n[... 990 characters left out ...]\nxxxxx"
     assert result.images == (PNG,)  # the text is cut, and its image stays with it
@@ -153,5 +153,5 @@ async def test_a_tool_says_how_many_tokens_of_it_the_model_is_given(context: Con
 
 
 def test_without_a_tokenizer_four_characters_count_as_one() -> None:
-    assert cut_by_characters("x" * 40, 10) == "x" * 40
-    assert parts(cut_by_characters("x" * 41, 10)) == ("x" * 20, 1, "x" * 20)
+    assert truncate_by_characters("x" * 40, 10) == "x" * 40
+    assert parts(truncate_by_characters("x" * 41, 10)) == ("x" * 20, 1, "x" * 20)

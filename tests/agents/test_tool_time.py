@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from agentfly.agents.tool import tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ToolTimeout
+from agentfly.core.errors import ToolTimeout
 
 speaker: contextvars.ContextVar[str] = contextvars.ContextVar("speaker", default="nobody")
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from agentfly.agents.excerpt import TokenCutter
-from agentfly.agents.tool import tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.truncation import TokenTruncator
 
 HOME = Path(__file__).parents[2] / ".test-tokenizers"
 NO_OBJECTS = {"CohereForAI-c4ai-command-r-plus-tool_use.jinja"}
@@ -132,7 +132,7 @@ TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=20)), max_size=120).map("".j
 def test_what_is_left_of_a_text_has_so_many_tokens_and_is_its_head_and_tail(family: str, text: str, limit: int) -> None:
     tokenizer = coder(family)
     text = text.encode(errors="replace").decode()
-    shown = TokenCutter(tokenizer)(text, limit)
+    shown = TokenTruncator(tokenizer)(text, limit)
     if shown == text:
         assert len(tokenizer.encode_text(text)) <= limit
         return
@@ -149,6 +149,6 @@ def test_what_is_left_of_a_text_has_so_many_tokens_and_is_its_head_and_tail(fami
 def test_most_of_what_is_allowed_is_kept(family: str) -> None:
     tokenizer = coder(family)
     text = "".join(f"{number}: the quick brown fox, l'été, 语言 and 12345.678\n" for number in range(2000))
-    head, _, rest = TokenCutter(tokenizer)(text, 1000).partition("\n[... ")
+    head, _, rest = TokenTruncator(tokenizer)(text, 1000).partition("\n[... ")
     kept = len(tokenizer.encode_text(head)) + len(tokenizer.encode_text(rest.partition("...]\n")[2]))
     assert 980 <= kept <= 1000

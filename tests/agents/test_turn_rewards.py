@@ -10,8 +10,8 @@ import pytest
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError, RewardError
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.core.errors import RewardDefinitionError, RewardError
+from agentfly.core.trajectory import Trajectory, Turn
 
 
 @pytest.fixture

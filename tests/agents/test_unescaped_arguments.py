@@ -13,11 +13,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.code_block import CodeBlockFormat
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.registry import tool_call_format
-from agentfly.errors import InvalidArguments
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import InvalidArguments
+from agentfly.formats.toolcalls.code_block import CodeBlockFormat
+from agentfly.formats.toolcalls.registry import tool_call_format
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 from tests.support.scale import scaled
 
 

@@ -12,11 +12,11 @@ import pytest
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.weighted import weighted
+from agentfly.agents.weighted_reward import weighted
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError, RewardError
+from agentfly.core.errors import RewardDefinitionError, RewardError
+from agentfly.core.trajectory import Trajectory
 from agentfly.testing.fake_resource import FakeSpec
-from agentfly.trajectory import Trajectory
 
 
 @reward
@@ -78,8 +78,8 @@ def test_a_sum_needs_what_its_parts_need(trajectory: Trajectory) -> None:
     box, shop = FakeSpec(name="box"), FakeSpec(name="shop")
     first = reward(name="first", resources=[box, shop])(lambda response: 1.0)
     second = reward(name="second", resources=lambda task: [shop])(lambda response: 1.0)
-    assert weighted({first: 1, second: 1, correct: 1}).needs(trajectory.task) == (box, shop)
-    assert weighted({correct: 1}).needs(trajectory.task) == ()
+    assert weighted({first: 1, second: 1, correct: 1}).resources_for(trajectory.task) == (box, shop)
+    assert weighted({correct: 1}).resources_for(trajectory.task) == ()
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import BaseModel
 
-from agentfly.agents.tool import Tool, ToolResult, tool
+from agentfly.agents.tool_decorator import Tool, ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import (
-    ToolCrashed,
-    ToolDefinitionError,
-)
+from agentfly.core.errors import ToolCrashed, ToolDefinitionError
 
 if TYPE_CHECKING:
     pass

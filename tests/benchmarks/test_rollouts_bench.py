@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from agentfly.benchmarks.rollouts import measure
-from agentfly.benchmarks.rollouts.latency import LogNormal, Uniform
-from agentfly.benchmarks.rollouts.table import render
-from agentfly.benchmarks.rollouts.workload import WORKLOADS, Plan, Pool, Workload
-from agentfly.errors import ConfigError
+from agentfly.benchmarks.rollouts.measure import render
+from agentfly.benchmarks.rollouts.workload import WORKLOADS, LogNormal, RolloutPlan, SandboxPool, Uniform, Workload
+from agentfly.core.errors import ConfigError
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 SMALL = Workload("S", 6, (1, 4), Uniform(0.1, 0.2), Uniform(0.01, 0.3), Uniform(0.01, 0.02), target=0.9)
@@ -34,27 +33,27 @@ def test_a_latency_never_passes_its_cap_and_half_of_it_is_below_the_median():
 
 
 def test_the_best_time_without_a_pool_is_that_of_the_longest_rollout():
-    plans = [Plan((1.0, 2.0), (0.5,), (False,), 0.25), Plan((1.0,), (), (), 0.25)]
+    plans = [RolloutPlan((1.0, 2.0), (0.5,), (False,), 0.25), RolloutPlan((1.0,), (), (), 0.25)]
     assert SMALL.best_seconds(plans) == 3.75
 
 
 def test_the_best_time_through_a_pool_serves_in_order_starts_as_asked_and_hands_on_at_once():
-    one = Plan((1.0, 1.0), (2.0,), (False,), 0.0)
-    workload = replace(SMALL, pool=Pool(2, 0.5))
+    one = RolloutPlan((1.0, 1.0), (2.0,), (False,), 0.0)
+    workload = replace(SMALL, pool=SandboxPool(2, 0.5))
     assert workload.best_seconds([one, one]) == 1.0 + 0.5 + 3.0
     assert workload.best_seconds([one, one, one]) == 1.0 + 0.5 + 3.0 + 3.0
-    late = Plan((5.0, 1.0), (2.0,), (False,), 0.0)
+    late = RolloutPlan((5.0, 1.0), (2.0,), (False,), 0.0)
     assert workload.best_seconds([one, late]) == 5.0 + 3.0  # no start is waited for: the first one's is back by then
 
 
-@pytest.mark.parametrize("pool", [None, Pool(2, 0.5)], ids=["alone", "through a pool"])
+@pytest.mark.parametrize("pool", [None, SandboxPool(2, 0.5)], ids=["alone", "through a pool"])
 def test_where_nothing_costs_time_a_workload_takes_the_best_possible_time(pool):
     workload = replace(SMALL, pool=pool)
     plans = workload.plans()
 
     async def seconds() -> float:
         clock = asyncio.get_running_loop().time
-        async with measure.open_runner(workload, plans, measure.TimedModel(plans), measure.EventStream()) as runner:
+        async with measure.open_runner(workload, plans, measure.TimedPolicy(plans), measure.EventStream()) as runner:
             started = clock()
             await runner.collect(measure.tasks_of(plans), label="virtual")
             return clock() - started
@@ -64,9 +63,9 @@ def test_where_nothing_costs_time_a_workload_takes_the_best_possible_time(pool):
 
 @pytest.mark.slow
 def test_the_bench_makes_the_calls_that_are_needed_and_every_rollout_ends_as_planned(monkeypatch):
-    mixed = replace(SMALL, name="M", sync_share=0.5, pool=Pool(2, 0.05))
+    mixed = replace(SMALL, name="M", sync_share=0.5, pool=SandboxPool(2, 0.05))
     monkeypatch.setattr(measure, "WORKLOADS", (SMALL, mixed))
-    monkeypatch.setattr(measure.kb_per_rollout, "__defaults__", (64,))
+    monkeypatch.setattr(measure.memory_kb_per_rollout, "__defaults__", (64,))
     result = json.loads(json.dumps(measure.run_rollouts_bench(repeats=2)))
     rows = result["workloads"]
     assert [row["workload"] for row in rows] == ["S", "M"]

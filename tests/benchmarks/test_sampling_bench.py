@@ -8,12 +8,12 @@ import json
 import pytest
 from rich.console import Console
 
-from agentfly.benchmarks.sampling import Conversations, render, run_sampling_bench
+from agentfly.benchmarks.sampling import SamplingWorkload, render, run_sampling_bench
 
 
 @pytest.mark.slow
 def test_the_bench_compares_many_rollouts_with_one_and_with_a_static_batch():
-    result = json.loads(json.dumps(run_sampling_bench("tiny", Conversations(4, 2, prompt=8, sampled=8, answer=4))))
+    result = json.loads(json.dumps(run_sampling_bench("tiny", SamplingWorkload(4, 2, prompt=8, sampled=8, answer=4))))
     assert all(speed > 0 for speed in result["tokens_per_second"].values())
     console = Console(file=io.StringIO(), width=120)
     console.print(render(result))

@@ -13,15 +13,15 @@ import yaml
 
 from agentfly.benchmarks.studies import figures
 from agentfly.benchmarks.studies.catalog import STUDIES
-from agentfly.benchmarks.studies.findings import Findings
+from agentfly.benchmarks.studies.findings import StudyResults
 from agentfly.benchmarks.studies.picture import draw
 from agentfly.benchmarks.studies.run_study import RunFailed, StudyRun, run_study, study_runs
-from agentfly.benchmarks.studies.spread import Spread
+from agentfly.benchmarks.studies.spread import SeedSpread
 from agentfly.benchmarks.studies.study import Arm, Curve, Figure, Study
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +88,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize("shipped", STUDIES.values(), ids=STUDIES)
 def test_every_arm_of_the_shipped_studies_is_a_configuration_that_can_be_followed(shipped):
     for arm in shipped.arms:
-        experiment = Experiment.of(load_config(shipped.config_file, [*shipped.words, *arm.words]))
+        experiment = Experiment.load(load_config(shipped.config_file, [*shipped.words, *arm.words]))
         assert experiment.tasks
         assert experiment.oracle is not None
 
@@ -119,18 +119,18 @@ def test_a_metric_that_a_run_does_not_have_gives_no_figure(tmp_path):
 
 
 def test_the_interval_of_a_mean_is_that_of_students_t():
-    spread = Spread.of([0.7, 0.8, 0.9])
+    spread = SeedSpread.of([0.7, 0.8, 0.9])
     assert (spread.low, spread.high, spread.count) == (0.7, 0.9, 3)
     assert spread.mean == pytest.approx(0.8)
     assert spread.margin == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-4)
     for count, quantile in ((11, 2.228), (60, 2.001)):
         values = [float(number % 2) for number in range(count)]
-        assert Spread.of(values).margin == pytest.approx(quantile * stdev(values) / count**0.5, rel=1e-3)
-    assert Spread.of([0.5]).margin is None
+        assert SeedSpread.of(values).margin == pytest.approx(quantile * stdev(values) / count**0.5, rel=1e-3)
+    assert SeedSpread.of([0.5]).margin is None
 
 
 def test_findings_lay_the_arms_beside_one_another_and_say_how_many_runs_have_a_figure(tmp_path):
-    findings = Findings.of(study(), finished_runs(tmp_path))
+    findings = StudyResults.of(study(), finished_runs(tmp_path))
     table = findings.as_markdown().split("\n")
     assert table[0] == "| arm | success | steps to 50% |"
     assert table[2] == "| the one | 75% (60% to 90%) | 2 (2 to 2) |"

@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from agentfly.benchmarks.training.measure import TURNS, compare, render, run_side, run_training_bench
 from agentfly.benchmarks.training.own_side import measure
-from agentfly.benchmarks.training.work import Side, TrainingWork
+from agentfly.benchmarks.training.work import SideResult, TrainingWorkload
 from agentfly.cli.bench import app
-from agentfly.errors import AgentFlyError, PrerequisiteError
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import AgentFlyError, PrerequisiteError
+from agentfly.policies.catalog import resolve_model
 
-SMALL = TrainingWork(tasks=2, attempts=2, words=4, sampled=5, warmup=1, steps=2)
+SMALL = TrainingWorkload(tasks=2, attempts=2, words=4, sampled=5, warmup=1, steps=2)
 TRL = Path(__file__).parents[2] / ".venv-trl"
 
 
-def _own(work: TrainingWork) -> Side:
-    return measure(work.specification(str(find_model("tiny")), threads=1))
+def _own(work: TrainingWorkload) -> SideResult:
+    return measure(work.specification(str(resolve_model("tiny")), threads=1))
 
 
 def _stand_in(directory: Path, prints: str, code: int = 0) -> Path:
@@ -52,7 +52,7 @@ def test_an_environment_that_is_not_there_is_missed_before_anything_is_measured(
 
 
 def test_what_the_two_sides_measured_is_set_against_each_other():
-    own = Side([2.0, 2.0], [4.0, 4.0], [100, 100], [500, 500], 300.0, {})
+    own = SideResult([2.0, 2.0], [4.0, 4.0], [100, 100], [500, 500], 300.0, {})
     other = replace(own, step_seconds=[3.0, 5.0], step_cpu_seconds=[6.0, 6.0], peak_mib=600.0)
     ratios = compare(own, other)
     assert (ratios["speedup"], ratios["speedup_by_cpu"], ratios["memory"]) == (2.0, 1.5, 0.5)
@@ -61,7 +61,7 @@ def test_what_the_two_sides_measured_is_set_against_each_other():
 
 
 def test_a_side_tells_what_it_measured_in_its_last_line_or_why_it_failed(tmp_path):
-    side = Side([1.0], [1.0], [20], [50], 1.0, {"trl": "stand-in"})
+    side = SideResult([1.0], [1.0], [20], [50], 1.0, {"trl": "stand-in"})
     told = f"Training …\n{json.dumps(asdict(side))}"
     assert run_side("trl", [str(_stand_in(tmp_path / "good", told) / "bin" / "python")], {}) == side
     with pytest.raises(AgentFlyError, match="no module named trl"):

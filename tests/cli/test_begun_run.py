@@ -9,12 +9,11 @@ from typing import Literal
 import pytest
 import yaml
 
-from agentfly.cli.begun_run import begun_run
+from agentfly.cli.command_run import CommandRun, save_config_on_start
 from agentfly.cli.config_file import RunConfig
-from agentfly.cli.kept_run import KeptRun
-from agentfly.errors import PrerequisiteError
-from agentfly.events import EventStream, TrainingStarted
-from agentfly.run_directory import RunDirectory
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.events import EventStream, TrainingStarted
+from agentfly.core.run_directory import RunDirectory
 
 CONFIG = RunConfig(agent="here.py:agent", tasks="tasks.jsonl")
 
@@ -26,7 +25,7 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
     run, events = RunDirectory(tmp_path / "my run").ensure(), EventStream()
 
     def begin() -> None:
-        with begun_run(CONFIG, None, events, command="sft", sources="runs/oracle"):
+        with save_config_on_start(CONFIG, None, events, command="sft", sources="runs/oracle"):
             where = {"run_dir": str(run.path), "model": "tiny", "dtype": "float32", "device": "cpu"}
             events.emit(TrainingStarted(steps=2, start_step=0, **where))
             raise stopped_by
@@ -41,7 +40,10 @@ def test_a_run_whose_configuration_cannot_be_kept_does_not_begin(tmp_path: Path)
     run, events = RunDirectory(tmp_path).ensure(), EventStream()
     run.config_file.mkdir()
     begun = TrainingStarted(run_dir=str(tmp_path), model="tiny", dtype="", device="cpu", steps=2, start_step=0)
-    with begun_run(CONFIG, None, events, command="train"), pytest.raises(PrerequisiteError, match=r"config\.yaml"):
+    with (
+        save_config_on_start(CONFIG, None, events, command="train"),
+        pytest.raises(PrerequisiteError, match=r"config\.yaml"),
+    ):
         events.emit(begun)
 
 
@@ -49,11 +51,11 @@ def test_a_run_whose_configuration_cannot_be_kept_does_not_begin(tmp_path: Path)
 def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Literal["eval", "rollout"]
 ) -> None:
-    kept = KeptRun(CONFIG.model_copy(update={"run_dir": str(tmp_path / "it's a run")}), 0, command, None)
+    kept = CommandRun(CONFIG.model_copy(update={"run_dir": str(tmp_path / "it's a run")}), 0, command, None)
     run = RunDirectory(tmp_path / "it's a run")
 
     def stopped() -> None:
-        with kept.directory(command):
+        with kept.open_directory(command):
             run.trajectories_file(0, command).touch()
             raise KeyboardInterrupt
 
@@ -64,6 +66,6 @@ def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
 
 
 def test_a_new_run_that_is_stopped_before_it_has_begun_names_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), begun_run(CONFIG, None, EventStream(), command="train"):
+    with pytest.raises(KeyboardInterrupt), save_config_on_start(CONFIG, None, EventStream(), command="train"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""

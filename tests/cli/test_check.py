@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentfly.cli import main as cli
-from agentfly.cli.kept_run import KeptRun
-from agentfly.run_directory import RunDirectory
-from agentfly.trajectory import load_trajectories
+from agentfly.cli.command_run import CommandRun
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 
 PROJECT = '''
 from typing import Annotated
@@ -159,10 +159,10 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_whoever_stops_a_run_is_told_how_to_go_on_and_one_in_which_nothing_finished_leaves_nothing(capsys, error):
-    kept = KeptRun.of("rollout", Path("config.yaml"), ["run_dir=runs/mine"], None, None)
+    kept = CommandRun.parse("rollout", Path("config.yaml"), ["run_dir=runs/mine"], None, None)
 
     def stop(finished):
-        with kept.directory("rollout") as run:
+        with kept.open_directory("rollout") as run:
             if finished:
                 run.trajectories_file(0, "rollout").write_text("{}\n")
             raise error

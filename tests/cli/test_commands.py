@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
-from agentfly.trajectory import load_trajectories
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 
 PROJECT = '''
 import agentfly as af
@@ -209,8 +209,8 @@ class NotInstalled:
 
 sys.meta_path.insert(0, NotInstalled())
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError
-from agentfly.testing.far_side import FarSide, says
+from agentfly.core.errors import ConfigError
+from agentfly.testing.fake_openai_server import FarSide, says
 
 async def serve():
     async with FarSide() as far_side:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
-from agentfly.trajectory import FinishReason, Trajectory, save_trajectories
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason, Trajectory, save_trajectories
 
 
 def evaluation(run: RunDirectory, step: int, *rewards: float | None) -> Path:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.cli.config_file import PolicyConfig, RunConfig, VLLMConfig, load_config, save_config
-from agentfly.errors import ConfigError
+from agentfly.cli.config_file import EndpointConfig, RunConfig, VLLMConfig, load_config, save_config
+from agentfly.core.errors import ConfigError
 from agentfly.training.advantages import ALGORITHMS
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.losses import LOSSES
@@ -102,7 +102,7 @@ def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
             "policy:\n  kind: vllm\n  servers: 2\n  server: {dtype: float32}\n",
             VLLMConfig(servers=2, server={"dtype": "float32"}),
         ),
-        ("policy:\n  base_url: http://localhost:1/v1\n", PolicyConfig(base_url="http://localhost:1/v1")),
+        ("policy:\n  base_url: http://localhost:1/v1\n", EndpointConfig(base_url="http://localhost:1/v1")),
     ],
 )
 def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):

@@ -6,8 +6,8 @@ import importlib.metadata
 
 import pytest
 
-from agentfly.cli.doctor import Verdict, mcp_servers
-from agentfly.installation import install_command
+from agentfly.cli.doctor import CheckStatus, mcp_servers
+from agentfly.core.installation import install_command
 
 
 def version(name: str) -> str:
@@ -19,7 +19,7 @@ def version(name: str) -> str:
 def test_the_doctor_says_how_to_get_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
     finding = mcp_servers()
-    assert (finding.verdict, finding.found) == (Verdict.NOTE, "without mcp")
+    assert (finding.verdict, finding.found) == (CheckStatus.NOTE, "without mcp")
     assert install_command("mcp") in finding.cure
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.cli.doctor import Verdict, model_servers
+from agentfly.cli.doctor import CheckStatus, model_servers
 
 
 def interpreter(directory: Path, answer: str) -> str:
@@ -21,7 +21,7 @@ def test_the_version_and_the_interpreter_are_told(tmp_path: Path, monkeypatch: p
     python = interpreter(tmp_path, "echo 9.8.7")
     monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", python)
     finding = model_servers()
-    assert finding.verdict is Verdict.OK
+    assert finding.verdict is CheckStatus.OK
     assert "9.8.7" in finding.found
     assert python in finding.found
 
@@ -29,6 +29,6 @@ def test_the_version_and_the_interpreter_are_told(tmp_path: Path, monkeypatch: p
 def test_without_vllm_the_cure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", interpreter(tmp_path, "exit 3"))
     finding = model_servers()
-    assert finding.verdict is Verdict.NOTE
+    assert finding.verdict is CheckStatus.NOTE
     assert "has no vLLM" in finding.found
     assert "pip install vllm" in finding.cure

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfly.cli.field_list import field_called, field_groups, nearest_field
+from agentfly.cli.config_fields import field_groups, find_field, nearest_field
 from agentfly.training.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_the_guides_tables_are_those_of_the_fields():
     ],
 )
 def test_a_field_is_known_by_the_end_of_its_key(name, meant):
-    assert field_called(name) == meant
+    assert find_field(name) == meant
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.cli.project import FILES, TEMPLATE, module_name, new_project
-from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
+from agentfly.cli.init import FILES, TEMPLATE, module_name, new_project
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
 from agentfly.viewing.report import RunSummary
 
 
@@ -52,8 +52,8 @@ def test_a_project_is_written_under_its_own_name(tmp_path):
         text = path.read_text()
         assert "my_task" not in text
         assert "my-task" not in text
-    experiment = Experiment.of(load_config(tmp_path / "look-up" / "config.yaml"))
-    experiment.require_definitions([*experiment.tasks, *experiment.eval_tasks])
+    experiment = Experiment.load(load_config(tmp_path / "look-up" / "config.yaml"))
+    experiment.check_definitions([*experiment.tasks, *experiment.eval_tasks])
     assert experiment.oracle is not None
 
 

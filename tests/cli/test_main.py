@@ -10,8 +10,8 @@ import pytest
 
 from agentfly import __version__
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError, PrerequisiteError, ResourceError
-from agentfly.installation import install_command
+from agentfly.core.errors import ConfigError, PrerequisiteError, ResourceError
+from agentfly.core.installation import install_command
 
 
 @pytest.fixture
@@ -119,9 +119,12 @@ def test_doctor_as_json_is_json(agentfly):
 
 
 def test_doctor_says_what_is_missing_and_how_to_get_it_and_exits_with_1(agentfly, monkeypatch):
-    from agentfly.cli.doctor import Finding, Verdict
+    from agentfly.cli.doctor import CheckStatus, MachineCheck
 
-    findings = [Finding("a", Verdict.OK, "here"), Finding("b", Verdict.MISSING, "not here", "install b")]
+    findings = [
+        MachineCheck("a", CheckStatus.OK, "here"),
+        MachineCheck("b", CheckStatus.MISSING, "not here", "install b"),
+    ]
     monkeypatch.setattr("agentfly.cli.doctor.diagnose", lambda: iter(findings))
     code, out, _ = agentfly("doctor")
     assert code == 1

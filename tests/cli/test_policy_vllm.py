@@ -9,22 +9,22 @@ import pytest
 import agentfly as af
 from agentfly.cli.config_file import RunConfig, VLLMConfig
 from agentfly.cli.experiment import Experiment
-from agentfly.errors import ConfigError
-from agentfly.events import EventStream
-from agentfly.testing.vllm_stand_in import StandInVLLM
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import EventStream
+from agentfly.testing.vllm_stand_in import FakeVLLMServer
 
 
 def experiment(directory: Path, **settings) -> Experiment:
     (directory / "vllm_agent.py").write_text("import agentfly as af\nagent = af.Agent(model='tiny')\n")
     (directory / "tasks.jsonl").write_text('{"prompt": "hello"}\n')
     policy = VLLMConfig(**settings)
-    return Experiment.of(
+    return Experiment.load(
         RunConfig(agent="vllm_agent.py:agent", tasks="tasks.jsonl", policy=policy, directory=str(directory))
     )
 
 
 async def test_rollouts_are_sampled_by_the_servers_that_it_names(tmp_path):
-    async with StandInVLLM() as server:
+    async with FakeVLLMServer() as server:
         configured = experiment(tmp_path, urls=(server.url,))
         async with configured.runner_settings(EventStream()) as settings:
             assert isinstance(settings["policy"], af.VLLMPolicy)

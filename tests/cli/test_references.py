@@ -7,8 +7,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from agentfly.cli.references import load_reference
-from agentfly.errors import ConfigError, ToolDefinitionError
+from agentfly.core.errors import ConfigError, ToolDefinitionError
+from agentfly.core.references import load_reference
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_a_reference_that_names_nothing_is_told_with_the_field(tmp_path, referen
 
 def test_what_the_users_module_finds_wrong_with_itself_comes_through(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from agentfly.errors import ToolDefinitionError\nraise ToolDefinitionError('no')\n"
+        "from agentfly.core.errors import ToolDefinitionError\nraise ToolDefinitionError('no')\n"
     )
     with pytest.raises(ToolDefinitionError, match="no"):
         load("mine.py:agent", tmp_path)

@@ -9,8 +9,8 @@ import pytest
 
 import agentfly as af
 from agentfly.cli import main as cli
-from agentfly.run_directory import RunDirectory
-from agentfly.trajectory import load_trajectories, save_trajectories
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories, save_trajectories
 
 REWARDS = """
 import agentfly as af

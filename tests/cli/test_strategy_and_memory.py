@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfly.agents.memory.window import Window
+from agentfly.agents.memory import Window
 from agentfly.cli import main as cli
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
-from agentfly.trajectory import load_trajectories
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 
 PROJECT = '''
 import agentfly as af
-from agentfly.agents.toolcalls.action import ActionFormat
-from agentfly.messages import ToolCall
+from agentfly.formats.toolcalls.action import ActionFormat
+from agentfly.core.messages import ToolCall
 
 class Insistent(ActionFormat):
     """Takes every turn for a call, so that an untrained model has rollouts of several turns."""
@@ -71,7 +71,7 @@ def config(tmp_path, monkeypatch) -> Path:
 
 def test_the_memory_of_a_configuration_replaces_the_agents_own(config):
     def experiment(*words):
-        return Experiment.of(load_config(config, words))
+        return Experiment.load(load_config(config, words))
 
     plain = experiment()
     windowed = experiment("memory.kind=window", "memory.turns=2", "training.strategy=step")
@@ -84,7 +84,7 @@ def test_the_memory_of_a_configuration_replaces_the_agents_own(config):
 
 
 def test_a_model_of_the_configuration_is_that_of_the_subagents_too(config):
-    agent = Experiment.of(load_config(config, ["model=other"])).agent
+    agent = Experiment.load(load_config(config, ["model=other"])).agent
     assert [one.model for one in (agent, *agent.subagents)] == ["other", "other"]
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import agentfly as af
 from agentfly.cli import main as cli
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories, save_trajectories
 from agentfly.policies.load import load_policy
-from agentfly.run_directory import RunDirectory
-from agentfly.trajectory import load_trajectories, save_trajectories
 
 
 @pytest.fixture

@@ -7,22 +7,22 @@ import pytest
 
 import agentfly as af
 from agentfly.contexts.context import Context
-from agentfly.errors import (
+from agentfly.core.errors import (
     AcquireTimeout,
     DeadlockBroken,
-    LeaseOver,
+    LeaseExpired,
     ResourceError,
     ResourceStartError,
     RewardError,
     ToolTimeout,
     UsageError,
 )
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.registry import register
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.kind import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory, Turn
 
 
 class Box(Resource):
@@ -494,9 +494,9 @@ async def test_what_a_tool_kept_of_a_resource_reaches_nothing_once_its_rollout_h
     kept = await first.acquire(spec)
     await first.close()
     box = await second.acquire(spec)
-    with pytest.raises(LeaseOver, match=r"by r0.* is over"):
+    with pytest.raises(LeaseExpired, match=r"by r0.* is over"):
         kept.contents.append("of the first")
-    with pytest.raises(LeaseOver):
+    with pytest.raises(LeaseExpired):
         kept.contents = ["of the first"]
     assert box.contents == []
 
@@ -578,7 +578,7 @@ async def test_what_was_declared_is_got_together_at_the_first_acquire_of_one_of_
     box, tool = BoxSpec(capacity=1), BoxSpec(capacity=1, colour="blue")
     first, second = context(engine, "r0"), context(engine, "r1")
     for one in (first, second):
-        one.declare([box, tool])
+        one.declare_resources([box, tool])
     await first.acquire(tool)
     assert {pool.instances[0].owners[0][:2] for pool in engine.snapshot().pools} == {"r0"}
     waiting = asyncio.create_task(second.acquire(tool))
@@ -592,7 +592,7 @@ async def test_what_was_declared_is_got_together_at_the_first_acquire_of_one_of_
 async def test_what_was_not_declared_is_got_alone(engine):
     box, other = BoxSpec(capacity=1), BoxSpec(capacity=1, colour="blue")
     first = context(engine)
-    first.declare([box])
+    first.declare_resources([box])
     await first.acquire(other)
     assert [pool.spec for pool in engine.snapshot().pools] == [repr(other)]
 
@@ -600,7 +600,7 @@ async def test_what_was_not_declared_is_got_alone(engine):
 async def test_what_was_declared_for_one_rollout_alone_cannot_be_shared(engine):
     box = BoxSpec()
     first = context(engine)
-    first.declare([box])
+    first.declare_resources([box])
     with pytest.raises(UsageError, match="what is shared is not declared"):
         await first.acquire(box, scope="global")
     async with first.lease(box) as extra:  # a further one for a block is no contradiction

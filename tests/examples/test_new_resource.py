@@ -15,7 +15,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "new-resource.md"
 USE = """
 import asyncio, sys
 from sites import SiteSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 
 async def main():
     async with ResourceEngine() as engine:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentfly.gateway.endpoint import RolloutEndpoint
 from agentfly.gateway.gateway import Gateway
+from agentfly.gateway.rollout_registry import RolloutEndpoint
 from agentfly.policies.scripted import ScriptedPolicy
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -87,6 +87,6 @@ def call() -> str:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams begin soon, and chat templates are proved for few turns."""
-    monkeypatch.setattr("agentfly.gateway.http.EARLY_S", 0.05)
-    monkeypatch.setattr("agentfly.gateway.http.PING_S", 0.05)
-    monkeypatch.setattr("agentfly.gateway.model_codec.LONGEST", 4)
+    monkeypatch.setattr("agentfly.gateway.http_server.STREAM_HEADER_DELAY_S", 0.05)
+    monkeypatch.setattr("agentfly.gateway.http_server.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("agentfly.gateway.request_codec.EXPECTED_MAX_TURNS", 4)

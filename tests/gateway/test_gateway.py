@@ -11,11 +11,11 @@ import pytest
 from openai import APIStatusError
 
 import agentfly as af
-from agentfly.errors import ChatFormatError, UsageError
+from agentfly.core.errors import ChatFormatError, UsageError
+from agentfly.core.tokens import Origin
 from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
-from agentfly.tokens import Origin
-from agentfly.training.rows import rows_from_trajectories, untrainable_cause
+from agentfly.training.rows import exclusion_cause, rows_from_trajectories
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 ANSWER = "It is 3."
@@ -223,7 +223,7 @@ class Unhurried(ScriptedPolicy):
         finally:
             self.running -= 1
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         super().forget(rollout_id)
         self.forgotten.append(rollout_id)
 
@@ -273,7 +273,7 @@ async def test_a_rollout_that_is_finished_ends_what_runs_in_it(serving_any: Any)
             with pytest.raises(APIStatusError) as caught:
                 await call
             assert (caught.value.status_code, caught.value.code) == (409, "finished")
-    assert (policy.aborted, trajectory.turns, untrainable_cause(trajectory)) == (1, [], "infrastructure")
+    assert (policy.aborted, trajectory.turns, exclusion_cause(trajectory)) == (1, [], "infrastructure")
     assert "r.0" in policy.forgotten
 
 
@@ -368,10 +368,10 @@ async def test_where_the_template_knows_no_tools_a_system_message_tells_of_them(
 class NoTools(ByteTokenizer):
     """Of a model whose chat template knows of the user and the assistant, and of nobody else."""
 
-    def render(self, messages: Any, **more: Any) -> str:
+    def apply_chat_template(self, messages: Any, **more: Any) -> str:
         if {"tool", "system"} & {message["role"] for message in messages}:
             raise ChatFormatError("only user and assistant")
-        return super().render(messages, add_generation_prompt=more.get("add_generation_prompt", False))
+        return super().apply_chat_template(messages, add_generation_prompt=more.get("add_generation_prompt", False))
 
 
 async def test_a_model_whose_template_knows_no_tools_is_offered_them_all_the_same(

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentfly.gateway.access import matches, presented_key
+from agentfly.gateway.auth import bearer_token, is_same_key
 from agentfly.policies.scripted import ScriptedPolicy
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -153,8 +153,8 @@ async def test_an_endpoint_is_told_to_a_program_by_its_environment_and_does_not_
 
 
 def test_a_key_is_read_from_one_header_of_its_scheme() -> None:
-    assert presented_key(["Bearer abc"]) == presented_key(["bearer  abc "]) == "abc"
-    assert presented_key([]) == presented_key(["abc"]) == presented_key(["Bearer abc", "Bearer abc"]) == ""
-    assert not matches("", "key")
-    assert not matches("k\udceay", "key")
-    assert matches("key", "key")
+    assert bearer_token(["Bearer abc"]) == bearer_token(["bearer  abc "]) == "abc"
+    assert bearer_token([]) == bearer_token(["abc"]) == bearer_token(["Bearer abc", "Bearer abc"]) == ""
+    assert not is_same_key("", "key")
+    assert not is_same_key("k\udceay", "key")
+    assert is_same_key("key", "key")

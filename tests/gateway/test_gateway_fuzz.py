@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import agentfly as af
 import agentfly.policies
-from agentfly.agents.toolcalls.registry import tool_call_format
+from agentfly.core.tokens import Origin
+from agentfly.core.trajectory import trajectory_json_line
+from agentfly.formats.toolcalls.registry import tool_call_format
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.tokens import Origin
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import trajectory_line
 from tests.support.scale import scaled
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*"))
@@ -138,7 +138,7 @@ def require_exact(trajectory: af.Trajectory, turns: int) -> None:
     assert sorted(places) == sampled
     for turn in trajectory.turns:
         assert all(before < turn.index for before in turn.follows or ())
-    again = af.Trajectory.from_json(json.loads(trajectory_line(trajectory)))
+    again = af.Trajectory.from_json(json.loads(trajectory_json_line(trajectory)))
     assert again.to_json() == trajectory.to_json()
     if turns:
         assert trajectory.failure is None
@@ -147,7 +147,7 @@ def require_exact(trajectory: af.Trajectory, turns: int) -> None:
 
 def try_out(server: Server, content: bytes, *, follow: bool = False, headers: dict[str, str] | None = None) -> bool:
     """Send a request to a rollout of its own, and the same again; whether it was answered."""
-    end = server.opened(af.RolloutSampling(follow_program=True) if follow else None)
+    end = server.opened(af.RolloutSampling(honor_request=True) if follow else None)
     answers = [server.run(server.send(end, content, headers)) for _ in range(2)]
     answered = [require_sound(answer) for answer in answers]
     assert answered[0] == answered[1], [answer.text for answer in answers]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import agentfly as af
-from agentfly.gateway.session import Session
+from agentfly.core.trajectory import FinishReason
+from agentfly.gateway.session import ProgramSession
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.trajectory import FinishReason
 
 
 def request(end: Any, *texts: str, stream: bool) -> bytes:
@@ -132,13 +132,13 @@ async def test_a_program_that_stops_reading_a_stream_has_its_answer_on_the_recor
 ) -> None:
     """The answer is longer than what the connection holds, so it has arrived in part."""
     left: list[bool] = []
-    undelivered = Session.undelivered
+    undelivered = ProgramSession.mark_undelivered
 
-    def noting(session: Session, *args: Any, seen_in_part: bool) -> None:
+    def noting(session: ProgramSession, *args: Any, seen_in_part: bool) -> None:
         left.append(seen_in_part)
         undelivered(session, *args, seen_in_part=seen_in_part)
 
-    monkeypatch.setattr(Session, "undelivered", noting)
+    monkeypatch.setattr(ProgramSession, "mark_undelivered", noting)
     async with quiet(caplog, capfd), Gate(100_000) as policy, serving_any(policy) as (gateway, _):
         end = gateway.open("r")
         connection = socket.socket()

@@ -11,10 +11,10 @@ import pytest
 from openai import APIStatusError, BadRequestError
 
 import agentfly as af
-from agentfly.errors import ConfigError, PolicyError, UsageError
+from agentfly.core.errors import ConfigError, PolicyError, UsageError
 from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.training.rows import untrainable_cause
+from agentfly.training.rows import exclusion_cause
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 ANSWER = "It is 3."
@@ -110,10 +110,10 @@ async def test_a_policy_that_fails_spoils_the_rollout_unless_the_program_asks_ag
             if rollout_id == "mended":
                 await say(client(rollout_id), ASK)
         spoiled, mended = (gateway.finish(name, reward=1) for name in ("spoiled", "mended"))
-    assert untrainable_cause(spoiled) == "infrastructure"
+    assert exclusion_cause(spoiled) == "infrastructure"
     assert spoiled.failure is not None
     assert spoiled.failure.kind == "PolicyError"
-    assert untrainable_cause(mended) is None
+    assert exclusion_cause(mended) is None
 
 
 async def test_a_stream_that_fails_late_says_so_in_the_stream(serving: Any) -> None:
@@ -214,7 +214,7 @@ NO_NUMBERS = (
 async def test_the_end_of_a_rollout_is_answered_once_more_as_long_as_it_is_kept(
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentfly.gateway.http.KEPT_ANSWERS", 2)
+    monkeypatch.setattr("agentfly.gateway.http_server.KEPT_ANSWERS", 2)
     told: list[af.Trajectory] = []
     async with serving([], on_finish=told.append, key="sesame") as (gateway, _), httpx.AsyncClient() as http:
         http.headers.update(bearer("sesame"))
@@ -271,7 +271,7 @@ async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any
     assert (finished.task["answer"], finished.metrics) == (3, {"steps": 2.0})
     assert [one.rollout_id for one in told] == ["r.3", "r.5"]
     assert told[0].sequences == finished.sequences
-    assert untrainable_cause(af.Trajectory.from_json(broken)) == "infrastructure"
+    assert exclusion_cause(af.Trajectory.from_json(broken)) == "infrastructure"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 import agentfly as af
-from agentfly.gateway import exchange_tree
+from agentfly.core.trajectory import FinishReason
+from agentfly.gateway import call_tree
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
-from agentfly.trajectory import FinishReason
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 
@@ -68,13 +68,13 @@ class Counting(ByteTokenizer):
         self.at_a_time = self.most_at_a_time = 0
         self._lock = threading.Lock()
 
-    def render(self, messages: Any, **more: Any) -> str:
+    def apply_chat_template(self, messages: Any, **more: Any) -> str:
         with self._lock:
             self.at_a_time += 1
             self.most_at_a_time = max(self.most_at_a_time, self.at_a_time)
         try:
             self.renders[threading.current_thread()] += 1
-            text = super().render(messages, **more)
+            text = super().apply_chat_template(messages, **more)
             self.characters += len(text)
             return text
         finally:
@@ -108,7 +108,7 @@ async def test_a_request_of_very_many_values_is_refused_before_any_of_them_is_re
     async with policy, serving_any(policy) as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         program = Program(gateway, http)
         before = tokenizer.characters
-        monkeypatch.setattr("agentfly.gateway.chat_completions.request.ChatRequest.read", never)
+        monkeypatch.setattr("agentfly.gateway.chat_completions.requests.ChatCompletionRequest.read", never)
         assert "max_json_marks" in (await program.send(body)).text
     assert tokenizer.characters == before
 
@@ -149,13 +149,13 @@ async def test_finding_what_a_request_continues_takes_no_longer_for_a_long_recor
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Counter[str]()
-    inner = exchange_tree.same_message
+    inner = call_tree.same_message
 
     def counting(*messages: Any) -> bool:
         compared["messages"] += 1
         return inner(*messages)
 
-    monkeypatch.setattr(exchange_tree, "same_message", counting)
+    monkeypatch.setattr(call_tree, "same_message", counting)
     answers = Counter[str]()
 
     def script(prompt: str, turn: int) -> str:

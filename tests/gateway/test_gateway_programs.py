@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import PrerequisiteError
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.trajectory import load_trajectories
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import load_trajectories
 
 AGENT = r"""
 set -euo pipefail
@@ -81,7 +81,7 @@ def test_a_loop_of_bash_and_curl_is_trainable_as_it_stands(tmp_path: Path) -> No
         ("stock.1", "stock", 1),
     ]
     batch = rows_from_trajectories(trajectories)
-    assert (len(batch.rows), batch.left_out) == (2, {})
+    assert (len(batch.rows), batch.excluded) == (2, {})
     written = ScriptedPolicy([]).tokenizer.decode(batch.rows[0].ids)
     assert written.count("<|im_end|>") == 6
     assert "run: expr 40 + 2<|im_end|>\n<|im_start|>user\n42<|im_end|>\n" in written

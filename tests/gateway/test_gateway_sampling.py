@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, BadRequestError
 import agentfly as af
 from agentfly.policies.policy import SamplingParams
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.training.rows import rows_from_trajectories, untrainable_cause
+from agentfly.training.rows import exclusion_cause, rows_from_trajectories
 from agentfly.viewing.trajectory_text import trajectory_text
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -70,7 +70,7 @@ async def test_what_would_change_the_distribution_is_replaced_and_told(serving_a
         for parameter, value in CHANGING.items():
             assert await ask(client(parameter), stream, **{parameter: value}) == parameter
             trajectory = gateway.finish(parameter, reward=1.0)
-            assert untrainable_cause(trajectory) is None
+            assert exclusion_cause(trajectory) is None
             (note,) = trajectory.notes
             assert note.startswith(f"The program asked for {parameter}={value!r}")
             assert note in trajectory_text(trajectory).plain
@@ -95,8 +95,8 @@ async def test_a_rollouts_own_sampling_takes_the_place_of_the_gateways(serving_a
                 await ask(client, temperature=0.2)
         trained, other = (gateway.finish(name, reward=1.0) for name in ("trained", "greedy"))
     assert [one.temperature for one in policy.asked] == [0.7, 0.0]
-    assert untrainable_cause(trained) is None
-    assert untrainable_cause(other) == "untrainable", "the most likely token has no log-prob to learn from"
+    assert exclusion_cause(trained) is None
+    assert exclusion_cause(other) == "untrainable", "the most likely token has no log-prob to learn from"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ async def test_a_rollout_that_follows_its_program_is_kept_out_of_training_where_
 ) -> None:
     async with (
         Noting() as policy,
-        serving_any(policy, sampling=af.RolloutSampling(follow_program=True)) as (
+        serving_any(policy, sampling=af.RolloutSampling(honor_request=True)) as (
             gateway,
             client,
         ),
@@ -133,11 +133,11 @@ async def test_a_rollout_that_follows_its_program_is_kept_out_of_training_where_
     assert trajectory.untrainable == (f"sampled with {why}" if why else "")
     assert trajectory.reward == 1.0, "it counts in evaluations"
     batch = rows_from_trajectories([trajectory])
-    assert (len(batch.rows) == 0, batch.left_out) == (bool(why), {"untrainable": 1} if why else {})
+    assert (len(batch.rows) == 0, batch.excluded) == (bool(why), {"untrainable": 1} if why else {})
 
 
 async def test_where_a_program_is_followed_what_cannot_be_done_is_refused(serving_any: Any) -> None:
-    following = af.RolloutSampling(follow_program=True)
+    following = af.RolloutSampling(honor_request=True)
     async with Noting() as policy, serving_any(policy, sampling=following) as (gateway, client):
         for parameter in CHANGING.keys() - {"temperature", "top_p", "top_k", "seed"}:
             with pytest.raises(BadRequestError) as caught:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import agentfly as af
-from agentfly.durations import is_duration
-from agentfly.errors import UsageError
-from agentfly.resources.apis.client import ModelClient
+from agentfly.core.errors import UsageError
+from agentfly.core.numbers import is_duration
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.model_api.client import ModelClient
 
 NONE = (math.nan, math.inf, -1, "5", True, 10**400, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.errors import did_you_mean, nearest_name, type_of
+from agentfly.core.errors import nearest_name, suggest_name, type_of
 
 
 class Agent:
@@ -53,4 +53,4 @@ def test_a_plural_a_slip_or_a_beginning_says_more_than_letters_that_are_shared(n
 
 
 def test_where_no_name_is_near_all_are_told():
-    assert did_you_mean("xyzzy", ["one", "two"]) == "There are: one, two."
+    assert suggest_name("xyzzy", ["one", "two"]) == "There are: one, two."

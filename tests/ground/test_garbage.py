@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import agentfly as af
-from agentfly import garbage
 from agentfly.agents.agent import Agent
-from agentfly.garbage import YOUNG_OBJECTS, tuned_gc
+from agentfly.core import gc_tuning
+from agentfly.core.gc_tuning import GEN0_THRESHOLD, tuned_gc
 from agentfly.policies.scripted import ScriptedPolicy
 
 Settings = tuple[int, tuple[int, int, int]]
@@ -41,7 +41,7 @@ def test_what_exists_is_frozen_and_collections_are_rarer_within_the_block_only()
     with tuned_gc():
         frozen, threshold = settings()
         assert frozen > 1000
-        assert threshold[0] == YOUNG_OBJECTS
+        assert threshold[0] == GEN0_THRESHOLD
 
 
 def test_what_comes_into_being_within_the_block_is_collected() -> None:
@@ -52,11 +52,11 @@ def test_what_comes_into_being_within_the_block_is_collected() -> None:
 
 
 def test_garbage_from_before_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "COLLECT_EVERY_S", -1.0)
+    monkeypatch.setattr(gc_tuning, "COLLECT_EVERY_S", -1.0)
     knot = weakref.ref(Knot())
     with tuned_gc():
         assert knot() is None
-    monkeypatch.setattr(garbage, "COLLECT_EVERY_S", 1e9)
+    monkeypatch.setattr(gc_tuning, "COLLECT_EVERY_S", 1e9)
     knot = weakref.ref(Knot())
     with tuned_gc():
         pass
@@ -85,7 +85,7 @@ def test_threads_may_ask_for_it_at_the_same_time() -> None:
     def often() -> None:
         for _ in range(5):
             with tuned_gc():
-                assert gc.get_threshold()[0] == YOUNG_OBJECTS
+                assert gc.get_threshold()[0] == GEN0_THRESHOLD
 
     threads = [threading.Thread(target=often) for _ in range(4)]
     for thread in threads:
@@ -119,5 +119,5 @@ async def test_rollouts_run_so_and_nothing_of_it_is_left_behind() -> None:
         return "Done."
 
     await af.run(Agent(model="scripted"), ["a", "b"], policy=ScriptedPolicy(script))
-    assert all(frozen > 1000 and threshold[0] == YOUNG_OBJECTS for frozen, threshold in seen)
+    assert all(frozen > 1000 and threshold[0] == GEN0_THRESHOLD for frozen, threshold in seen)
     assert len(seen) == 2

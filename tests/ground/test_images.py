@@ -8,11 +8,10 @@ import zlib
 
 import pytest
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.images import Image
-from agentfly.messages import content_of, labelled_text
-from agentfly.task import Task, as_tasks
-from agentfly.trajectory import Trajectory
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.messages import Image, parse_content, text_with_image_labels
+from agentfly.core.task import Task, to_tasks
+from agentfly.core.trajectory import Trajectory
 
 Pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'agentfly-rl[images]'")
 
@@ -63,7 +62,7 @@ def test_all_ways_of_giving_an_image_come_to_the_same_task(tmp_path):
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "input_image", "image_url": url},
     ]
-    tasks = as_tasks([asking({"type": "text", "text": "Which colour?"}, way) for way in ways])
+    tasks = to_tasks([asking({"type": "text", "text": "Which colour?"}, way) for way in ways])
     pixels = [Pillow.open(io.BytesIO(image_in(task).data)).tobytes() for task in tasks]
     assert pixels == [pixels[0]] * len(ways)
     assert len({task.id for task in tasks if image_in(task).data == png()}) == 1
@@ -86,18 +85,18 @@ def test_images_of_a_file_of_tasks_are_looked_for_beside_it(tmp_path):
     (tmp_path / "pictures" / "a.png").write_bytes(png())
     prompt = [{"role": "user", "content": [{"type": "image", "image": "pictures/a.png"}]}]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    [task] = as_tasks(tmp_path / "tasks.jsonl")
+    [task] = to_tasks(tmp_path / "tasks.jsonl")
     assert image_in(task) == Image(png())
 
 
 def test_a_content_of_texts_only_is_a_text():
-    assert content_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
-    assert content_of(None) == ""
+    assert parse_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+    assert parse_content(None) == ""
 
 
 def test_people_read_a_label_where_an_image_stands():
-    content = content_of([{"type": "text", "text": "Look:"}, {"type": "image", "image": Image(bytes(12_345))}])
-    assert labelled_text(content) == "Look:\n[image: image/png, 12 kB]"
+    content = parse_content([{"type": "text", "text": "Look:"}, {"type": "image", "image": Image(bytes(12_345))}])
+    assert text_with_image_labels(content) == "Look:\n[image: image/png, 12 kB]"
 
 
 @pytest.mark.parametrize(
@@ -135,4 +134,4 @@ def test_bytes_that_are_no_picture_or_too_large_a_one_are_refused_before_a_run(i
     with pytest.raises(UsageError, match=why):
         image.check()
     with pytest.raises(ConfigError, match=why):
-        as_tasks([asking({"type": "image", "image": image})])
+        to_tasks([asking({"type": "image", "image": image})])

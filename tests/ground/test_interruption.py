@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from agentfly import interruption
+from agentfly.core import signals
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def handlers():
     """The handlers of the test run, as Python sets them and not as a background job inherits them."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in interruption.TERMINATING:
+    for number in signals.TERMINATING:
         signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
@@ -51,7 +51,7 @@ async def cleans_up(done, number, times=1):
 def test_a_signal_cancels_what_runs_once_and_the_program_ends_as_it_says(number, raised, times):
     done = []
     with pytest.raises(raised) as ended:
-        interruption.run(cleans_up(done, number, times))
+        signals.run_until_signal(cleans_up(done, number, times))
     assert done == ["cleaned up"]
     if raised is SystemExit:
         assert ended.value.code == 128 + number
@@ -61,17 +61,17 @@ def test_after_a_run_that_was_interrupted_another_can_be_run_and_interrupted():
     done = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            interruption.run(cleans_up(done, signal.SIGINT))
+            signals.run_until_signal(cleans_up(done, signal.SIGINT))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert done == ["cleaned up"] * 2
 
 
 def test_without_a_signal_everything_is_as_it_was():
     async def answer():
-        assert isinstance(signal.getsignal(signal.SIGTERM), interruption.Interruption)
+        assert isinstance(signal.getsignal(signal.SIGTERM), signals.SignalHandler)
         return 42
 
-    assert interruption.run(answer()) == 42
+    assert signals.run_until_signal(answer()) == 42
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -79,14 +79,14 @@ def test_without_a_signal_everything_is_as_it_was():
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        interruption.run(cancelled())
+        signals.run_until_signal(cancelled())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_program_ends_at_once_while_it_runs_no_loop(number, code):
     def main():
-        with interruption.program():
-            interruption.run(asyncio.sleep(0))
+        with signals.signals_end_program():
+            signals.run_until_signal(asyncio.sleep(0))
             send(number)
 
     with pytest.raises(SystemExit) as ended:
@@ -95,7 +95,7 @@ def test_a_program_ends_at_once_while_it_runs_no_loop(number, code):
 
 
 def test_a_loop_that_is_blocked_is_broken_out_of_by_another_signal(monkeypatch):
-    monkeypatch.setattr(interruption, "BLOCKED_S", 0.0)
+    monkeypatch.setattr(signals, "LOOP_BLOCKED_AFTER_S", 0.0)
 
     async def block():
         send(signal.SIGINT)
@@ -103,7 +103,7 @@ def test_a_loop_that_is_blocked_is_broken_out_of_by_another_signal(monkeypatch):
             send(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        interruption.run(block())
+        signals.run_until_signal(block())
 
 
 def test_a_clean_up_that_takes_too_long_is_broken_off_by_another_signal(monkeypatch):
@@ -113,19 +113,19 @@ def test_a_clean_up_that_takes_too_long_is_broken_off_by_another_signal(monkeypa
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                monkeypatch.setattr(interruption, "PATIENCE_S", 0.0)
+                monkeypatch.setattr(signals, "FORCE_EXIT_AFTER_S", 0.0)
                 asyncio.get_running_loop().call_soon(send, signal.SIGINT)
                 await asyncio.sleep(0.01)
                 raise AssertionError("unreachable") from None
 
     with pytest.raises(KeyboardInterrupt):
-        interruption.run(never_ends())
+        signals.run_until_signal(never_ends())
 
 
 async def test_a_signal_that_somebody_takes_already_is_left_to_them():
     taken = []
     signal.signal(signal.SIGTERM, lambda *_: taken.append("theirs"))
-    with interruption.ended_by_sigterm():
+    with signals.cancel_on_sigterm():
         send(signal.SIGTERM)
         await asyncio.sleep(0.01)
     assert taken == ["theirs"]
@@ -135,7 +135,7 @@ async def test_of_two_runs_side_by_side_each_is_cancelled_whichever_ends_first()
     done = []
 
     async def side(patience):
-        with interruption.ended_by_sigterm():
+        with signals.cancel_on_sigterm():
             try:
                 await asyncio.sleep(patience)
             except asyncio.CancelledError:
@@ -144,7 +144,7 @@ async def test_of_two_runs_side_by_side_each_is_cancelled_whichever_ends_first()
 
     short, long = asyncio.create_task(side(0.01)), asyncio.create_task(side(60))
     await short
-    assert isinstance(signal.getsignal(signal.SIGTERM), interruption.Interruption)
+    assert isinstance(signal.getsignal(signal.SIGTERM), signals.SignalHandler)
     long.cancel()
     await asyncio.wait({long})
     assert done == ["cancelled"]
@@ -153,7 +153,7 @@ async def test_of_two_runs_side_by_side_each_is_cancelled_whichever_ends_first()
 
 def test_off_the_main_thread_no_handler_is_set():
     results = []
-    thread = threading.Thread(target=lambda: results.append(interruption.run(asyncio.sleep(0, "fine"))))
+    thread = threading.Thread(target=lambda: results.append(signals.run_until_signal(asyncio.sleep(0, "fine"))))
     thread.start()
     thread.join()
     assert results == ["fine"]
@@ -163,7 +163,7 @@ def test_ctrl_c_that_is_held_back_comes_after_the_clean_up():
     done = []
 
     async def clean_up():
-        with interruption.held_back(), interruption.held_back():
+        with signals.defer_sigint(), signals.defer_sigint():
             send(signal.SIGINT, 3)
             await asyncio.sleep(0.01)
             done.append("cleaned up")

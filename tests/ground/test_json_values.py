@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from agentfly.json_values import MAX_DEPTH, as_json, json_line, number_of
+from agentfly.core.json_values import MAX_DEPTH, as_finite_float, to_json_line, to_json_value
 from tests.support.scale import scaled
 
 
@@ -91,8 +91,8 @@ KEYS = {None: 1, True: 2, 3: 4, 0.5: 5, (1, 2): 6, Size.LARGE: 7}
     ids=repr,
 )
 def test_what_has_a_form_in_json_gets_it(value: Any, plain: Any) -> None:
-    assert as_json(value) == plain
-    assert json.loads(json_line([value])) == [plain]
+    assert to_json_value(value) == plain
+    assert json.loads(to_json_line([value])) == [plain]
 
 
 def test_numbers_and_arrays_of_numpy_and_torch_are_numbers_and_lists() -> None:
@@ -117,39 +117,39 @@ def test_numbers_and_arrays_of_numpy_and_torch_are_numbers_and_lists() -> None:
         (torch.tensor([True, False]), [True, False]),
         (torch.tensor([0.5, math.nan], dtype=torch.bfloat16), [0.5, None]),
     ):
-        assert as_json(value) == plain
-        assert type(as_json(value)) is type(plain)
-        assert json.loads(json_line([value])) == [plain]
-    assert [number_of(one) for one in (np.bool_(True), np.array(2), torch.tensor(0.5))] == [1.0, 2.0, 0.5]
-    assert [number_of(one) for one in (np.array([2.0]), np.float64("nan"), np.str_("1"))] == [None] * 3
+        assert to_json_value(value) == plain
+        assert type(to_json_value(value)) is type(plain)
+        assert json.loads(to_json_line([value])) == [plain]
+    assert [as_finite_float(one) for one in (np.bool_(True), np.array(2), torch.tensor(0.5))] == [1.0, 2.0, 0.5]
+    assert [as_finite_float(one) for one in (np.array([2.0]), np.float64("nan"), np.str_("1"))] == [None] * 3
 
 
 def test_what_has_no_form_is_refused_or_stands_there_as_text() -> None:
     for value in (object(), threading.Lock(), print, Shelf):
         with pytest.raises(TypeError, match="has no form in JSON"):
-            as_json([value])
-        assert as_json([value], lambda _: "it") == ["it"]
-        assert json.loads(json_line([value])) == [repr(value)]
-    assert json.loads(json_line({"it": Broken()}))["it"].endswith(".Broken>")
+            to_json_value([value])
+        assert to_json_value([value], lambda _: "it") == ["it"]
+        assert json.loads(to_json_line([value])) == [repr(value)]
+    assert json.loads(to_json_line({"it": Broken()}))["it"].endswith(".Broken>")
 
 
 def test_what_holds_itself_or_lies_too_deep_is_cut_and_says_so() -> None:
     circle: list[Any] = [1]
     circle += [circle, {"again": circle}]
-    assert json.loads(json_line(circle)) == [1, "(holds itself)", {"again": "(holds itself)"}]
+    assert json.loads(to_json_line(circle)) == [1, "(holds itself)", {"again": "(holds itself)"}]
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    read = json.loads(json_line(deep))
+    read = json.loads(to_json_line(deep))
     for _ in range(MAX_DEPTH):
         [read] = read
     assert read == "(too deep to be recorded)"
     with pytest.raises(RecursionError):
-        as_json(deep)
+        to_json_value(deep)
 
 
 def test_a_number_of_too_many_digits_is_recorded_in_hexadecimal() -> None:
-    assert json.loads(json_line({"n": 10**5000})) == {"n": hex(10**5000)}
+    assert json.loads(to_json_line({"n": 10**5000})) == {"n": hex(10**5000)}
 
 
 anything = st.recursive(
@@ -177,8 +177,8 @@ anything = st.recursive(
 @example("half \ud800 pair")
 @example({"\ud800": [b"\xff", {1: {None: ()}}]})
 def test_whatever_is_recorded_is_one_line_that_is_read_as_it_was_converted(value: Any) -> None:
-    line = json_line(value)
+    line = to_json_line(value)
     assert "\n" not in line
     line.encode("utf-8")
-    assert json.loads(line) == json.loads(json_line(as_json(value)))
-    assert as_json(as_json(value)) == as_json(value)
+    assert json.loads(line) == json.loads(to_json_line(to_json_value(value)))
+    assert to_json_value(to_json_value(value)) == to_json_value(value)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.run_directory import RunDirectory, append_json_line, replace_text, whole_number
-from agentfly.viewing.metrics import MetricsWriter
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.events import EvaluationFinished, StepFinished
+from agentfly.core.run_directory import RunDirectory, append_json_line, replace_text, whole_number
+from agentfly.viewing.event_log import MetricsWriter
 
 
 def test_runs_begun_in_the_same_second_get_directories_of_their_own(tmp_path):

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ConfigError
-from agentfly.task import as_tasks
+from agentfly.core.errors import ConfigError
+from agentfly.core.task import to_tasks
 from tests.support.scale import scaled
 
 ROWS = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": 'say "hi",\nplease', "answer": "héllo"}]
 
 
 def texts(path):
-    return [{"prompt": task.prompt, **task.fields} for task in as_tasks(path)]
+    return [{"prompt": task.prompt, **task.fields} for task in to_tasks(path)]
 
 
 def test_a_csv_file_has_a_header_line(tmp_path):
@@ -41,7 +41,7 @@ def test_a_parquet_file_is_read(tmp_path):
     assert texts(tmp_path / "tasks.parquet") == ROWS
     (tmp_path / "tasks.jsonl").write_bytes((tmp_path / "tasks.parquet").read_bytes())
     with pytest.raises(ConfigError, match=r"is a parquet file. Let its name end in \.parquet"):
-        as_tasks(tmp_path / "tasks.jsonl")
+        to_tasks(tmp_path / "tasks.jsonl")
 
 
 def test_a_byte_mark_at_the_beginning_is_no_part_of_the_file(tmp_path):
@@ -81,7 +81,7 @@ def test_a_file_that_is_not_what_its_name_says_is_told(tmp_path, name, content, 
         pytest.importorskip("pyarrow", reason="pip install 'agentfly-rl[data]'")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=told):
-        as_tasks(tmp_path / name)
+        to_tasks(tmp_path / name)
 
 
 def parquet_of(columns, names, path):
@@ -107,7 +107,7 @@ def test_a_row_with_two_values_of_one_name_is_refused_and_none_is_lost(tmp_path,
     else:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=r"has the name 'answer' more than once.*Rename or remove") as refusal:
-        as_tasks(tmp_path / name)
+        to_tasks(tmp_path / name)
     assert place in str(refusal.value)
 
 
@@ -116,7 +116,7 @@ def test_a_value_of_a_parquet_file_that_python_cannot_hold_is_told(tmp_path):
     buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
     parquet_of([pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)], ["prompt"], tmp_path / "t.parquet")
     with pytest.raises(ConfigError, match=r"holds a value behind row 0 that Python cannot hold.*Write that column"):
-        as_tasks(tmp_path / "t.parquet")
+        to_tasks(tmp_path / "t.parquet")
 
 
 @settings(max_examples=scaled(60, 20_000))
@@ -130,7 +130,7 @@ def test_any_bytes_are_tasks_or_a_clear_refusal(tmp_path_factory, content, endin
     file = tmp_path_factory.getbasetemp() / f"any.{ending}"
     file.write_bytes(content)
     try:
-        tasks = as_tasks(file)
+        tasks = to_tasks(file)
     except ConfigError as error:
         assert str(file) in str(error)  # noqa: PT017
     else:
@@ -139,4 +139,4 @@ def test_any_bytes_are_tasks_or_a_clear_refusal(tmp_path_factory, content, endin
 
 def test_a_text_in_place_of_a_list_of_prompts_is_told_what_a_list_looks_like():
     with pytest.raises(ConfigError, match=r"no file of tasks at What is 6 times 7\?.*\['What is 6 times 7\?'\]"):
-        as_tasks("What is 6 times 7?")
+        to_tasks("What is 6 times 7?")

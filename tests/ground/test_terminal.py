@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentfly import terminal
-from agentfly.terminal import COLUMNS, ROWS, shown
+from agentfly.resources.containers import terminal_output
+from agentfly.resources.containers.terminal_output import COLUMNS, ROWS, render_terminal_output
 from tests.support.scale import scaled
 
 
@@ -50,19 +50,21 @@ def progress(steps: int) -> str:
     ],
 )
 def test_controls_are_applied_as_a_terminal_applies_them(printed: str, seen: str) -> None:
-    assert shown(printed) == seen
+    assert render_terminal_output(printed) == seen
 
 
 def test_a_progress_bar_is_what_was_drawn_last() -> None:
     assert len(progress(400)) > 20_000
-    assert shown(f"start\n{progress(400)}end") == f"start\n100% |{'█' * 40}| 400/400\nend"
+    assert render_terminal_output(f"start\n{progress(400)}end") == f"start\n100% |{'█' * 40}| 400/400\nend"
 
 
 def test_the_cursor_goes_no_further_than_the_screen() -> None:
-    assert shown("a\x1b[999999999999Cb") == f"a{' ' * (COLUMNS - 1)}b"
-    assert shown("a\x1b[999999999999Bb") == "a" + "\n" * (ROWS - 1) + " b"
+    assert render_terminal_output("a\x1b[999999999999Cb") == f"a{' ' * (COLUMNS - 1)}b"
+    assert render_terminal_output("a\x1b[999999999999Bb") == "a" + "\n" * (ROWS - 1) + " b"
     lines = [f"line {number}" for number in range(3 * ROWS)]
-    assert shown("\n".join(lines) + "\x1b[999A\rX").split("\n")[2 * ROWS][:2] == "Xi"  # what has scrolled away stays
+    assert (
+        render_terminal_output("\n".join(lines) + "\x1b[999A\rX").split("\n")[2 * ROWS][:2] == "Xi"
+    )  # what has scrolled away stays
 
 
 HOSTILE = [
@@ -76,7 +78,7 @@ HOSTILE = [
 @pytest.mark.parametrize("before", ["", "x" * 65_536, "x" * 65_536 + "\r"], ids=["", "long line", "its begin"])
 def test_no_text_becomes_longer_than_the_screen_allows(before: str, unit: str) -> None:
     text = before + unit * (65_536 // len(unit))
-    seen = shown(text)
+    seen = render_terminal_output(text)
     assert len(seen) <= len(text) + ROWS * (COLUMNS + 1)
 
 
@@ -84,9 +86,9 @@ def test_no_text_becomes_longer_than_the_screen_allows(before: str, unit: str) -
 def test_beyond_the_bounds_the_last_thing_written_in_each_line_is_kept(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, bound, 100)
+    monkeypatch.setattr(terminal_output, bound, 100)
     text = f"start\n{progress(50)}\x1b[1m{'wide ' * 40}\x1b[1K\r\x1b[Kend\r\n"
-    assert shown(text) == f"start\n100% |{'█' * 40}| 50/50\nend\n"
+    assert render_terminal_output(text) == f"start\n100% |{'█' * 40}| 50/50\nend\n"
 
 
 fragments = st.sampled_from(
@@ -99,6 +101,6 @@ fragments = st.sampled_from(
 @example("\x1b[J" * 3 + "\n" * 200 + "\x1b[2J\x1b[1J\x1b[999B\x1b[M")
 @example("\x1b[?1049h\n\x1b7\x1b[?1049l\x1b8\x1b[L")
 def test_whatever_was_printed_there_is_a_text_without_controls_which_reads_as_itself(printed: str) -> None:
-    seen = shown(printed)
+    seen = render_terminal_output(printed)
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", seen) is None
-    assert shown(seen) == seen
+    assert render_terminal_output(seen) == seen

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.threads.call import ThreadExit
-from agentfly.threads.dedicated import DedicatedThread
-from agentfly.threads.pool import LIMIT_VARIABLE, Threads, on_thread, on_thread_to_its_end
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.threads.call import ThreadExit
+from agentfly.core.threads.pool import LIMIT_VARIABLE, ThreadPool, run_in_thread, run_in_thread_to_completion
+from agentfly.core.threads.run import DedicatedThread
 from tests.support.scale import scaled
 
 speaker: contextvars.ContextVar[str] = contextvars.ContextVar("speaker", default="nobody")
 
 
 @asynccontextmanager
-async def hanging(threads: Threads, number: int = 1) -> AsyncIterator[Callable[[], None]]:
+async def hanging(threads: ThreadPool, number: int = 1) -> AsyncIterator[Callable[[], None]]:
     """Calls that were given up and do not return, until the function that is given lets them, or the block ends."""
     begun, ending = threading.Semaphore(0), threading.Event()
 
@@ -40,7 +40,7 @@ async def hanging(threads: Threads, number: int = 1) -> AsyncIterator[Callable[[
 
     for _ in range(number):
         call = asyncio.create_task(threads.call(hang, {}))
-        await on_thread(begun.acquire)
+        await run_in_thread(begun.acquire)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -56,19 +56,19 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 async def test_calls_one_after_another_are_made_on_one_thread() -> None:
-    threads = Threads()
+    threads = ThreadPool()
     used = {await threads.call(threading.get_ident, {}) for _ in range(50)}
     assert len(used) == 1
     assert threading.get_ident() not in used
 
 
 async def test_calls_at_the_same_time_do_not_wait_for_one_another() -> None:
-    threads, meeting = Threads(), threading.Barrier(100, timeout=30)
+    threads, meeting = ThreadPool(), threading.Barrier(100, timeout=30)
     await asyncio.gather(*(threads.call(meeting.wait, {}) for _ in range(100)))
 
 
 async def test_a_call_sees_the_context_variables_of_its_caller_and_changes_none() -> None:
-    threads = Threads()
+    threads = ThreadPool()
 
     def say(name: str) -> str:
         before = speaker.get()
@@ -87,7 +87,7 @@ async def test_what_would_end_more_than_the_call_is_told_as_an_exception(error: 
     def fail() -> None:
         raise error
 
-    threads = Threads()
+    threads = ThreadPool()
     with pytest.raises(ThreadExit) as told:
         await threads.call(fail, {})
     assert told.value.error is error
@@ -96,7 +96,7 @@ async def test_what_would_end_more_than_the_call_is_told_as_an_exception(error: 
 async def test_beyond_the_limit_calls_wait_for_their_turn_and_the_user_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    threads, at_work, most = Threads(limit=3), 0, 0
+    threads, at_work, most = ThreadPool(limit=3), 0, 0
     lock = threading.Lock()
 
     def work(number: int) -> int:
@@ -118,27 +118,27 @@ async def test_beyond_the_limit_calls_wait_for_their_turn_and_the_user_is_told_o
 
 
 async def test_a_call_that_hangs_takes_no_thread_from_others() -> None:
-    threads = Threads(limit=4)
+    threads = ThreadPool(limit=4)
     async with hanging(threads, 3) as let_go:
-        assert threads.lost == 3
+        assert threads.abandoned_calls == 3
         assert await asyncio.gather(*(threads.call(lambda: 1, {}) for _ in range(10))) == [1] * 10
         let_go()
-        await eventually(lambda: threads.lost == 0)
+        await eventually(lambda: threads.abandoned_calls == 0)
 
 
 async def test_where_every_thread_hangs_further_calls_fail_and_name_what_hangs() -> None:
-    threads = Threads(limit=2)
+    threads = ThreadPool(limit=2)
     async with hanging(threads, 2) as let_go:
         with pytest.raises(PrerequisiteError, match=rf"2 are at functions.*hang \(2\).*{LIMIT_VARIABLE}"):
             await threads.call(lambda: 1, {})
-        assert await threads.begin(lambda: 2) == 2  # what is not the user's is bounded by nothing
+        assert await threads.start(lambda: 2) == 2  # what is not the user's is bounded by nothing
         let_go()
-        await eventually(lambda: threads.lost == 0)
+        await eventually(lambda: threads.abandoned_calls == 0)
     assert await threads.call(lambda: 3, {}) == 3
 
 
 async def test_a_call_in_line_fails_once_the_last_thread_before_it_hangs() -> None:
-    threads = Threads(limit=1)
+    threads = ThreadPool(limit=1)
     ending = threading.Event()
     first = asyncio.create_task(threads.call(ending.wait, {}))
     await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_a_call_in_line_fails_once_the_last_thread_before_it_hangs() -> No
 
 
 async def test_a_call_in_line_that_is_given_up_is_never_made() -> None:
-    threads, ending, made = Threads(limit=1), threading.Event(), []
+    threads, ending, made = ThreadPool(limit=1), threading.Event(), []
     first = asyncio.create_task(threads.call(ending.wait, {}))
     await asyncio.sleep(0)
     second = asyncio.create_task(threads.call(lambda: made.append(2), {}))
@@ -163,17 +163,17 @@ async def test_a_call_in_line_that_is_given_up_is_never_made() -> None:
     ending.set()
     await asyncio.gather(first, third)
     assert made == [3]
-    assert threads.lost == 0
+    assert threads.abandoned_calls == 0
 
 
 async def test_a_call_that_waits_for_the_event_loop_leaves_its_place_to_others() -> None:
-    threads, loop = Threads(limit=1), asyncio.get_running_loop()
+    threads, loop = ThreadPool(limit=1), asyncio.get_running_loop()
 
     async def needs_a_thread() -> int:
         return await threads.call(lambda: 7, {})
 
     def wait() -> int:
-        with threads.waiting():
+        with threads.not_counted_while_waiting():
             return asyncio.run_coroutine_threadsafe(needs_a_thread(), loop).result(30)
 
     assert await asyncio.gather(*(threads.call(wait, {}) for _ in range(5))) == [7] * 5
@@ -182,7 +182,7 @@ async def test_a_call_that_waits_for_the_event_loop_leaves_its_place_to_others()
 async def test_the_user_is_told_of_calls_that_hang_each_time_their_number_has_doubled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    threads = Threads()
+    threads = ThreadPool()
     async with hanging(threads, 40):
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [line.split()[0] for line in told] == ["16", "32"]
@@ -192,7 +192,7 @@ async def test_the_user_is_told_of_calls_that_hang_each_time_their_number_has_do
 async def test_where_the_system_refuses_a_thread_a_call_waits_for_one_that_there_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    threads, start, started = Threads(), _thread.start_new_thread, []
+    threads, start, started = ThreadPool(), _thread.start_new_thread, []
 
     def start_one(*given: object) -> int:
         if started:
@@ -204,13 +204,13 @@ async def test_where_the_system_refuses_a_thread_a_call_waits_for_one_that_there
     assert await asyncio.gather(*(threads.call(lambda: 1, {}) for _ in range(5))) == [1] * 5
     assert "can't start new thread" in caplog.text
     with pytest.raises(PrerequisiteError, match=r"can't start new thread.*ulimit -u"):
-        await Threads().call(lambda: 1, {})
+        await ThreadPool().call(lambda: 1, {})
     with pytest.raises(PrerequisiteError, match="can't start new thread"):
-        Threads().begin(lambda: 1)
+        ThreadPool().start(lambda: 1)
 
 
 async def test_threads_without_work_end() -> None:
-    threads, meeting = Threads(idle_s=0.01), threading.Barrier(5, timeout=30)
+    threads, meeting = ThreadPool(idle_s=0.01), threading.Barrier(5, timeout=30)
 
     def meet() -> threading.Thread:
         meeting.wait()
@@ -223,23 +223,23 @@ async def test_threads_without_work_end() -> None:
 
 
 async def test_calls_of_event_loops_in_several_threads_share_the_threads() -> None:
-    threads = Threads()
+    threads = ThreadPool()
 
     def in_a_loop() -> int:
         return asyncio.run(threads.call(threading.get_ident, {}))
 
-    assert len({await on_thread(in_a_loop) for _ in range(5)}) == 1
+    assert len({await run_in_thread(in_a_loop) for _ in range(5)}) == 1
 
 
 def test_those_without_an_event_loop_can_wait_too() -> None:
-    threads = Threads()
+    threads = ThreadPool()
     assert threads.submit(divmod, 7, 2).result() == (3, 1)
     with pytest.raises(ZeroDivisionError):
         threads.submit(divmod, 7, 0).result()
 
 
 async def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
-    threads = Threads()
+    threads = ThreadPool()
     await threads.call(lambda: 1, {})
     child = os.fork()
     if child == 0:
@@ -248,14 +248,14 @@ async def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
             code = threads.submit(lambda: 42).result(30)
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode((await on_thread(os.waitpid, child, 0))[1]) == 42
+    assert os.waitstatus_to_exitcode((await run_in_thread(os.waitpid, child, 0))[1]) == 42
 
 
 def test_the_end_of_the_process_waits_for_no_call_that_hangs() -> None:
     program = """
 import asyncio, threading
-from agentfly.threads.dedicated import DedicatedThread
-from agentfly.threads.pool import THREADS
+from agentfly.core.threads.run import DedicatedThread
+from agentfly.core.threads.pool import THREADS
 
 async def main():
     for caller in (THREADS, DedicatedThread()):
@@ -275,16 +275,16 @@ asyncio.run(main())
 def test_a_limit_that_is_no_number_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, said)
     with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
-        _ = Threads().limit
+        _ = ThreadPool().limit
 
 
 def test_the_environment_says_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, "12")
-    assert Threads().limit == 12
+    assert ThreadPool().limit == 12
 
 
 async def test_what_is_bound_to_its_thread_stays_there_whatever_else_runs() -> None:
-    threads = Threads()
+    threads = ThreadPool()
     databases = [DedicatedThread(threads) for _ in range(5)]
     connections = [await one.call(sqlite3.connect, {"database": ":memory:"}) for one in databases]
 
@@ -298,29 +298,29 @@ async def test_what_is_bound_to_its_thread_stays_there_whatever_else_runs() -> N
         assert await asyncio.gather(*counts, *others) == [2] * 10
     for one, it in zip(databases, connections, strict=True):
         await one.call(it.close, {})
-        one.end()
+        one.close()
 
 
 async def test_a_dedicated_thread_makes_calls_in_their_order_and_none_that_was_given_up_before() -> None:
-    thread, made, ending = DedicatedThread(Threads()), [], threading.Event()
+    thread, made, ending = DedicatedThread(ThreadPool()), [], threading.Event()
     first = asyncio.create_task(thread.call(ending.wait, {}))
     await asyncio.sleep(0)
     given_up = asyncio.create_task(thread.call(lambda: made.append("given up"), {}))
-    last = [thread.begin(made.append, number) for number in range(5)]
+    last = [thread.start(made.append, number) for number in range(5)]
     await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.wait({given_up})
     ending.set()
     await asyncio.gather(first, *last)
     assert made == list(range(5))
-    thread.end()
+    thread.close()
 
 
 async def test_a_dedicated_thread_goes_back_to_the_others() -> None:
-    threads = Threads()
+    threads = ThreadPool()
     one = DedicatedThread(threads)
     used = await one.call(threading.get_ident, {})
-    one.end()
+    one.close()
     await eventually(lambda: bool(threads._idle))
     assert await threads.call(threading.get_ident, {}) == used
 
@@ -333,8 +333,8 @@ async def test_work_that_is_to_end_is_told_to_stop_and_waited_for() -> None:
         stop.wait()
         ended.append(True)
 
-    working = asyncio.create_task(on_thread_to_its_end(work, stop))
-    await on_thread(begun.wait)
+    working = asyncio.create_task(run_in_thread_to_completion(work, stop))
+    await run_in_thread(begun.wait)
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
@@ -344,7 +344,7 @@ async def test_work_that_is_to_end_is_told_to_stop_and_waited_for() -> None:
 async def live_through(seed: int, calls: int) -> None:
     """Calls that return, raise, wait for others and are given up, at random times, on few threads."""
     chance = random.Random(seed)
-    threads, loop = Threads(limit=chance.randint(2, 6), idle_s=0.002), asyncio.get_running_loop()
+    threads, loop = ThreadPool(limit=chance.randint(2, 6), idle_s=0.002), asyncio.get_running_loop()
     made: Counter[int] = Counter()
     counting = threading.Lock()
 
@@ -356,7 +356,7 @@ async def live_through(seed: int, calls: int) -> None:
             made[number] += 1
         time.sleep(seconds)
         if kind == "wait":
-            with threads.waiting():
+            with threads.not_counted_while_waiting():
                 asyncio.run_coroutine_threadsafe(nothing(), loop).result(30)
         if kind == "fail":
             raise ValueError(number)
@@ -377,7 +377,7 @@ async def live_through(seed: int, calls: int) -> None:
         given_up = isinstance(outcome, (asyncio.CancelledError, PrerequisiteError))
         assert made[number] == 1 or (given_up and made[number] == 0)
         assert given_up or outcome == number or (isinstance(outcome, ValueError) and outcome.args == (number,))
-    await eventually(lambda: threads.lost == threads._working == 0 and not threads._queue)
+    await eventually(lambda: threads.abandoned_calls == threads._working == 0 and not threads._queue)
     assert await threads.call(lambda: 1, {}) == 1
 
 

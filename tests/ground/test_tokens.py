@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.errors import TokenInvariantError
-from agentfly.images import Image, PlacedImage
-from agentfly.tokens import NO_VERSION, Origin, Span, TokenSequence
+from agentfly.core.errors import TokenInvariantError
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.tokens import NO_VERSION, Origin, Span, TokenSequence
 
 
 def two_turns() -> TokenSequence:
@@ -39,7 +39,7 @@ def test_every_token_knows_where_it_came_from():
 
 def test_a_cut_cuts_all_arrays_at_one_index_and_is_flagged():
     sequence = two_turns()
-    sequence.cut(4)
+    sequence.truncate(4)
     assert [list(sequence.ids), sequence.loss_mask] == [[1, 2, 3, 4], [0, 0, 0, 1]]
     assert len(sequence.logprobs) == len(sequence.versions) == 4
     assert sequence.truncated
@@ -54,7 +54,7 @@ def test_a_cut_never_parts_the_tokens_of_an_image(length, kept):
     sequence.append_prompt([1, 2])
     sequence.append_sampled([3, 4], [-0.5, -0.25], version=0)
     sequence.append_observation([7, 7, 7, 5], [PlacedImage(IMAGE, 0, 3)])
-    sequence.cut(length)
+    sequence.truncate(length)
     assert len(sequence) == len(sequence.loss_mask) == kept
     assert sequence.images == ([PlacedImage(IMAGE, 4, 7)] if kept >= 7 else [])
     assert TokenSequence.from_json(json.loads(json.dumps(sequence.to_json()))) == sequence
@@ -71,7 +71,7 @@ def test_tokens_sampled_while_the_weights_changed_keep_the_version_of_each():
 
 def test_a_cut_beyond_the_end_changes_nothing():
     sequence = two_turns()
-    sequence.cut(8)
+    sequence.truncate(8)
     assert len(sequence) == 8
     assert not sequence.truncated
 
@@ -101,7 +101,7 @@ def test_a_finished_sequence_refuses_every_change():
         lambda: sequence.append_observation([1]),
         lambda: sequence.append_sampled([1], [0.0], version=0),
         lambda: sequence.append_prompt([1]),
-        lambda: sequence.cut(1),
+        lambda: sequence.truncate(1),
     ):
         with pytest.raises(TokenInvariantError):
             change()

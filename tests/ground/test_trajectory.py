@@ -7,12 +7,11 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from agentfly.errors import Boundary, ConfigError, InvalidArguments, ResourceStartError
-from agentfly.images import Image, PlacedImage
-from agentfly.messages import ToolCall
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.trajectory import (
+from agentfly.core.errors import Boundary, ConfigError, InvalidArguments, ResourceStartError
+from agentfly.core.messages import Image, PlacedImage, ToolCall
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import (
     Failure,
     FinishReason,
     ToolRecord,
@@ -137,7 +136,7 @@ def full() -> Trajectory:
     sequence.append_prompt([1, 7, 7], [PlacedImage(image, 1, 3)])
     sequence.append_sampled([3, 4], [-0.1, -1 / 3], version=[2, 3], raw_logprobs=[-0.2, -0.3])
     sequence.append_observation([5, 6])
-    sequence.cut(6)
+    sequence.truncate(6)
     failure = Failure.of(ResourceStartError("half \ud800"))
     shown = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": image}]}]
     call = ToolCall("call_0", "look", None, error="half \ud800")

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from agentfly.cli import doctor
-from agentfly.errors import PrerequisiteError, ResourceStartError
+from agentfly.core.errors import PrerequisiteError, ResourceStartError
+from agentfly.core.user_directories import cache_root, is_accessible
 from agentfly.policies.catalog import cache_dir, list_models
-from agentfly.resources import orphans
-from agentfly.resources.containers import images
-from agentfly.resources.containers.docker.address import docker_address, podman_address
-from agentfly.resources.live_runs import find_runs
-from agentfly.user_directories import cache_directory, is_seen
+from agentfly.resources.containers import image_store
+from agentfly.resources.containers.docker.engine import docker_address, podman_address
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.live_runs import find_runs
 
 ROOTS_HOME = Path(pwd.getpwuid(0).pw_dir)
 TOO_LONG = "/" + "x" * 300  # which no call of the system takes, for root neither
@@ -52,7 +52,7 @@ async def test_a_state_directory_that_is_closed_holds_nothing_and_is_told(
     closed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert await orphans.reap(closed) == []
+        assert await orphans.reap_orphans(closed) == []
         assert await find_runs(closed) == []
     told = [record.getMessage() for record in caplog.records if str(closed) in record.getMessage()]
     assert len(told) == 2
@@ -64,15 +64,15 @@ def test_models_that_are_shipped_are_listed_though_the_cache_is_closed(
 ) -> None:
     monkeypatch.setenv("AGENTFLY_CACHE_DIR", str(closed))
     assert {model.name: model.path is not None for model in list_models()}["tiny"]
-    assert not is_seen(cache_dir())
+    assert not is_accessible(cache_dir())
     finding = doctor.free_disk()
-    assert finding.verdict is not doctor.Verdict.OK or os.geteuid() == 0
+    assert finding.verdict is not doctor.CheckStatus.OK or os.geteuid() == 0
     assert "AGENTFLY_CACHE_DIR" in finding.cure or os.geteuid() == 0
 
 
 def test_an_image_that_cannot_be_looked_at_is_refused_by_name_with_the_cure(closed: Path) -> None:
     with pytest.raises(ResourceStartError, match=r"cannot be looked at.*Make it, and .* readable"):
-        images.root_directory(str(closed / "root.tar"))
+        image_store.rootfs_path(str(closed / "root.tar"))
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(PrerequisiteError, match="Set AGENTFLY_CACHE_DIR"):
-        cache_directory()
+        cache_root()
     assert {model.name: model.path is not None for model in list_models()} == {
         "tiny": True,
         "tiny-depot": True,

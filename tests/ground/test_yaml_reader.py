@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentfly.cli.config_file import RunConfig, config_text, load_config
-from agentfly.errors import ConfigError
-from agentfly.yaml_reader import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_yaml
+from agentfly.core.errors import ConfigError
+from agentfly.core.yaml_reader import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_yaml
 from tests.support.scale import scaled
 
 PLAIN = (str, int, float, bool, type(None))

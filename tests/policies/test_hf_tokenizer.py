@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentfly.errors import ChatFormatError, PrerequisiteError
+from agentfly.core.errors import ChatFormatError, PrerequisiteError
 from agentfly.policies.hf_tokenizer import HFTokenizer
 
 
@@ -87,26 +87,26 @@ def test_a_vocabulary_that_spells_its_control_token_as_a_piece_is_kept_from_it()
 
 
 def test_a_conversation_is_rendered_by_the_template(tokenizer: HFTokenizer) -> None:
-    text = tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert text == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
 
 
 def test_a_refusal_of_the_template_names_it(tokenizer: HFTokenizer) -> None:
     with pytest.raises(ChatFormatError, match="roles tool: no tools"):
-        tokenizer.render([{"role": "tool", "content": "x"}])
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
 def test_a_model_without_a_chat_template_is_told_so(hf_tokenizer: PreTrainedTokenizerFast) -> None:
     hf_tokenizer.chat_template = None
     with pytest.raises(ChatFormatError, match="no chat template"):
-        HFTokenizer(hf_tokenizer).render([{"role": "user", "content": "hi"}])
+        HFTokenizer(hf_tokenizer).apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 def test_it_loads_from_a_model_directory(hf_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     hf_tokenizer.save_pretrained(tmp_path)
     loaded = HFTokenizer.load(tmp_path)
     assert loaded.encode_text("a<|end|>") == HFTokenizer(hf_tokenizer).encode_text("a<|end|>")
-    assert loaded.render([{"role": "user", "content": "x"}]) == "<|start|>user\nx<|end|>\n"
+    assert loaded.apply_chat_template([{"role": "user", "content": "x"}]) == "<|start|>user\nx<|end|>\n"
 
 
 def test_a_directory_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:

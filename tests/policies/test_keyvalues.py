@@ -12,26 +12,26 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agentfly.errors import PolicyError
-from agentfly.policies.embedded import keyvalues
-from agentfly.policies.embedded.batch import Request, RunningBatch
-from agentfly.policies.embedded.keyvalues import SHORT, KeyValueStore
+from agentfly.core.errors import PolicyError
+from agentfly.policies.embedded import kv_cache
+from agentfly.policies.embedded.continuous_batching import ContinuousBatch, GenerationRequest
+from agentfly.policies.embedded.kv_cache import MIN_CAPACITY, KVCache
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import SamplingParams
 
 
-def fill(store: KeyValueStore, slot: int, length: int, value: float) -> None:
+def fill(store: KVCache, slot: int, length: int, value: float) -> None:
     """Have two layers keep ``value`` for every token of a slot."""
-    place = store.place(slot)
+    place = store.row_of(slot)
     for layer in range(2):
         for buffer in store.buffers(place.capacity, layer, torch.zeros(1, 2, 4), torch.zeros(1, 2, 3)):
             buffer[place.row, :length] = value
 
 
-def kept(store: KeyValueStore, slot: int, length: int) -> set[float]:
-    place = store.place(slot)
+def kept(store: KVCache, slot: int, length: int) -> set[float]:
+    place = store.row_of(slot)
     buffers = [store.buffers(place.capacity, layer, torch.zeros(0), torch.zeros(0)) for layer in range(2)]
     return {float(value) for pair in buffers for buffer in pair for value in buffer[place.row, :length].flatten()}
 
@@ -39,7 +39,7 @@ def kept(store: KeyValueStore, slot: int, length: int) -> set[float]:
 @contextmanager
 def memory_for(monkeypatch: pytest.MonkeyPatch, allocations: int) -> Iterator[None]:
     """Let so many buffers be made, and no more."""
-    whole, made = keyvalues._Shelf._zeros, []
+    whole, made = kv_cache._CapacityBucket._zeros, []
 
     def zeros(self: object, rows: int, like: torch.Tensor) -> torch.Tensor:
         made.append(rows)
@@ -48,14 +48,14 @@ def memory_for(monkeypatch: pytest.MonkeyPatch, allocations: int) -> Iterator[No
         return whole(self, rows, like)
 
     with monkeypatch.context() as patch:
-        patch.setattr(keyvalues._Shelf, "_zeros", zeros)
+        patch.setattr(kv_cache._CapacityBucket, "_zeros", zeros)
         yield
 
 
 @pytest.mark.slow
 def test_a_sequence_keeps_what_was_computed_as_it_grows_past_every_length() -> None:
-    store = KeyValueStore()
-    for length in range(1, 5 * SHORT, 7):
+    store = KVCache()
+    for length in range(1, 5 * MIN_CAPACITY, 7):
         for slot in range(3):
             store.reserve(slot, length * (slot + 1), 0 if length == 1 else (length - 7) * (slot + 1))
             if length > 1:
@@ -64,23 +64,25 @@ def test_a_sequence_keeps_what_was_computed_as_it_grows_past_every_length() -> N
 
 
 @pytest.mark.parametrize("allocations", range(4))
-@pytest.mark.parametrize(("slot", "length", "keep"), [(2, SHORT, 0), (0, SHORT + 1, SHORT)], ids=["row", "move"])
+@pytest.mark.parametrize(
+    ("slot", "length", "keep"), [(2, MIN_CAPACITY, 0), (0, MIN_CAPACITY + 1, MIN_CAPACITY)], ids=["row", "move"]
+)
 def test_a_store_that_finds_no_memory_is_as_it_was(
     monkeypatch: pytest.MonkeyPatch, allocations: int, slot: int, length: int, keep: int
 ) -> None:
-    store = KeyValueStore()
+    store = KVCache()
     for old in range(2):
-        store.reserve(old, SHORT, 0)
-        fill(store, old, SHORT, old)
-    places = [store.place(old) for old in range(2)]
+        store.reserve(old, MIN_CAPACITY, 0)
+        fill(store, old, MIN_CAPACITY, old)
+    places = [store.row_of(old) for old in range(2)]
     with memory_for(monkeypatch, allocations), pytest.raises(torch.OutOfMemoryError):
         store.reserve(slot, length, keep)
-    assert [store.place(old) for old in range(2)] == places
-    assert [kept(store, old, SHORT) for old in range(2)] == [{0.0}, {1.0}]
+    assert [store.row_of(old) for old in range(2)] == places
+    assert [kept(store, old, MIN_CAPACITY) for old in range(2)] == [{0.0}, {1.0}]
 
 
 def test_one_long_sequence_does_not_make_the_short_ones_cost_its_length() -> None:
-    store = KeyValueStore()
+    store = KVCache()
     for slot in range(40):
         store.reserve(slot, 100, 0)
     store.reserve(40, 600, 0)
@@ -88,24 +90,24 @@ def test_one_long_sequence_does_not_make_the_short_ones_cost_its_length() -> Non
 
 
 def test_what_is_forgotten_goes_before_more_memory_is_taken() -> None:
-    store = KeyValueStore()
+    store = KVCache()
     store.reserve(0, 300, 0)
     tokens = store.tokens
     assert store.reserve(1, 400, 0, spare=[0]) == 0
     assert store.tokens == tokens
 
 
-def batch_of(model: PreTrainedModel, **limits: int) -> RunningBatch:
-    return RunningBatch(model, **{"max_concurrent": 8, "max_resident": 16, "context_length": 1024, **limits})
+def batch_of(model: PreTrainedModel, **limits: int) -> ContinuousBatch:
+    return ContinuousBatch(model, **{"max_concurrent": 8, "max_resident": 16, "context_length": 1024, **limits})
 
 
-def request(prompt: list[int], max_tokens: int = 4, priority: int = 0) -> Request:
+def request(prompt: list[int], max_tokens: int = 4, priority: int = 0) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=max_tokens, priority=priority)
-    return Request(str(prompt), array("i", prompt), sampling, random.Random(0))
+    return GenerationRequest(str(prompt), array("i", prompt), sampling, random.Random(0))
 
 
-def finish(batch: RunningBatch) -> list[Request]:
-    ended: list[Request] = []
+def finish(batch: ContinuousBatch) -> list[GenerationRequest]:
+    ended: list[GenerationRequest] = []
     with torch.no_grad():
         while batch.waiting or batch.running:
             ended += batch.step()
@@ -118,7 +120,7 @@ def test_rollouts_that_come_and_go_take_no_more_memory_than_those_at_once(model:
     def wave(first: int) -> int:
         for number in range(8):
             prompt = [first + number, *range(1, 140)]
-            batch.ask(request(prompt))
+            batch.enqueue(request(prompt))
         for ended in finish(batch):
             batch.forget(ended.rollout_id)
         return batch._store.tokens
@@ -129,10 +131,10 @@ def test_rollouts_that_come_and_go_take_no_more_memory_than_those_at_once(model:
 
 def test_an_update_of_the_weights_gives_the_memory_back(model: PreTrainedModel) -> None:
     batch = batch_of(model)
-    batch.ask(request([1, 2, 3]))
+    batch.enqueue(request([1, 2, 3]))
     finish(batch)
     assert batch._store.tokens > 0
-    batch.renew(1)
+    batch.invalidate_cache(1)
     assert batch._store.tokens == 0
 
 
@@ -166,7 +168,7 @@ def test_a_request_that_is_held_back_outlives_a_failure_to_admit_another(
 ) -> None:
     batch = batch_of(model)
     earlier = request(list(range(1, 200)))
-    batch.ask(earlier)
+    batch.enqueue(earlier)
     finish(batch)
     batch.forget(earlier.rollout_id)
     shared = list(range(200, 0, -1))
@@ -184,5 +186,5 @@ def test_generations_of_higher_priority_join_the_batch_first_and_equal_ones_in_t
 ) -> None:
     batch = batch_of(model, max_concurrent=1)
     for number, priority in enumerate([0, 1, 0, 2, 1]):
-        batch.ask(request([number + 1, 9], max_tokens=1, priority=priority))
+        batch.enqueue(request([number + 1, 9], max_tokens=1, priority=priority))
     assert [ended.prompt[0] for ended in finish(batch)] == [4, 2, 5, 1, 3]

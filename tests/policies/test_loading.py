@@ -23,11 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.installation import install_command
-from agentfly.policies.embedded import threads
-from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
-from agentfly.policies.embedded.threads import choose_threads
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.installation import install_command
+from agentfly.policies.embedded import loading
+from agentfly.policies.embedded.loading import choose_device, choose_dtype, choose_threads, load_model
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import SamplingParams
 
@@ -114,11 +113,11 @@ def test_a_gpu_that_is_not_there_is_told() -> None:
 def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    monkeypatch.setattr(threads, "_core", lambda cpu: str(cpu // 2))  # two hyper-threads a core
-    monkeypatch.setattr(threads, "_quota", lambda: None)
+    monkeypatch.setattr(loading, "_core", lambda cpu: str(cpu // 2))  # two hyper-threads a core
+    monkeypatch.setattr(loading, "_quota", lambda: None)
     assert choose_threads(100_000_000) == 2
     assert choose_threads(500_000) == 1
-    monkeypatch.setattr(threads, "_quota", lambda: 1.5)
+    monkeypatch.setattr(loading, "_quota", lambda: 1.5)
     assert choose_threads(100_000_000) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert choose_threads(500_000) == 7

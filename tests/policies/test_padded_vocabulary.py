@@ -12,17 +12,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from agentfly.policies.catalog import find_model
-from agentfly.policies.embedded.attention import enable_packed_attention
+from agentfly.policies.catalog import resolve_model
+from agentfly.policies.embedded.packed_attention import enable_packed_attention
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
-from agentfly.policies.policy import SamplingParams
-from agentfly.policies.vllm.policy import MOST_BARRED, VLLMPolicy
-from agentfly.policies.vocabulary import never_sampled
-from agentfly.testing.vllm_stand_in import StandInVLLM
-from agentfly.training.config.kl_config import KLConfig
-from agentfly.training.learning.penalty import Penalty
+from agentfly.policies.policy import SamplingParams, unsampleable_ids
+from agentfly.policies.vllm.policy import MAX_SUPPRESSED_IDS, VLLMPolicy
+from agentfly.testing.vllm_stand_in import FakeVLLMServer
+from agentfly.training.config.groups import KLConfig
+from agentfly.training.learning.kl_penalty import KLPenalty
 from agentfly.training.rows import Row
 
 TOKENS = 260
@@ -52,7 +51,7 @@ WAYS = [
     SamplingParams(temperature=0, max_tokens=40),
     SamplingParams(top_k=5, max_tokens=40),
     SamplingParams(top_p=0.8, max_tokens=40),
-    SamplingParams(max_tokens=40, barred_ids=(1, 2, 3)),
+    SamplingParams(max_tokens=40, suppressed_ids=(1, 2, 3)),
 ]
 
 
@@ -97,7 +96,7 @@ def test_the_divergence_over_the_vocabulary_leaves_the_padding_out(
     padded: PreTrainedModel, tokenizer: HFTokenizer
 ) -> None:
     EmbeddedPolicy(padded, tokenizer)
-    penalty = Penalty(padded, KLConfig(coefficient=1.0, estimator="full"), temperature=1.0, adapters=False)
+    penalty = KLPenalty(padded, KLConfig(coefficient=1.0, estimator="full"), temperature=1.0, adapters=False)
     ids = [5, 6, 7, 8, 9]
     before = plain(padded, ids)
     with torch.no_grad():
@@ -119,8 +118,8 @@ def test_a_row_with_an_id_of_the_padding_is_refused_and_not_scored(
 
 def test_ids_within_the_vocabulary_that_no_token_has_are_never_sampled(hf_tokenizer: PreTrainedTokenizerFast) -> None:
     whole = HFTokenizer(hf_tokenizer)
-    assert whole.token_ids == range(TOKENS)
-    assert never_sampled(whole, TOKENS + 2) == (TOKENS, TOKENS + 1)
+    assert whole.vocabulary_ids == range(TOKENS)
+    assert unsampleable_ids(whole, TOKENS + 2) == (TOKENS, TOKENS + 1)
     backend = json.loads(hf_tokenizer.backend_tokenizer.to_str())
     del backend["model"]["vocab"]["a"]
     with_hole = PreTrainedTokenizerFast(
@@ -129,24 +128,24 @@ def test_ids_within_the_vocabulary_that_no_token_has_are_never_sampled(hf_tokeni
     ids = set(with_hole.get_vocab().values())
     holes = sorted(set(range(max(ids))) - ids)
     assert holes
-    assert never_sampled(HFTokenizer(with_hole), max(ids) + 2) == (*holes, max(ids) + 1)
+    assert unsampleable_ids(HFTokenizer(with_hole), max(ids) + 2) == (*holes, max(ids) + 1)
 
 
-@pytest.mark.parametrize(("padding", "sent"), [(3, 3), (5000, MOST_BARRED)])
+@pytest.mark.parametrize(("padding", "sent"), [(3, 3), (5000, MAX_SUPPRESSED_IDS)])
 async def test_padding_is_barred_on_servers_as_far_as_they_take_it(padding: int, sent: int, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(find_model("tiny"), model)
-    tokens = HFTokenizer.load(model).token_ids
+    shutil.copytree(resolve_model("tiny"), model)
+    tokens = HFTokenizer.load(model).vocabulary_ids
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": len(tokens) + padding}))
     async with (
-        StandInVLLM() as server,
+        FakeVLLMServer() as server,
         VLLMPolicy(urls=[server.url], model=model, patience_s=20, probe_ids=[1, 2, 3]) as policy,
     ):
-        generation = await policy.generate([5], SamplingParams(max_tokens=2, barred_ids=(3,)), rollout_id="r")
+        generation = await policy.generate([5], SamplingParams(max_tokens=2, suppressed_ids=(3,)), rollout_id="r")
         barred = server.generated[-1]["sampling_params"]["logit_bias"]
         assert list(barred)[: min(len(barred), 3)] == ["3", str(len(tokens)), str(len(tokens) + 1)]
-        assert len(barred) == min(sent + 1, MOST_BARRED)
+        assert len(barred) == min(sent + 1, MAX_SUPPRESSED_IDS)
         assert generation.raw_logprobs is None, "another id is barred, too"
         generation = await policy.generate([5], SamplingParams(max_tokens=2), rollout_id="r")
         assert generation.raw_logprobs == generation.logprobs

@@ -58,7 +58,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_a_barred_token_is_never_drawn_and_the_others_share_its_probability(temperature: float) -> None:
     logits = torch.tensor([[5.0, 1.0, 0.0], [5.0, 1.0, 0.0]])
     how = SamplingParams(temperature=temperature)
-    barred = SamplingParams(temperature=temperature, top_k=2, barred_ids=(0,))
+    barred = SamplingParams(temperature=temperature, top_k=2, suppressed_ids=(0,))
     ids, logprobs, raw = sample(logits, [barred, how], [0.0, 0.0])
     assert ids.tolist() == [1, 0]
     expected = (torch.tensor([1.0, 0.0]) / (temperature or 1.0)).log_softmax(-1)[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from agentfly.policies.embedded import scoring
-from agentfly.policies.embedded.packing import pack_rows
+from agentfly.policies.embedded.packed_attention import pack_rows
 from agentfly.policies.embedded.scoring import score_tokens
 
 Rows = list[list[int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from agentfly.policies.embedded.slots import SlotTable
+from agentfly.policies.embedded.kv_slots import SlotTable
 
 
 def ids(*parts: int) -> array[int]:
@@ -13,18 +13,18 @@ def ids(*parts: int) -> array[int]:
 
 def run(table: SlotTable, rollout_id: str, prompt: array[int]) -> int:
     """Place a prompt, compute all of it, and let it rest; returns how many tokens were there already."""
-    placement = table.place(rollout_id, prompt)
+    placement = table.assign(rollout_id, prompt)
     assert placement is not None
     found = placement.resident.computed
     placement.resident.computed = len(prompt)
-    table.rest(placement.resident)
+    table.release(placement.resident)
     return found
 
 
 def test_the_next_turn_of_a_rollout_finds_its_earlier_tokens_in_place() -> None:
     table = SlotTable(4)
     run(table, "a", ids(*range(30)))
-    placement = table.place("a", ids(*range(40)))
+    placement = table.assign("a", ids(*range(40)))
     assert placement is not None
     assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (0, 30, None)
 
@@ -32,7 +32,7 @@ def test_the_next_turn_of_a_rollout_finds_its_earlier_tokens_in_place() -> None:
 def test_another_rollout_copies_the_prefix() -> None:
     table = SlotTable(4)
     run(table, "a", ids(*range(30)))
-    placement = table.place("b", ids(*range(20), 99, 98))
+    placement = table.assign("b", ids(*range(20), 99, 98))
     assert placement is not None
     assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (1, 20, 0)
 
@@ -45,11 +45,11 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
 
 def test_a_prompt_waits_for_a_running_one_that_computes_its_prefix() -> None:
     table = SlotTable(4)
-    first = table.place("a", ids(*range(30)))
+    first = table.assign("a", ids(*range(30)))
     assert first is not None
-    assert table.place("b", ids(*range(30), 99)) is None
+    assert table.assign("b", ids(*range(30), 99)) is None
     first.resident.computed = 30
-    second = table.place("b", ids(*range(30), 99))
+    second = table.assign("b", ids(*range(30), 99))
     assert second is not None
     assert (second.resident.computed, second.copy_from) == (30, first.resident.slot)
 
@@ -65,14 +65,14 @@ def test_the_idle_slot_used_longest_ago_is_taken_first() -> None:
 
 def test_no_running_slot_is_ever_taken() -> None:
     table = SlotTable(2)
-    assert table.place("a", ids(1, 2)) is not None
-    assert table.place("b", ids(2, 3)) is not None
-    assert table.place("c", ids(3, 4)) is None
+    assert table.assign("a", ids(1, 2)) is not None
+    assert table.assign("b", ids(2, 3)) is not None
+    assert table.assign("c", ids(3, 4)) is None
 
 
 def test_two_calls_of_one_rollout_at_once_get_two_slots() -> None:
     table = SlotTable(2)
-    first, second = table.place("a", ids(1, 2)), table.place("a", ids(5, 6))
+    first, second = table.assign("a", ids(1, 2)), table.assign("a", ids(5, 6))
     assert first is not None
     assert second is not None
     assert first.resident.slot != second.resident.slot
@@ -91,7 +91,7 @@ def test_a_prefix_can_be_copied_from_a_forgotten_rollout() -> None:
     table = SlotTable(3)
     run(table, "a", ids(*range(30)))
     table.forget("a")
-    placement = table.place("b", ids(*range(20), 99))
+    placement = table.assign("b", ids(*range(20), 99))
     assert placement is not None
     assert (placement.resident.slot, placement.resident.computed, placement.copy_from) == (1, 20, 0)
 
@@ -105,8 +105,8 @@ def test_after_an_update_of_the_weights_nothing_is_found() -> None:
 
 def test_a_cancelled_prefill_keeps_only_what_was_computed() -> None:
     table = SlotTable(4)
-    placement = table.place("a", ids(*range(30)))
+    placement = table.assign("a", ids(*range(30)))
     assert placement is not None
     placement.resident.computed = 12
-    table.rest(placement.resident)
+    table.release(placement.resident)
     assert run(table, "a", ids(*range(30))) == 12

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     Boundary,
     ConfigError,
     PolicyError,
@@ -22,18 +22,18 @@ from agentfly.errors import (
     WeightMismatch,
     WeightUpdateError,
 )
-from agentfly.images import Image, PlacedImage
+from agentfly.core.messages import Image, PlacedImage
 from agentfly.policies.policy import Policy, SamplingParams
-from agentfly.policies.vllm.exchange import Exchange
 from agentfly.policies.vllm.policy import VLLMPolicy
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.testing.vllm_stand_in import CONTEXT, StandInVLLM, save_adapter, save_bias
+from agentfly.policies.vllm.weight_sync import WeightTransferDirectory
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.testing.vllm_stand_in import CONTEXT, FakeVLLMServer, save_adapter, save_bias
 
 PLAIN = SamplingParams(max_tokens=4)
 
 
 @contextlib.asynccontextmanager
-async def served(*servers: StandInVLLM, **settings: Any) -> AsyncIterator[VLLMPolicy]:
+async def served(*servers: FakeVLLMServer, **settings: Any) -> AsyncIterator[VLLMPolicy]:
     """A policy over stand-ins."""
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
@@ -61,7 +61,7 @@ async def eventually(holds: Any) -> None:
 
 
 async def test_ids_go_in_and_come_out_with_log_probs_and_version() -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         assert isinstance(policy, Policy)
         generation = await policy.generate([5, 6], SamplingParams(max_tokens=8, stop_ids=(9,)), rollout_id="r")
         assert list(generation.ids) == [7, 8, 9]
@@ -76,16 +76,16 @@ async def test_ids_go_in_and_come_out_with_log_probs_and_version() -> None:
 
 async def test_raw_log_probs_are_told_where_they_are_known_or_asked_for() -> None:
     warm = SamplingParams(max_tokens=2, temperature=0.5, top_k=1)
-    async with served(StandInVLLM()) as policy:
+    async with served(FakeVLLMServer()) as policy:
         assert (await policy.generate([5], warm, rollout_id="r")).raw_logprobs is None
-    async with served(StandInVLLM(), raw_logprobs=True) as policy:
+    async with served(FakeVLLMServer(), raw_logprobs=True) as policy:
         generation = await policy.generate([5], warm, rollout_id="r")
         assert generation.logprobs == (0.0, 0.0)
         assert generation.raw_logprobs == (-1.0, -1.0)
 
 
 async def test_a_prompt_that_fills_the_context_ends_the_rollout_without_a_request() -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         before = len(server.requests)
         with pytest.raises(PromptTooLong, match="103 tokens") as caught:
             await policy.generate([5] * 103, PLAIN, rollout_id="r")
@@ -97,7 +97,7 @@ async def test_a_prompt_that_fills_the_context_ends_the_rollout_without_a_reques
 
 
 async def test_a_sample_whose_ids_got_lost_on_the_way_is_infrastructure_and_never_trained_on() -> None:
-    async with served(server := StandInVLLM("loses ids")) as policy:
+    async with served(server := FakeVLLMServer("loses ids")) as policy:
         with pytest.raises(PolicyError, match="counts 9 sampled tokens and sends 4 ids") as caught:
             await policy.generate([5], SamplingParams(max_tokens=9), rollout_id="r")
         assert not caught.value.by_policy
@@ -110,18 +110,18 @@ async def test_a_sample_whose_ids_got_lost_on_the_way_is_infrastructure_and_neve
 )
 async def test_a_server_that_cannot_be_trained_from_is_refused_before_the_first_rollout(how: str, cure: str) -> None:
     with pytest.raises((PrerequisiteError, ConfigError), match=cure):
-        async with served(StandInVLLM(how)):
+        async with served(FakeVLLMServer(how)):
             pass
 
 
 async def test_a_server_whose_likeliest_tokens_tie_as_in_half_precision_is_used() -> None:
-    async with served(StandInVLLM("ties")) as policy:
+    async with served(FakeVLLMServer("ties")) as policy:
         assert (await policy.generate([5], PLAIN, rollout_id="r")).logprobs == (-1.0,) * PLAIN.max_tokens
 
 
 async def test_images_travel_with_one_placeholder_each_and_what_the_server_makes_of_them_is_checked() -> None:
     placed = PlacedImage(Image(b"png"), 1, 4)
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         with pytest.raises(ConfigError, match="sees none"):
             await policy.generate([5, 2, 2, 2, 8], PLAIN, rollout_id="r", images=[placed])
         policy.tokenizer.vision = SimpleNamespace(placeholder="<tool_call>", reserved_ids=(2,))  # tiny sees nothing
@@ -134,8 +134,8 @@ async def test_images_travel_with_one_placeholder_each_and_what_the_server_makes
 
 
 async def test_ids_of_images_are_barred_on_the_server() -> None:
-    async with served(server := StandInVLLM()) as policy:
-        await policy.generate([5], SamplingParams(max_tokens=2, barred_ids=(3,)), rollout_id="r")
+    async with served(server := FakeVLLMServer()) as policy:
+        await policy.generate([5], SamplingParams(max_tokens=2, suppressed_ids=(3,)), rollout_id="r")
         assert server.generated[-1]["sampling_params"]["logit_bias"] == {"3": -100.0}
 
 
@@ -143,7 +143,7 @@ async def test_ids_of_images_are_barred_on_the_server() -> None:
 
 
 async def test_cancelled_generations_end_on_the_server_one_by_one() -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         server.free.clear()
         tasks = [asyncio.create_task(policy.generate([5], PLAIN, rollout_id=f"r{number}")) for number in range(50)]
         await eventually(lambda: server.running == 50)
@@ -151,13 +151,13 @@ async def test_cancelled_generations_end_on_the_server_one_by_one() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await eventually(lambda: server.running == 0)
-        assert server.given_up == 50
+        assert server.aborted == 50
         assert all(task.cancelled() for task in tasks)
         assert len(server.generated) == 51, "and nobody asked again"
 
 
 async def test_rollouts_are_shared_out_and_each_stays_at_its_server() -> None:
-    servers = [StandInVLLM() for _ in range(3)]
+    servers = [FakeVLLMServer() for _ in range(3)]
     async with served(*servers) as policy:
         rollouts = [f"r{number}" for number in range(12)]
         for turn in range(3):
@@ -165,12 +165,12 @@ async def test_rollouts_are_shared_out_and_each_stays_at_its_server() -> None:
         assert sorted(policy.loads.values()) == [4, 4, 4]
         assert [len(server.generated) - 1 for server in servers] == [12, 12, 12]
         for rollout in rollouts:
-            policy.forget(rollout)
+            policy.release_rollout(rollout)
         assert policy.loads == {}
 
 
 async def test_when_a_server_dies_its_rollouts_move_and_it_comes_back() -> None:
-    servers = [StandInVLLM(), StandInVLLM()]
+    servers = [FakeVLLMServer(), FakeVLLMServer()]
     async with served(*servers) as policy:
         await asyncio.gather(*(policy.generate([1], PLAIN, rollout_id=f"r{number}") for number in range(6)))
         for server in servers:
@@ -183,9 +183,9 @@ async def test_when_a_server_dies_its_rollouts_move_and_it_comes_back() -> None:
         generations = await asyncio.gather(*asking)
         assert [list(generation.ids) for generation in generations] == [[2, 3, 4, 5]] * 6
         assert list(policy.loads.values()) == [6]
-        servers[0].begin_anew()
+        servers[0].restart()
         await servers[0].__aenter__()
-        await eventually(lambda: all(member.up for member in policy._require_entered().members))
+        await eventually(lambda: all(member.usable for member in policy._require_entered().members))
         await policy.generate([1], PLAIN, rollout_id="new")
         assert sorted(policy.loads.values()) == [1, 6]
 
@@ -194,7 +194,7 @@ async def test_when_a_server_dies_its_rollouts_move_and_it_comes_back() -> None:
 async def test_a_server_is_tried_again_whatever_goes_wrong_when_it_is_tried(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with served(StandInVLLM()) as policy:
+    async with served(FakeVLLMServer()) as policy:
         fleet = policy._require_entered()
         (member,) = fleet.members
         connect, tries = member.connect, 0
@@ -207,14 +207,14 @@ async def test_a_server_is_tried_again_whatever_goes_wrong_when_it_is_tried(
             await connect()
 
         monkeypatch.setattr(member, "connect", connect_the_third_time)
-        fleet.lost(member, "it does not answer")
+        fleet.mark_unavailable(member, "it does not answer")
         assert len((await policy.generate([1], PLAIN, rollout_id="r")).ids) == PLAIN.max_tokens
         assert tries == 3
         assert not fleet._reviving
 
 
 async def test_where_no_server_can_be_used_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(StandInVLLM(), patience_s=0.05) as policy:
+    async with served(FakeVLLMServer(), patience_s=0.05) as policy:
         fleet = policy._require_entered()
         (member,) = fleet.members
 
@@ -222,7 +222,7 @@ async def test_where_no_server_can_be_used_it_is_said_why(monkeypatch: pytest.Mo
             raise OSError("no route")
 
         monkeypatch.setattr(member, "connect", connect)
-        fleet.lost(member, "it does not answer")
+        fleet.mark_unavailable(member, "it does not answer")
         with pytest.raises(PolicyUnavailable, match=r"for 0\.05 s: The server at \S+ \(OSError: no route\)"):
             await policy.generate([1], PLAIN, rollout_id="r")
 
@@ -231,16 +231,16 @@ def test_weights_that_cannot_be_written_leave_nothing_to_clean_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
-    exchange = Exchange(tmp_path, tmp_path / "missing")
+    exchange = WeightTransferDirectory(tmp_path, tmp_path / "missing")
     for _ in range(2):
         with pytest.raises(PrerequisiteError, match=r"missing: No such file or directory\. Make that a directory"):
-            exchange.put_adapter(lambda path: None)
+            exchange.write_adapter(lambda path: None)
     exchange.close()
     assert not [*(tmp_path / "state").glob("*.ledger")]
 
 
 async def test_the_death_of_the_only_server_is_infrastructure() -> None:
-    async with served(server := StandInVLLM(), patience_s=0.2) as policy:
+    async with served(server := FakeVLLMServer(), patience_s=0.2) as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -251,10 +251,10 @@ async def test_the_death_of_the_only_server_is_infrastructure() -> None:
 
 
 async def test_a_generation_that_the_server_aborts_is_sampled_anew() -> None:
-    async with served(server := StandInVLLM("aborts")) as policy:
+    async with served(server := FakeVLLMServer("aborts")) as policy:
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: len(server.generated) > 1)
-        server.how.clear()
+        server.faults.clear()
         assert list((await asking).ids) == [2, 3, 4, 5]
 
 
@@ -262,10 +262,10 @@ async def test_a_generation_that_the_server_aborts_is_sampled_anew() -> None:
 
 
 async def test_weights_are_updated_on_all_servers_and_proved(tmp_path: Path) -> None:
-    servers = [StandInVLLM(), StandInVLLM()]
+    servers = [FakeVLLMServer(), FakeVLLMServer()]
     async with served(*servers) as policy:
         made = await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
-        assert (made.version, made.distance, made.before) == (1, 0.0, 0.5)
+        assert (made.version, made.logprob_gap, made.previous_logprob_gap) == (1, 0.0, 0.5)
         assert [server.bias for server in servers] == [1.5, 1.5]
         for number in range(4):
             generation = await policy.generate([1], PLAIN, rollout_id=f"r{number}")
@@ -275,7 +275,7 @@ async def test_weights_are_updated_on_all_servers_and_proved(tmp_path: Path) -> 
 
 
 async def test_tensors_go_through_a_directory_that_is_removed_once_they_are_superseded(tmp_path: Path) -> None:
-    async with served(StandInVLLM(), exchange=tmp_path) as policy:
+    async with served(FakeVLLMServer(), exchange=tmp_path) as policy:
         for bias in (2.0, 3.0):
             tensors = iter({"bias": torch.tensor([bias])}.items())
             await policy.update_weights(tensors, reference=bias_reference(bias))
@@ -288,7 +288,7 @@ async def test_tensors_go_through_a_directory_that_is_removed_once_they_are_supe
 async def test_a_server_that_keeps_old_weights_is_found_out_and_nothing_is_sampled_until_an_update_succeeds(
     tmp_path: Path,
 ) -> None:
-    servers = [StandInVLLM(), StandInVLLM("loads nothing")]
+    servers = [FakeVLLMServer(), FakeVLLMServer("loads nothing")]
     async with served(*servers) as policy:
         with pytest.raises(WeightMismatch, match=r"0\.5 nats a token"):
             await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
@@ -297,21 +297,21 @@ async def test_a_server_that_keeps_old_weights_is_found_out_and_nothing_is_sampl
             with pytest.raises(WeightUpdateError, match="last update of the weights failed") as caught:
                 await policy.generate([1], PLAIN, rollout_id=f"r{number}")
             assert not caught.value.by_policy
-        servers[1].how.clear()
+        servers[1].faults.clear()
         await policy.update_weights(save_bias(tmp_path / "2", 1.75), reference=bias_reference(1.75))
         assert (await policy.generate([1], PLAIN, rollout_id="r")).logprobs == (-1.75,) * 4
 
 
 async def test_an_update_too_small_to_be_told_from_rounding_must_change_something_all_the_same(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM(), tolerance=0.1) as policy:
+    async with served(server := FakeVLLMServer(), tolerance=0.1) as policy:
         await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
-        server.how.add("loads nothing")
+        server.faults.add("loads nothing")
         with pytest.raises(WeightMismatch, match="had no effect"):
             await policy.update_weights(save_bias(tmp_path / "2", 1.51), reference=bias_reference(1.51))
 
 
 async def test_a_server_that_refuses_the_weights_stops_the_whole_fleet_with_its_words(tmp_path: Path) -> None:
-    async with served(StandInVLLM(), StandInVLLM("cannot load")) as policy:
+    async with served(FakeVLLMServer(), FakeVLLMServer("cannot load")) as policy:
         with pytest.raises(WeightUpdateError, match="shapes do not fit"):
             await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
         with pytest.raises(WeightUpdateError, match="shapes do not fit"):
@@ -322,7 +322,7 @@ async def test_a_reference_that_fails_leaves_everything_as_it_was(tmp_path: Path
     def broken(ids: Sequence[int]) -> Sequence[float]:
         raise RuntimeError("the trainer has no memory left")
 
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         with pytest.raises(RuntimeError, match="no memory"):
             await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=broken)
         assert (await policy.generate([1], PLAIN, rollout_id="r")).version == 0
@@ -330,7 +330,7 @@ async def test_a_reference_that_fails_leaves_everything_as_it_was(tmp_path: Path
 
 
 async def test_generations_in_flight_go_on_and_say_which_token_came_from_which_weights(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM(), in_flight="mark") as policy:
+    async with served(server := FakeVLLMServer(), in_flight="mark") as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -340,7 +340,7 @@ async def test_generations_in_flight_go_on_and_say_which_token_came_from_which_w
 
 
 async def test_a_generation_that_unproved_weights_had_a_part_in_is_refused(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM("loads nothing"), in_flight="mark") as policy:
+    async with served(server := FakeVLLMServer("loads nothing"), in_flight="mark") as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -352,11 +352,11 @@ async def test_a_generation_that_unproved_weights_had_a_part_in_is_refused(tmp_p
 
 
 async def test_weights_of_an_update_that_failed_are_never_taken_for_those_of_the_next(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM("loads nothing")) as policy:
+    async with served(server := FakeVLLMServer("loads nothing")) as policy:
         with pytest.raises(WeightMismatch):
             await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
         failed = server.label
-        server.how.clear()
+        server.faults.clear()
         await policy.update_weights(save_bias(tmp_path / "2", 1.25), reference=bias_reference(1.25))
         assert (await policy.generate([1], PLAIN, rollout_id="r")).version == policy.version == 1
         server.label = failed
@@ -365,7 +365,7 @@ async def test_weights_of_an_update_that_failed_are_never_taken_for_those_of_the
 
 
 async def test_a_run_that_is_resumed_calls_its_weights_as_it_did(tmp_path: Path) -> None:
-    async with served(StandInVLLM()) as policy:
+    async with served(FakeVLLMServer()) as policy:
         await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5), version=40)
         assert (await policy.generate([1], PLAIN, rollout_id="r")).version == policy.version == 40
         assert (await policy.update_weights(tmp_path / "1", reference=bias_reference(1.5))).version == 41
@@ -378,7 +378,7 @@ async def test_generations_wait_while_an_update_runs(tmp_path: Path) -> None:
         begun.set()
         return [-1.5] * (len(ids) - 1)
 
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         updating = asyncio.create_task(policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=slow))
         await begun.wait()
         await eventually(lambda: server.asked("/pause"))
@@ -387,7 +387,7 @@ async def test_generations_wait_while_an_update_runs(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_update_leaves_nothing_to_sample_from(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         updating = asyncio.create_task(
             policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
         )
@@ -403,16 +403,16 @@ async def test_a_cancelled_update_leaves_nothing_to_sample_from(tmp_path: Path) 
 async def test_a_server_that_started_again_with_its_own_weights_is_given_the_policys_before_it_samples(
     tmp_path: Path,
 ) -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
-        server.begin_anew()
+        server.restart()
         generation = await policy.generate([1], PLAIN, rollout_id="r")
         assert (generation.version, generation.logprobs) == (1, (-1.5,) * 4)
         assert server.bias == 1.5
 
 
 async def test_a_server_that_a_policy_left_with_other_weights_goes_back_to_its_own(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
     assert server.bias == 1.5
     async with served(server) as policy:
@@ -420,7 +420,7 @@ async def test_a_server_that_a_policy_left_with_other_weights_goes_back_to_its_o
 
 
 async def test_an_adapter_is_sampled_from_and_proved(tmp_path: Path) -> None:
-    async with served(server := StandInVLLM()) as policy:
+    async with served(server := FakeVLLMServer()) as policy:
         with pytest.raises(ConfigError, match="no LoRA adapter"):
             await policy.update_adapter(tmp_path)
         for version, bias in enumerate((0.25, 0.5), start=1):
@@ -440,7 +440,7 @@ async def test_an_adapter_can_be_saved_for_the_servers_and_goes_with_the_weights
         written.append(directory)
         save_adapter(directory, 0.25)
 
-    async with served(StandInVLLM()) as policy:
+    async with served(FakeVLLMServer()) as policy:
         await policy.update_adapter(save, reference=bias_reference(1.25))
         await policy.update_adapter(save, reference=bias_reference(1.25))
         assert [path.exists() for path in written] == [False, True], "the one that is served stays"

@@ -19,13 +19,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import agentfly as af
-from agentfly.errors import PrerequisiteError, WeightMismatch, WeightUpdateError
+from agentfly.core.errors import PrerequisiteError, WeightMismatch, WeightUpdateError
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
-from agentfly.policies.vllm.reference import model_reference
-from agentfly.resources.models.engine import probe_vllm
-from agentfly.resources.models.server import ModelServer
-from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
+from agentfly.policies.vllm.weight_sync import logprobs_of_model
+from agentfly.resources.model_server.server import ModelServer
+from agentfly.resources.model_server.spec import PYTHON_VARIABLE, ModelServerSpec
+from agentfly.resources.model_server.vllm_command import probe_vllm
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get(PYTHON_VARIABLE) or str(ROOT / ".venv-vllm")
@@ -136,7 +136,7 @@ async def test_an_update_waits_for_running_generations_and_another_policy_at_the
     async with VLLMPolicy(**address) as another:
         draining = asyncio.create_task(another.generate(PROMPT, SamplingParams(max_tokens=300), rollout_id="r"))
         await asyncio.sleep(0.05)
-        await another.update_weights(tmp_path, reference=model_reference(other))
+        await another.update_weights(tmp_path, reference=logprobs_of_model(other))
         drained = await draining
         assert drained.version == 0
         assert len(drained.ids) == 300
@@ -203,8 +203,8 @@ async def test_weights_put_in_place_under_a_running_generation_are_those_that_sa
             group.create_task(keep_sampling(f"r{number}"))
         made = await policy.update_weights(other.state_dict().items())
         ended.set()
-    assert made.distance < CLOSE
-    assert made.before > 0.1
+    assert made.logprob_gap < CLOSE
+    assert made.previous_logprob_gap > 0.1
     under_way = [generation for generation in generations if isinstance(generation.version, tuple)]
     assert under_way
     for generation in under_way:
@@ -228,7 +228,7 @@ async def test_an_adapter_is_reloaded_in_place_and_proved(
                 weights.data += 0.2 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(step))
         adapted.save_pretrained(tmp_path / str(step))
         made = await policy.update_adapter(tmp_path / str(step))
-        distances.append(made.before)
+        distances.append(made.previous_logprob_gap)
         generation = await policy.generate(PROMPT, SamplingParams(max_tokens=32), rollout_id="r")
         assert generation.version == policy.version == 2 + step
         assert generation.logprobs == pytest.approx(expected(adapted, generation), abs=CLOSE)
@@ -245,12 +245,12 @@ async def test_vllms_own_reload_of_a_tied_model_is_found_out(
     with pytest.raises(PrerequisiteError, match="Start the server again"):
         async with VLLMPolicy(**address, loaded_by="reload_weights"):
             pass
-    await server_of(policy).label_weights("default")  # as if it had just been started
+    await server_of(policy).set_weight_version("default")  # as if it had just been started
     async with VLLMPolicy(**address, loaded_by="reload_weights") as careless:
         with pytest.raises(WeightMismatch, match="reload_weights"):
-            await careless.update_weights(tmp_path, reference=model_reference(other))
+            await careless.update_weights(tmp_path, reference=logprobs_of_model(other))
         with pytest.raises(WeightUpdateError):
             await careless.generate(PROMPT, SamplingParams(max_tokens=1), rollout_id="r")
     async with VLLMPolicy(**address) as careful:
-        made = await careful.update_weights(tmp_path, reference=model_reference(other))
-        assert made.distance < CLOSE
+        made = await careful.update_weights(tmp_path, reference=logprobs_of_model(other))
+        assert made.logprob_gap < CLOSE

@@ -18,18 +18,16 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError
-from agentfly.resources.containers.backend import Backend, backend
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import Tier
-from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher
+from agentfly.core.errors import PrerequisiteError
+from agentfly.resources.containers.backend import Backend, get_backend
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, make_launcher
+from agentfly.resources.containers.bubblewrap.launcher import Launcher, Tier
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
 from agentfly.testing.virtual_time import run_in_virtual_time
 
@@ -37,7 +35,7 @@ _numbers = itertools.count()
 
 
 def _bubblewrap() -> Backend:
-    return backend("bubblewrap")
+    return get_backend("bubblewrap")
 
 
 def _bubblewrap_of_a_user() -> Backend:
@@ -85,8 +83,8 @@ def _engine(made: type[Docker]) -> Callable[[], Backend]:
 
 
 def _enroot() -> Backend:
-    able = backend("enroot").probe()
-    if not able.works:
+    able = get_backend("enroot").probe()
+    if not able.available:
         pytest.skip(" ".join(able.missing))
     _squash_image()
     return Enroot(store=_temporary() / "store")
@@ -129,7 +127,7 @@ def _squash_image() -> None:
 
 _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
     "bubblewrap": (_bubblewrap, "host"),
-    "landlock": (lambda: backend("landlock"), "host"),
+    "landlock": (lambda: get_backend("landlock"), "host"),
     "bubblewrap of an ordinary user": (_bubblewrap_of_a_user, "host"),
     "docker": (_engine(Docker), "agentfly-test:latest"),
     "podman": (_engine(Podman), "agentfly-test:latest"),
@@ -143,7 +141,7 @@ _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
 class Ground:
     """A backend that works on this machine, and how to ask it for boxes."""
 
-    backend: Backend
+    get_backend: Backend
     image: str
 
     @property
@@ -153,7 +151,7 @@ class Ground:
 
     def spec(self, **fields: Any) -> ContainerSpec:
         """A spec with its image, small unless told otherwise."""
-        weak = {"isolation": "weak"} if self.able.not_isolated else {}
+        weak = {"isolation": "weak"} if self.able.isolation_gaps else {}
         return ContainerSpec(**{**weak, "image": self.image, "memory": "256MiB", "pids": 64, **fields})
 
 
@@ -180,7 +178,7 @@ _QUICK = "bubblewrap"  # what the fast tests check the contract on; the slow one
 def ground(request: pytest.FixtureRequest, engines: None) -> Ground:
     """Each backend that works here."""
     made = _made(request.param)
-    if not made.able.works:
+    if not made.able.available:
         pytest.skip(" ".join(made.able.missing))
     return made
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from agentfly.resources import ledger
-from agentfly.resources.cgroups import cgroup_home
-from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
-from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.live_runs import find_runs
-from agentfly.resources.orphans import reap
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.engine.live_runs import find_runs
+from agentfly.resources.engine.orphans import reap_orphans
+from agentfly.resources.process import ledger
+from agentfly.resources.process.cgroups import writable_cgroup_parent
+from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
 from tests.support.archives import tar
 
 
@@ -42,7 +42,7 @@ def killed(program: str, number: signal.Signals, *words: str) -> None:
 
 
 def traces(state: Path) -> list[dict[str, Any]]:
-    return [dict(entry.traces) for path in state.glob("*.ledger") for entry in ledger.read(path)[1]]
+    return [dict(entry.traces) for path in state.glob("*.ledger") for entry in ledger.read_ledger(path)[1]]
 
 
 MOMENTS = {
@@ -73,7 +73,7 @@ MOMENTS = {
     """,
     "weights are passed on": """
         from pathlib import Path
-        from agentfly.policies.vllm.exchange import Exchange
+        from agentfly.policies.vllm.weight_sync import Exchange
         exchange = Exchange(Path("/"), Path(sys.argv[1]).parent)
         (exchange._new() / "weights").touch()
         here()
@@ -85,7 +85,7 @@ MOMENTS = {
 def test_what_a_process_leaves_that_is_killed_at_any_moment_is_removed(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    if moment == "a control group is tried" and cgroup_home() is None:
+    if moment == "a control group is tried" and writable_cgroup_parent() is None:
         pytest.skip("no control groups can be made: start as root, or by systemd-run --user --scope -p Delegate=yes")
     if moment == "a sandbox is tried" and probe().tier == "none":
         pytest.skip(" ".join(probe().missing))
@@ -96,7 +96,7 @@ def test_what_a_process_leaves_that_is_killed_at_any_moment_is_removed(
     left = [Path(path) for one in traces(state) for path in paths(one)]
     assert left
     assert all(path.exists() for path in left)
-    assert asyncio.run(reap())
+    assert asyncio.run(reap_orphans())
     assert not any(path.exists() for path in left)
     assert not [*state.glob("*.ledger")]
 
@@ -118,8 +118,8 @@ tiers.probe()
 def test_what_a_living_process_has_written_down_is_left_alone_and_is_no_run(tmp_path: Path, state: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    with CleanupRecord("place", DIRECTORY, {"directory": str(place)}):
-        assert asyncio.run(reap()) == []
+    with CleanupRecord("place", REMOVE_DIRECTORY, {"directory": str(place)}):
+        assert asyncio.run(reap_orphans()) == []
         assert place.is_dir()
         assert asyncio.run(find_runs()) == []
         assert traces(state) == [{"directory": str(place)}]
@@ -131,8 +131,8 @@ def test_where_the_state_directory_cannot_be_written_a_spare_one_is_taken_withou
 ) -> None:
     (state.parent / "file").touch()
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(state.parent / "file" / "state"))
-    monkeypatch.setattr(ledger, "spare_directories", lambda: [state.parent / "spare"])
-    with CleanupRecord("place", DIRECTORY, {"directory": "/nowhere"}):
+    monkeypatch.setattr(ledger, "fallback_state_directories", lambda: [state.parent / "spare"])
+    with CleanupRecord("place", REMOVE_DIRECTORY, {"directory": "/nowhere"}):
         assert traces(state.parent / "spare") == [{"directory": "/nowhere"}]
     assert not [*(state.parent / "spare").iterdir()]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -143,8 +143,8 @@ def test_where_nothing_can_be_written_down_a_look_at_the_machine_goes_on(
 ) -> None:
     state.parent.joinpath("file").touch()
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(state.parent / "file" / "state"))
-    monkeypatch.setattr(ledger, "spare_directories", list)
-    with CleanupRecord("place", DIRECTORY, {"directory": "/nowhere"}) as record:
+    monkeypatch.setattr(ledger, "fallback_state_directories", list)
+    with CleanupRecord("place", REMOVE_DIRECTORY, {"directory": "/nowhere"}) as record:
         pass
     record.close()
 
@@ -157,7 +157,7 @@ def test_an_engine_that_is_killed_leaves_a_ledger_that_is_removed_with_its_boxes
     program = """
 import asyncio
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 async def main():
     async with ResourceEngine() as engine:
         await engine.acquire(ContainerSpec(memory="64MiB", disk="16MiB"), "owner")
@@ -167,6 +167,6 @@ asyncio.run(main())
     killed(program, number)
     scratch = [Path(one["bubblewrap"]["scratch"]) for one in traces(state) if "bubblewrap" in one]
     assert all(path.exists() for path in scratch)
-    assert [entry.kind for entry in asyncio.run(reap())] == ["container"]
+    assert [entry.kind for entry in asyncio.run(reap_orphans())] == ["container"]
     assert not any(path.exists() for path in scratch)
     assert not [*state.glob("*")]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentfly.resources.identity import start_time
-from agentfly.resources.registry import register
+from agentfly.resources.kind import register
+from agentfly.resources.process.procfs import start_time
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.testing.fake_resource import FakeSpec

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError, ResourceStartError, ToolError
-from agentfly.resources import orphans
+from agentfly.core.errors import PrerequisiteError, ResourceDied, ResourceError, ResourceStartError, ToolError
 from agentfly.resources.containers.backend import Backend, reap
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.docker import fork_archive
-from agentfly.resources.containers.docker.client import connect
+from agentfly.resources.containers.docker import images
+from agentfly.resources.containers.docker.engine import connect
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.engine import orphans
 from agentfly.resources.resource import Status
 from agentfly.testing.resource_conformance import check_resource
 
@@ -381,7 +381,7 @@ async def test_more_files_than_a_fork_can_copy_are_a_matter_for_the_model(
 ) -> None:
     box = await start(engine_ground)
     await box.run("for n in {1..3000}; do : > $n; done")
-    monkeypatch.setattr(fork_archive, "_ROOM", 2**20 - engine_ground.spec().disk_limit)
+    monkeypatch.setattr(images, "_ROOM", 2**20 - engine_ground.spec().disk_limit)
     with pytest.raises(ToolError, match="take more than"):
         await box.fork()
     assert (await box.run("rm -- *; echo alive", timeout=20)).stdout == "alive\n"
@@ -422,7 +422,7 @@ async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image
     await owner.wait()
     assert await looking(engine_ground)
     assert bool(set(await own_images(engine_ground)) - before) == (moment == "commit")
-    await orphans.reap()
+    await orphans.reap_orphans()
     assert await looking(engine_ground) == []
     assert set(await own_images(engine_ground)) <= before
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ToolError, UsageError
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.core.errors import ToolError, UsageError
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 

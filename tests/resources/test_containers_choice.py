@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceUnreachable
+from agentfly.core.errors import PrerequisiteError, ResourceUnreachable
 from agentfly.resources.containers import backend as backends
-from agentfly.resources.containers.backend import backend, candidates, choose, reap
+from agentfly.resources.containers.backend import candidate_backends, get_backend, reap, select_backend
 from agentfly.resources.containers.bubblewrap import backend as bubblewrap_backend
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.landlock import backend as landlock_backend
 from agentfly.resources.containers.spec import ContainerSpec
@@ -38,13 +38,13 @@ def without_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_only_backends_that_take_the_image_are_candidates(image: str, names: list[str]) -> None:
-    assert candidates(ContainerSpec(image=image)) == names
+    assert candidate_backends(ContainerSpec(image=image)) == names
 
 
 @pytest.mark.usefixtures("without_engines")
 async def test_an_image_by_name_without_an_engine_says_which_programs_take_one_and_how_to_get_them() -> None:
     with pytest.raises(PrerequisiteError) as refusal:
-        await choose(ContainerSpec(image="debian:12"))
+        await select_backend(ContainerSpec(image="debian:12"))
     first, *others = str(refusal.value).splitlines()
     assert "needs one of docker, podman and enroot" in first
     assert [line.split()[0] for line in others] == ["docker", "podman", "enroot"]
@@ -56,7 +56,7 @@ async def test_an_image_by_name_without_an_engine_says_which_programs_take_one_a
 async def test_a_name_that_is_a_directory_here_is_answered_with_its_whole_path(tmp_path: Path) -> None:
     (tmp_path / "images" / "rootfs").mkdir(parents=True)
     with pytest.raises(PrerequisiteError, match=f"If {tmp_path}/images/rootfs is meant, write this whole path"):
-        await choose(ContainerSpec(image="images/rootfs"))
+        await select_backend(ContainerSpec(image="images/rootfs"))
 
 
 def test_an_orphan_is_looked_for_in_every_backend_that_may_have_had_it_whichever_fails(
@@ -71,7 +71,7 @@ def test_an_orphan_is_looked_for_in_every_backend_that_may_have_had_it_whichever
             raise failures[name]
 
     for name in ("docker", "podman", "enroot"):
-        monkeypatch.setattr(backend(name), "reap", lambda traces, name=name: fail(name, traces))
+        monkeypatch.setattr(get_backend(name), "reap", lambda traces, name=name: fail(name, traces))
     with pytest.raises(OSError, match="stuck"):
         reap({"docker": {}, "podman": {}, "enroot": {}})
     assert asked == ["docker", "podman", "enroot"]
@@ -84,7 +84,7 @@ OTHERS = ("docker", "enroot", "landlock", "stream_shell")
 LOADING = f"""
 import asyncio, sys
 import agentfly as af
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 
 async def main():
     async with ResourceEngine() as engine:
@@ -124,9 +124,9 @@ def test_what_is_written_down_before_a_choice_loads_no_backend() -> None:
 
 def test_the_two_backends_of_the_hosts_files_leave_the_same_traces_and_reap_alike() -> None:
     spec = ContainerSpec()
-    bubblewrap, landlock = backend("bubblewrap"), backend("landlock")
+    bubblewrap, landlock = get_backend("bubblewrap"), get_backend("landlock")
     assert bubblewrap.traces(spec, "box-1") == landlock.traces(spec, "box-1")
-    assert bubblewrap_backend.reap is landlock_backend.reap
+    assert bubblewrap_backend.reap_bubblewrap is landlock_backend.reap_bubblewrap
 
 
 @pytest.mark.usefixtures("without_engines")
@@ -134,11 +134,11 @@ def test_the_two_backends_of_the_hosts_files_leave_the_same_traces_and_reap_alik
 async def test_an_address_that_no_engine_can_have_is_a_reason_like_another_and_hides_no_backend(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    made = {"docker": Docker(address), "podman": Podman(address), "enroot": backend("enroot")}
+    made = {"docker": Docker(address), "podman": Podman(address), "enroot": get_backend("enroot")}
     monkeypatch.setattr(backends, "_loaded", made)
-    assert not (await asyncio.to_thread(made["docker"].probe)).works
+    assert not (await asyncio.to_thread(made["docker"].probe)).available
     with pytest.raises(PrerequisiteError) as refusal:
-        await choose(ContainerSpec(image="debian:12"))
+        await select_backend(ContainerSpec(image="debian:12"))
     assert [line.split()[0] for line in str(refusal.value).splitlines()[1:]] == ["docker", "podman", "enroot"]
 
 
@@ -156,5 +156,5 @@ async def test_a_server_that_is_no_engine_is_told_from_one(tmp_path: Path, answe
         found = await asyncio.to_thread(Docker(f"unix://{tmp_path / 'socket'}").probe)
     finally:
         server.close()
-    assert not found.works
+    assert not found.available
     assert found.missing

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceError, ToolError, UsageError
+from agentfly.core.errors import PrerequisiteError, ResourceError, ToolError, UsageError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap import shell as pipe_shell
 from agentfly.resources.containers.capabilities import Capabilities
@@ -362,7 +362,7 @@ async def test_what_this_host_does_not_read_or_take_is_told(box: Container, tmp_
 
 
 async def test_the_user_is_the_one_of_the_spec(ground: Ground, start: Start) -> None:
-    if ground.able.not_isolated:
+    if ground.able.isolation_gaps:
         with pytest.raises(PrerequisiteError, match="user 0 inside"):
             await start(ground, user="root")
         return
@@ -376,7 +376,7 @@ async def test_another_user_runs_a_process_of_its_own_or_is_refused_with_the_cur
     assert (await box.run("echo $USER", user="agent")).stdout == "agent\n"
     with pytest.raises(UsageError, match="new_process=True"):
         await box.run("id -u", user="root")
-    if ground.able.users:
+    if ground.able.multiple_users:
         assert (await box.run("id -u", user="root", new_process=True)).stdout == "0\n"
     else:
         with pytest.raises(PrerequisiteError, match=r"Write ContainerSpec\(user='root'\)"):
@@ -430,7 +430,7 @@ async def test_the_network_is_off_unless_the_spec_turns_it_on(ground: Ground, st
         box = await start(ground)
         reached = await box.run(f"read -r line < /dev/tcp/127.0.0.1/{port}; echo $line; cat /proc/net/dev")
         assert "hello" not in reached.stdout
-        if ground.able.not_isolated:
+        if ground.able.isolation_gaps:
             return  # it sees the host's devices, and can make no socket
         assert [line.split(":")[0].strip() for line in reached.stdout.splitlines() if ":" in line] == ["lo"]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, SandboxFlooded, UsageError
+from agentfly.core.errors import PrerequisiteError, ResourceDied, SandboxFlooded, UsageError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap import shell as pipe_shell
 from agentfly.resources.containers.capabilities import Capabilities
@@ -142,7 +142,7 @@ async def test_a_port_that_is_opened_while_its_box_is_released_leaves_no_listene
 
 
 async def test_a_frozen_box_does_nothing_and_goes_on_where_it_was(ground: Ground, start: Start) -> None:
-    if ground.able.freezes == "none":
+    if ground.able.freeze == "none":
         with pytest.raises(PrerequisiteError, match="stopped"):
             await start(ground, idle="freeze")
         return
@@ -163,7 +163,7 @@ async def test_a_box_that_cannot_be_frozen_says_so_and_works_on(
     ground: Ground, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = await start(ground)
-    unable = replace(ground.able, freezes="none")
+    unable = replace(ground.able, freeze="none")
     monkeypatch.setattr(ground.backend, "probe", lambda: unable)
     with pytest.raises(PrerequisiteError, match=r"freeze\(\)"):
         await box.freeze()
@@ -173,7 +173,7 @@ async def test_a_box_that_cannot_be_frozen_says_so_and_works_on(
 
 @pytest.mark.slow
 async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, start: Start) -> None:
-    if ground.able.freezes == "none":
+    if ground.able.freeze == "none":
         pytest.skip("this backend does not freeze here")
     box = await start(ground)
     call = asyncio.create_task(box.run("sleep 0.5; echo done", timeout=2))
@@ -187,7 +187,7 @@ async def test_time_in_the_ice_does_not_count_for_a_command(ground: Ground, star
 async def test_commands_that_are_beginning_when_their_box_is_frozen_have_all_their_time_after(
     ground: Ground, start: Start
 ) -> None:
-    if ground.able.freezes == "none":
+    if ground.able.freeze == "none":
         pytest.skip("this backend does not freeze here")
     box = await start(ground)
     for turns in (0, 1, 3, 10):
@@ -212,7 +212,7 @@ async def test_a_call_that_is_cancelled_while_its_box_is_frozen_ends_its_command
     monkeypatch: pytest.MonkeyPatch,
     new_process: bool,
 ) -> None:
-    if ground.able.freezes == "none":
+    if ground.able.freeze == "none":
         pytest.skip("this backend does not freeze here")
     for module in (stream_shell, pipe_shell):
         monkeypatch.setattr(module, "_RESTART_GRACE_S", 1.0)
@@ -235,7 +235,7 @@ async def test_a_call_that_is_cancelled_while_its_box_is_frozen_ends_its_command
 async def test_a_frozen_box_is_released_and_reset_all_the_same(
     ground: Ground, start: Start, processes_with: ProcessesWith
 ) -> None:
-    if ground.able.freezes == "none":
+    if ground.able.freeze == "none":
         pytest.skip("this backend does not freeze here")
     box = await start(ground)
     for end in (box.reset, box.release):
@@ -253,7 +253,7 @@ async def test_a_reset_leaves_nothing_of_the_one_before(
 ) -> None:
     box = await start(ground, setup=("echo ready > setup; S=1",))
     for _ in range(3):  # the second and later ones may find the next life ready
-        everywhere = ". ~ ${TMPDIR:-/tmp}" + (" /var/tmp /tmp /dev/shm" if not ground.able.not_isolated else "")
+        everywhere = ". ~ ${TMPDIR:-/tmp}" + (" /var/tmp /tmp /dev/shm" if not ground.able.isolation_gaps else "")
         await box.run(f"for d in {everywhere}; do echo x > $d/mine; done; rm setup; X=5; cd /; sleep 9801 &")
         await box.run("python3 -c 'import socket; s = socket.socket(socket.AF_UNIX); s.bind(\"s\")' 2>/dev/null")
         await box.reset()
@@ -264,7 +264,7 @@ async def test_a_reset_leaves_nothing_of_the_one_before(
 
 
 async def test_a_fork_has_the_files_of_one_moment_and_goes_its_own_way(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
+    if not ground.able.fork:
         with pytest.raises(PrerequisiteError, match="copy of a container's files"):
             await (await start(ground)).fork()
         return
@@ -285,7 +285,7 @@ async def test_a_fork_has_the_files_of_one_moment_and_goes_its_own_way(ground: G
 
 @pytest.mark.slow
 async def test_forks_of_forks_have_all_that_came_before(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
+    if not ground.able.fork:
         pytest.skip("this backend does not fork here")
     depth = 17 if ground.able.backend == "bubblewrap" else 4  # where a fork takes a second
     box = await start(ground)
@@ -296,7 +296,7 @@ async def test_forks_of_forks_have_all_that_came_before(ground: Ground, start: S
 
 
 async def test_a_spec_of_a_fork_may_be_changed_but_not_its_backend(ground: Ground, start: Start) -> None:
-    if not ground.able.forks:
+    if not ground.able.fork:
         pytest.skip("this backend does not fork here")
     box = await start(ground)
     await box.write_file("a", "a")

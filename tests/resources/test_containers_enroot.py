@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceStartError
+from agentfly.core.errors import PrerequisiteError, ResourceStartError
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.enroot.backend import Enroot
-from agentfly.resources.containers.enroot.program import run
+from agentfly.resources.containers.enroot.program import run_program
 from agentfly.resources.containers.spec import ContainerSpec
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def stand_in(place: Path, install_stand_in: Callable[[Path], Path]) -> Path:
 @pytest.fixture
 def enroot(stand_in: Path, place: Path) -> Enroot:
     made = Enroot(str(stand_in), store=place / "store")
-    if not made.probe().works:
+    if not made.probe().available:
         pytest.skip(" ".join(made.probe().missing))
     return made
 
@@ -212,7 +212,7 @@ async def test_without_control_groups_it_serves_those_alone_that_say_so(
     stand_in: Path, root: Path, place: Path
 ) -> None:
     weak = Enroot(str(stand_in), cgroups=False, store=place / "store")
-    if not weak.probe().works:
+    if not weak.probe().available:
         pytest.skip(" ".join(weak.probe().missing))
     spec = ContainerSpec(image=str(root), backend="enroot", memory="256MiB", pids=20)
     with pytest.raises(PrerequisiteError, match="memory of its processes together has no limit"):
@@ -249,7 +249,7 @@ async def test_a_start_that_fails_gives_enroot_s_words_and_leaves_nothing(
 def test_a_machine_without_enroot_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     found = Enroot().probe()
-    assert not found.works
+    assert not found.available
     assert "github.com/NVIDIA/enroot/releases" in found.missing[0]
 
 
@@ -309,7 +309,7 @@ async def test_reap_ends_a_box_that_still_runs_and_is_frozen(
 ) -> None:
     box, other = await start(), await start()
     await box.run("sleep 9912 &")
-    if enroot.probe().freezes != "none":
+    if enroot.probe().freeze != "none":
         await box.freeze()
     await asyncio.to_thread(enroot.reap, box.traces["enroot"])
     assert processes_with("sleep\09912") == []
@@ -330,7 +330,7 @@ async def test_a_program_of_enroot_that_is_given_up_is_not_waited_for_while_othe
     words = ["bash", "-c", "setsid sleep 9913 & exec yes"]
     try:
         async with asyncio.timeout(20):
-            running = asyncio.create_task(run(words, {"PATH": os.environ["PATH"]}, as_user=False, take=take))
+            running = asyncio.create_task(run_program(words, {"PATH": os.environ["PATH"]}, as_user=False, take=take))
             await begun.wait()
             if end == "its caller leaves":
                 running.cancel()

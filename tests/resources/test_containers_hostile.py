@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceDied, ResourceError, ToolError
-from agentfly.resources.containers.bubblewrap.exchange import MAX_LEFT_BEHIND
-from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.core.errors import ResourceDied, ResourceError, ToolError
+from agentfly.resources.containers.archives.unpacker import Unpacker
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.containers.bubblewrap.shell_io import MAX_LINGERING_PIPES
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.runtime_directory import runtime_directory
+from agentfly.resources.containers.sandbox_processes import PidNamespace
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.unpacking import Unpacker
 from tests.support.archives import DIRECTORY, SYMLINK, What, all_of, header, sparse_map, tar
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -63,16 +63,16 @@ async def test_commands_that_leave_processes_behind_take_a_bounded_number_of_the
 ) -> None:
     await box.run("true")  # the session has its own pipes by now
     before = open_files()
-    for _ in range(3 * MAX_LEFT_BEHIND):
+    for _ in range(3 * MAX_LINGERING_PIPES):
         await box.run("sleep 600 &", new_process=new_process)
-    assert open_files() <= before + 2 * MAX_LEFT_BEHIND
-    assert len(exchanged(box)) <= 2 * (MAX_LEFT_BEHIND + 2) + 3
+    assert open_files() <= before + 2 * MAX_LINGERING_PIPES
+    assert len(exchanged(box)) <= 2 * (MAX_LINGERING_PIPES + 2) + 3
     assert (await box.run("echo alive; echo err >&2")).stdout == "alive\n"
 
 
 async def test_an_old_process_left_behind_cannot_print_into_a_later_command(box: Container) -> None:
     await box.run("(trap '' PIPE; until [[ -e /tmp/go ]]; do sleep 0.01; done; echo forged; touch /tmp/went) &")
-    for _ in range(MAX_LEFT_BEHIND + 1):
+    for _ in range(MAX_LINGERING_PIPES + 1):
         await box.run("sleep 600 &")
     result = await box.run("touch /tmp/go; until [[ -e /tmp/went ]]; do sleep 0.01; done; echo mine", timeout=20)
     assert (result.stdout, result.stderr) == ("mine\n", "")
@@ -101,14 +101,14 @@ async def test_a_release_while_input_is_on_its_way_fails_the_command_as_infrastr
 async def test_forged_beginnings_of_the_shell_are_not_heeded(box: Container, monkeypatch: pytest.MonkeyPatch) -> None:
     await box.run("true", new_process=True)  # both parts of the shell have reported by now
     looked_up = []
-    find = ProcessNamespace.find
-    monkeypatch.setattr(ProcessNamespace, "find", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
+    find = PidNamespace.host_pid
+    monkeypatch.setattr(PidNamespace, "host_pid", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
     assert box._sandbox.shell is not None
-    keepers = box._sandbox.shell.keepers
+    keepers = box._sandbox.shell.shell_pids
     lines = "for n in {1..10}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
     result = await box.run(f"X=5; {lines} > /proc/1/fd/201; echo done", timeout=60)
     assert result.stdout == "done\n"
-    assert box._sandbox.shell.keepers == keepers
+    assert box._sandbox.shell.shell_pids == keepers
     assert len(looked_up) == 0
     assert (await box.run("echo $X")).stdout == "5\n"
 
@@ -164,7 +164,7 @@ async def test_a_host_that_is_full_or_slow_is_no_matter_for_the_model(
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Unpacker, "finish", fail)
+    monkeypatch.setattr(Unpacker, "remove_escaping_links", fail)
     await box.run("mkdir d; touch d/f")
     with pytest.raises(ResourceError, match=r"could not be copied to .* on this host") as failed:
         await box.download("d", tmp_path / "copy")
@@ -183,7 +183,7 @@ async def test_a_download_that_is_cancelled_stops_and_leaves_nothing(
         while True:
             unpacker._token.check()
 
-    monkeypatch.setattr(Unpacker, "finish", for_ever)
+    monkeypatch.setattr(Unpacker, "remove_escaping_links", for_ever)
     await box.run("mkdir d; touch d/f")
     download = asyncio.create_task(box.download("d", tmp_path / "copy"))
     await begun.wait()

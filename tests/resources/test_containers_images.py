@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ResourceStartError
-from agentfly.resources.containers import images
-from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.containers.images import root_directory
+from agentfly.core.errors import ResourceStartError
+from agentfly.resources.containers import image_store
+from agentfly.resources.containers.archives.unpacker import Unpacker
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.containers.image_store import rootfs_path
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.unpacking import Unpacker
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 from tests.support.archives import What, all_of, tar
 
 BASE: dict[str, What] = {
@@ -74,7 +74,7 @@ def saved(*layers: bytes) -> dict[str, What]:
 
 
 def prepare(image: str, **fields: Any) -> None:
-    asyncio.run(images.prepare(ContainerSpec(image=image, **fields)))
+    asyncio.run(image_store.prepare_rootfs(ContainerSpec(image=image, **fields)))
 
 
 def directories(cache: Path) -> list[Path]:
@@ -114,7 +114,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 def test_layers_are_laid_over_each_other_with_what_they_hide(tmp_path: Path, kind: str) -> None:
     image = str(MAKERS[kind](tmp_path))
     prepare(image)
-    root = root_directory(image)
+    root = rootfs_path(image)
     found = {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
     assert found == {
         "usr/bin/bash",
@@ -133,7 +133,7 @@ def test_layers_are_laid_over_each_other_with_what_they_hide(tmp_path: Path, kin
 def test_a_tar_of_a_root_file_system_is_an_image(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     image = str(write(tmp_path / "root.tar", pack(tar(BASE))))
     prepare(image)
-    assert (root_directory(image) / "etc" / "old").read_bytes() == b"old"
+    assert (rootfs_path(image) / "etc" / "old").read_bytes() == b"old"
 
 
 def test_the_same_content_is_unpacked_once_and_a_changed_archive_anew(
@@ -145,17 +145,17 @@ def test_the_same_content_is_unpacked_once_and_a_changed_archive_anew(
     first, second = write(tmp_path / "a.tar", tar(BASE)), write(tmp_path / "b.tar", tar(BASE))
     for image in (first, second, first, second):
         prepare(str(image))
-    assert root_directory(str(first)) == root_directory(str(second))
+    assert rootfs_path(str(first)) == rootfs_path(str(second))
     assert len(unpacked) == 1
     write(first, tar({**BASE, "etc/new": b"new"}))
     prepare(str(first))
-    assert (root_directory(str(first)) / "etc" / "new").exists()
-    assert not (root_directory(str(second)) / "etc" / "new").exists()
+    assert (rootfs_path(str(first)) / "etc" / "new").exists()
+    assert not (rootfs_path(str(second)) / "etc" / "new").exists()
 
 
 def test_processes_that_want_the_same_image_wait_for_one_of_them(tmp_path: Path, cache: Path) -> None:
     image = write(tmp_path / "a.tar", tar({**BASE, **{f"many/{n}": b"x" for n in range(300)}}))
-    program = "import asyncio, sys; from agentfly.resources.containers.images import *; "
+    program = "import asyncio, sys; from agentfly.resources.containers.image_store import *; "
     program += "asyncio.run(prepare(ContainerSpec(image=sys.argv[1]))); print(root_directory(sys.argv[1]))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program, str(image)], stdout=subprocess.PIPE, text=True)
@@ -170,15 +170,15 @@ def test_processes_that_want_the_same_image_wait_for_one_of_them(tmp_path: Path,
 def test_what_a_killed_process_left_half_unpacked_is_never_used(tmp_path: Path, cache: Path) -> None:
     image = write(tmp_path / "a.tar", tar(BASE))
     prepare(str(image))
-    whole = root_directory(str(image))
+    whole = rootfs_path(str(image))
     for link in [path for path in cache.iterdir() if path.is_symlink()]:
         link.unlink()
     whole.rename(cache / f".{whole.name}")
     (cache / f".{whole.name}" / "half").touch()
     with pytest.raises(ResourceStartError, match="no directory with an unpacked root file system"):
-        root_directory(str(image))
+        rootfs_path(str(image))
     prepare(str(image))
-    assert not (root_directory(str(image)) / "half").exists()
+    assert not (rootfs_path(str(image)) / "half").exists()
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_a_broken_archive_is_refused_and_leaves_nothing(
 def test_a_directory_needs_no_preparation_and_must_have_a_shell(tmp_path: Path) -> None:
     prepare(str(tmp_path))
     with pytest.raises(ResourceStartError, match="has /bin/bash"):
-        root_directory(str(tmp_path))
+        rootfs_path(str(tmp_path))
     with pytest.raises(ResourceStartError, match="has /bin/bash"):
-        root_directory("/no/such/image")
+        rootfs_path("/no/such/image")
 
 
 # --- images that nobody vouches for ----------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_a_layout_cannot_pass_for_another_whose_index_it_has(tmp_path: Path) -> 
         prepare(str(write_layout(tmp_path / "evil", evil)))
     image = str(write_layout(tmp_path / "good", good))
     prepare(image)
-    assert (root_directory(image) / "etc" / "old").read_bytes() == b"old"
+    assert (rootfs_path(image) / "etc" / "old").read_bytes() == b"old"
 
 
 def test_files_of_the_host_are_no_layers_of_a_layout(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_layout_whose_index_is_changed_is_unpacked_anew(tmp_path: Path) -> Non
     prepare(str(place))
     write_layout(place, layout(tar({**BASE, "etc/new": b"new"})))
     prepare(str(place))
-    assert (root_directory(str(place)) / "etc" / "new").exists()
+    assert (rootfs_path(str(place)) / "etc" / "new").exists()
 
 
 async def test_a_pipe_in_a_layout_holds_up_nobody(tmp_path: Path) -> None:
@@ -299,23 +299,23 @@ async def test_a_pipe_in_a_layout_holds_up_nobody(tmp_path: Path) -> None:
     (place / name).unlink()
     os.mkfifo(place / name)
     with pytest.raises(ResourceStartError, match="is no file"):
-        await asyncio.wait_for(images.prepare(ContainerSpec(image=str(place))), 10)
+        await asyncio.wait_for(image_store.prepare_rootfs(ContainerSpec(image=str(place))), 10)
 
 
 def test_a_shell_of_the_host_is_none_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "bin").symlink_to("/bin")
     with pytest.raises(ResourceStartError, match="has /bin/bash"):
-        root_directory(str(tmp_path))
+        rootfs_path(str(tmp_path))
     (tmp_path / "usr" / "bin").mkdir(parents=True)
     (tmp_path / "usr" / "bin" / "bash").touch()
     (tmp_path / "bin").unlink()
     (tmp_path / "bin").symlink_to("/usr/bin")
-    assert root_directory(str(tmp_path)) == tmp_path.resolve()
+    assert rootfs_path(str(tmp_path)) == tmp_path.resolve()
 
 
 async def test_unpacking_an_image_ends_with_the_call_that_asked_for_it(tmp_path: Path, cache: Path) -> None:
     image = write(tmp_path / "a.tar", tar({**BASE, **{f"many/{n}": b"x" for n in range(2000)}}))
-    preparing = asyncio.create_task(images.prepare(ContainerSpec(image=str(image))))
+    preparing = asyncio.create_task(image_store.prepare_rootfs(ContainerSpec(image=str(image))))
     while not begun(cache):  # noqa: ASYNC110  (a file appears)
         await asyncio.sleep(0)
     preparing.cancel()
@@ -330,11 +330,11 @@ def begun(cache: Path) -> bool:
 
 async def test_waiting_for_another_process_that_unpacks_ends_with_the_call(tmp_path: Path, cache: Path) -> None:
     spec = ContainerSpec(image=str(write(tmp_path / "a.tar", tar(BASE))))
-    await images.prepare(spec)
+    await image_store.prepare_rootfs(spec)
     lock = forget(cache)
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        preparing = asyncio.create_task(images.prepare(spec))
+        preparing = asyncio.create_task(image_store.prepare_rootfs(spec))
         await asyncio.sleep(0.1)
         assert not preparing.done()
         preparing.cancel()
@@ -367,17 +367,17 @@ async def test_a_real_root_file_system_in_an_archive_is_prepared_by_the_engine_a
             written = await lease.resource.run("echo x > /usr/bin/new && cat /usr/bin/new")
             assert written.stdout == ("x\n" if probe().writable_system or os.geteuid() else "")
             await engine.release(lease)
-    assert not (images.root_directory(str(debian)) / "usr" / "bin" / "new").exists()
+    assert not (image_store.rootfs_path(str(debian)) / "usr" / "bin" / "new").exists()
 
 
 def test_what_was_half_unpacked_into_a_directory_that_is_gone_counts_as_removed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     traces = {"paths": [str(store / "data" / "draft"), str(store / "a.sqsh")], "lock": str(store / "a.lock")}
-    images.remove_draft(traces)
+    image_store.remove_staging(traces)
     assert not store.exists()
     store.touch()  # or is no directory any more
-    images.remove_draft(traces)
+    image_store.remove_staging(traces)
     store.unlink()
     (store / "data" / "draft" / "deep").mkdir(parents=True)
-    images.remove_draft(traces)
+    image_store.remove_staging(traces)
     assert not (store / "data" / "draft").exists()

@@ -11,20 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, ResourceError
-from agentfly.resources import orphans
+from agentfly.core.errors import PrerequisiteError, ResourceDied, ResourceError
 from agentfly.resources.containers.backend import reap
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import Tier
-from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.program import Program
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, probe
+from agentfly.resources.containers.bubblewrap.launcher import Launcher, Tier
+from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.processes import descendants
-from agentfly.resources.registry import register
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.kind import register
+from agentfly.resources.process.procfs import descendants
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -109,7 +107,7 @@ async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiti
     program = runtime_directory() / f"bwrap-{os.getpid()}"  # where any user can read it
     program.write_text('#!/bin/bash\n[[ "$*" != *--info-fd* ]] || sleep 7321\n')
     program.chmod(0o755)
-    stuck = await asyncio.to_thread(Launcher, Tier.USER, Program(program), None)
+    stuck = await asyncio.to_thread(Launcher, Tier.USER, BubblewrapProgram(program), None)
     made = []
 
     def make(spec: ContainerSpec, instance: str) -> Container:
@@ -142,7 +140,7 @@ async def test_a_spec_that_cannot_be_enforced_fails_its_request_with_the_cure(
     def check(*_: object) -> None:
         raise refuses
 
-    monkeypatch.setattr("agentfly.resources.containers.bubblewrap.capabilities.BubblewrapCapabilities.check", check)
+    monkeypatch.setattr("agentfly.resources.containers.bubblewrap.launcher.BubblewrapCapabilities.check", check)
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(Exception, match="Leave cpus at 0, or do this"):
             await engine.acquire(SPEC, "first")
@@ -154,7 +152,7 @@ async def test_the_next_engine_removes_what_a_killed_process_left(tmp_path: Path
     import asyncio, sys
     from pathlib import Path
     from agentfly.resources.containers.spec import ContainerSpec
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
 
     async def main():
         async with ResourceEngine(ledger=Path(sys.argv[1])) as engine:
@@ -176,5 +174,5 @@ async def test_the_next_engine_removes_what_a_killed_process_left(tmp_path: Path
     async with ResourceEngine(ledger=tmp_path) as engine:
         assert [(runtime_directory() / instance).exists() for instance in instances] == [False] * 3
         lease = await engine.acquire(SPEC, "next")
-        assert await orphans.reap(tmp_path) == []
+        assert await orphans.reap_orphans(tmp_path) == []
         assert str(await lease.resource.run("echo alive")) == "alive"

@@ -16,17 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied, SandboxOutOfMemory
+from agentfly.core.errors import PrerequisiteError, ResourceDied, SandboxOutOfMemory
+from agentfly.resources.containers.bubblewrap import backend
 from agentfly.resources.containers.bubblewrap import launcher as launching
-from agentfly.resources.containers.bubblewrap import tiers
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier, user_namespace_cure
-from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.program import Program
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, make_launcher, probe
+from agentfly.resources.containers.bubblewrap.launcher import (
+    BubblewrapCapabilities,
+    Launcher,
+    Tier,
+    user_namespace_hint,
+)
+from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.processes import descendants, private_memory
+from agentfly.resources.process.procfs import descendants, private_memory_bytes
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -198,7 +201,7 @@ async def test_many_processes_together_cannot_use_more_memory_than_one_may(box: 
     while int((await box.run("ls /tmp | grep -c -e held -e ended")).stdout) < 8:  # noqa: ASYNC110  (files appear)
         await asyncio.sleep(0.05)
     await asyncio.sleep(1)  # several looks of a watchdog
-    memory = [private_memory(pid) for pid in descendants(first_process(box))]
+    memory = [private_memory_bytes(pid) for pid in descendants(first_process(box))]
     assert 1 <= sum(size >= 40 * 2**20 for size in memory) <= 3
     assert sum(memory) <= SPEC.memory_limit
 
@@ -370,17 +373,17 @@ def test_a_kernel_that_forbids_user_namespaces_is_told_with_the_cure(
 ) -> None:
     (tmp_path / setting).parent.mkdir(parents=True)
     (tmp_path / setting).write_text(value + "\n")
-    assert cure in user_namespace_cure("No permissions to create new namespace", tmp_path)
+    assert cure in user_namespace_hint("No permissions to create new namespace", tmp_path)
 
 
 def test_an_unknown_refusal_is_passed_on_with_what_helps_in_a_container(tmp_path: Path) -> None:
-    message = user_namespace_cure("Operation not permitted", tmp_path)
+    message = user_namespace_hint("Operation not permitted", tmp_path)
     assert "Operation not permitted" in message
     assert "seccomp=unconfined" in message
 
 
 def test_a_missing_program_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "find_program", lambda: None)
+    monkeypatch.setattr(backend, "find_program", lambda: None)
     found = make_launcher()
     assert isinstance(found, BubblewrapCapabilities)
     assert found.tier is Tier.NONE
@@ -394,7 +397,7 @@ def test_a_bubblewrap_that_is_refused_leaves_no_tier_and_says_what_to_do(
     refused = tmp_path / "bwrap"
     refused.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     refused.chmod(0o755)
-    monkeypatch.setattr(tiers, "find_program", lambda: Program(refused))
+    monkeypatch.setattr(backend, "find_program", lambda: BubblewrapProgram(refused))
     found = make_launcher()
     assert isinstance(found, BubblewrapCapabilities)
     with pytest.raises(PrerequisiteError, match="No permissions to create new namespace"):
@@ -405,7 +408,7 @@ def test_a_bubblewrap_that_never_ends_is_given_up_and_ended(monkeypatch: pytest.
     endless = tmp_path / "bwrap"
     endless.write_text("#!/bin/sh\nsleep 7320\n")
     endless.chmod(0o755)
-    monkeypatch.setattr(tiers, "find_program", lambda: Program(endless))
+    monkeypatch.setattr(backend, "find_program", lambda: BubblewrapProgram(endless))
     monkeypatch.setattr(launching, "_PATIENCE_S", 0.3)
     found = make_launcher()
     assert isinstance(found, BubblewrapCapabilities)

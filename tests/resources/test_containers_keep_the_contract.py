@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.testing.resource_conformance import check_resource

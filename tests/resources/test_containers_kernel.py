@@ -14,20 +14,19 @@ from collections.abc import Callable
 
 import pytest
 
+from agentfly.resources.containers import seccomp
 from agentfly.resources.containers.bubblewrap import launcher as launching
-from agentfly.resources.containers.bubblewrap import seccomp
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, make_launcher, probe
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.seccomp import filter_program
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec
 
 pytestmark = [
     pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing)),
     pytest.mark.skipif(shutil.which("python3", path="/usr/bin") is None, reason="needs the system's python3"),
 ]
-filtered = pytest.mark.skipif(not probe().filtered, reason="no filter of system calls here")
+filtered = pytest.mark.skipif(not probe().seccomp_filter, reason="no filter of system calls here")
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86_64")
 
 PYTHON = "/usr/bin/python3"
@@ -153,7 +152,7 @@ def test_a_machine_without_a_filter_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     made = make_launcher()
     assert isinstance(made, Launcher)
     made.close()
-    assert not made.capabilities.filtered
+    assert not made.capabilities.seccomp_filter
     assert any("No filter of system calls" in lack for lack in made.capabilities.missing)
 
 
@@ -203,7 +202,7 @@ def test_a_filter_answers_by_architecture_and_number(
 ) -> None:
     program = filter_program(machine, **kind)
     assert program is not None
-    rules = seccomp.rules(**kind)
+    rules = seccomp.filter_rules(**kind)
     names = {both[column]: name for name, both in rules.numbers.items()}
     for number in range(500):
         name = names.get(number)
@@ -253,9 +252,9 @@ def test_a_filter_answers_by_what_a_call_asks(machine: str, architecture: int, c
     ):
         program = filter_program(machine, **kind)
         assert program is not None
-        number = seccomp.rules(**({"namespaces": True, "network": True, "accounted": True} | kind)).numbers[name][
-            column
-        ]
+        number = seccomp.filter_rules(**({"namespaces": True, "network": True, "accounted": True} | kind)).numbers[
+            name
+        ][column]
         assert number is not None
         assert answer(program, architecture, number, *arguments) == expected, (name, kind, arguments)
 
@@ -268,7 +267,7 @@ from agentfly.resources.containers.bubblewrap import launcher as launching
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher
+from agentfly.resources.containers.bubblewrap.backend import make_launcher
 {CALL}
 if isinstance(call({KEYCTL}, 1, b"login"), str) or isinstance(add_key(b"mysecret", b"4713"), str):
     sys.exit(77)

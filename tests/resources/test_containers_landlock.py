@@ -14,22 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceDied
-from agentfly.resources.containers.backend import backend, choose, reap
-from agentfly.resources.containers.bubblewrap import tiers
-from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.resources.containers.bubblewrap.pipes import OutputPipes
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
+from agentfly.core.errors import PrerequisiteError, ResourceDied
+from agentfly.resources.containers.backend import get_backend, reap, select_backend
+from agentfly.resources.containers.bubblewrap import backend as tiers
+from agentfly.resources.containers.bubblewrap.launcher import BubblewrapCapabilities, Tier
+from agentfly.resources.containers.bubblewrap.shell_io import OutputPipes
+from agentfly.resources.containers.command import BoundedOutput
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.landlock import launcher as launching
-from agentfly.resources.containers.landlock.backend import Landlock, make_launcher
-from agentfly.resources.containers.landlock.launcher import LandlockLauncher
-from agentfly.resources.containers.output import BoundedOutput
+from agentfly.resources.containers.landlock import backend as launching
+from agentfly.resources.containers.landlock.backend import Landlock, LandlockLauncher, make_launcher
+from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(
-    not backend("landlock").probe().works, reason=" ".join(backend("landlock").probe().missing)
+    not get_backend("landlock").probe().available, reason=" ".join(get_backend("landlock").probe().missing)
 )
 
 SPEC = ContainerSpec(isolation="weak", memory="256MiB", pids=64)
@@ -101,7 +100,7 @@ def test_what_is_in_the_place_of_a_pipe_is_not_read(tmp_path: Path) -> None:
             put_there(tmp_path / "0.out")
             output = BoundedOutput(100)
             with pytest.raises(OSError, match=r"no pipe|symbolic"):
-                pipes.begin(output, BoundedOutput(100))
+                pipes.start(output, BoundedOutput(100))
             assert output.total == 0
 
     asyncio.run(begin())
@@ -146,8 +145,8 @@ async def test_processes_outside_cannot_be_ended(box: Container) -> None:
     sleeper = subprocess.Popen(["sleep", "60"], user=Path(f"/proc/{first_process(box)}").stat().st_uid)  # noqa: ASYNC220
     try:
         result = await box.run(f"kill -9 {sleeper.pid}; kill -9 {attendant(box)}; echo $?")
-        assert result.stdout == "1\n" or "may end processes" in str(backend("landlock").probe().not_isolated)
-        assert sleeper.poll() is None or "may end processes" in str(backend("landlock").probe().not_isolated)
+        assert result.stdout == "1\n" or "may end processes" in str(get_backend("landlock").probe().isolation_gaps)
+        assert sleeper.poll() is None or "may end processes" in str(get_backend("landlock").probe().isolation_gaps)
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -224,16 +223,18 @@ async def test_reap_ends_a_box_that_still_runs_with_all_that_it_started(
 
 
 async def test_it_is_refused_unless_the_spec_says_that_weak_isolation_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = BubblewrapCapabilities(works=False, tier=Tier.NONE, missing=("Namespaces are forbidden. Allow them.",))
-    monkeypatch.setattr(tiers, "_own", lambda: nothing)
+    nothing = BubblewrapCapabilities(
+        available=False, tier=Tier.NONE, missing=("Namespaces are forbidden. Allow them.",)
+    )
+    monkeypatch.setattr(tiers, "_committed", lambda: nothing)
     with pytest.raises(PrerequisiteError, match=r"(?s)Allow them.*sees the host's processes.*isolation='weak'"):
-        await choose(ContainerSpec())
-    assert (await choose(SPEC)).name == "landlock"
+        await select_backend(ContainerSpec())
+    assert (await select_backend(SPEC)).name == "landlock"
 
 
 @pytest.mark.skipif(tiers.probe().tier == "none", reason=" ".join(tiers.probe().missing))
 async def test_full_isolation_comes_first_where_there_is_some() -> None:
-    assert (await choose(SPEC)).name == "bubblewrap"
+    assert (await select_backend(SPEC)).name == "bubblewrap"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ async def test_full_isolation_comes_first_where_there_is_some() -> None:
 )
 def test_what_it_cannot_do_is_refused(fields: dict[str, object], words: str) -> None:
     with pytest.raises(PrerequisiteError, match=words):
-        backend("landlock").probe().check(ContainerSpec(isolation="weak", **fields))  # type: ignore[arg-type]
+        get_backend("landlock").probe().check(ContainerSpec(isolation="weak", **fields))  # type: ignore[arg-type]
 
 
 def test_a_kernel_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +265,5 @@ def test_an_older_version_is_told_by_what_it_does_not_hold(monkeypatch: pytest.M
     monkeypatch.setattr(launching, "landlock_version", lambda: 3)
     found = make_launcher()
     assert isinstance(found, LandlockLauncher)
-    assert any("end processes of the same user" in weak for weak in found.capabilities.not_isolated)
+    assert any("end processes of the same user" in weak for weak in found.capabilities.isolation_gaps)
     found.close()

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.benchmarks.sandboxes import measure_bubblewrap
-from agentfly.errors import ResourceDied, ResourceStartError
-from agentfly.resources.cgroups import cgroup_home
+from agentfly.benchmarks.resources.sandboxes import measure_bubblewrap
+from agentfly.core.errors import ResourceDied, ResourceStartError
 from agentfly.resources.containers.backend import reap
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.process.cgroups import writable_cgroup_parent
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
@@ -36,7 +36,7 @@ def first_process(box: Container) -> int:
 
 def traces_of(instance: str) -> list[Path]:
     """Directories on the host that go by the name of an instance."""
-    home = cgroup_home()
+    home = writable_cgroup_parent()
     groups = (
         [path for parent in home.parents.values() for path in parent.glob(f"agentfly-{instance}-*")] if home else []
     )
@@ -124,7 +124,7 @@ async def test_a_release_ends_a_reset_under_way_and_nothing_is_started_after_it(
 async def test_releases_at_once_are_fine_for_container_and_sandbox(box: Container) -> None:
     sandbox = box._sandbox
     assert sandbox is not None
-    await asyncio.gather(box.release(), sandbox.end(), sandbox.end(), box.release())
+    await asyncio.gather(box.release(), sandbox.stop(), sandbox.stop(), box.release())
     assert traces_of(box.instance) == []
 
 

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceStartError, ToolError
-from agentfly.resources.cgroups import Cgroup, cgroup_home
+from agentfly.core.errors import ResourceDied, ResourceError, ResourceStartError, ToolError
 from agentfly.resources.containers.backend import reap
 from agentfly.resources.containers.bubblewrap import snapshots
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.snapshots import Snapshots
-from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.containers.bubblewrap.trees import MountedTrees
+from agentfly.resources.containers.bubblewrap.rootfs import OverlayRootfsBuilder
+from agentfly.resources.containers.bubblewrap.snapshots import SnapshotStore
 from agentfly.resources.containers.container import Container
+from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.process.cgroups import Cgroup, writable_cgroup_parent
 from agentfly.resources.resource import Status
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
-forks = pytest.mark.skipif(not probe().forks, reason="needs to mount")
+forks = pytest.mark.skipif(not probe().fork, reason="needs to mount")
 
 SPEC = ContainerSpec(memory="256MiB", pids=64, backend="bubblewrap")
 
@@ -43,7 +43,7 @@ def lives_of(instance: str) -> list[str]:
 
 
 def groups_of(instance: str) -> list[Path]:
-    home = cgroup_home()
+    home = writable_cgroup_parent()
     return [path for parent in home.parents.values() for path in parent.glob(f"agentfly-{instance}-*")] if home else []
 
 
@@ -93,7 +93,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
     def fail(*_: object) -> None:
         raise OSError("as in the test")
 
-    begin = box._sandbox._begin
+    begin = box._sandbox._connect
     began = []
 
     async def begin_once() -> object:
@@ -143,9 +143,9 @@ async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def snapshots_of(box: Container) -> Snapshots:
+def snapshots_of(box: Container) -> SnapshotStore:
     trees = box._sandbox._launcher._trees
-    assert isinstance(trees, MountedTrees)
+    assert isinstance(trees, OverlayRootfsBuilder)
     return trees.snapshots
 
 
@@ -243,7 +243,7 @@ async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes
         raise ResourceError("as in the test")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Snapshots, "fill", fail)
+        patched.setattr(SnapshotStore, "copy_layers", fail)
         with pytest.raises(ResourceError, match="as in the test"):
             await box.fork()
     for moment in (0.0, 0.001, 0.002, 0.005, 0.01):  # while it is stopped, copied, and let go on
@@ -341,17 +341,17 @@ def test_a_snapshot_that_cannot_be_removed_is_tried_again_and_fails_nobody_else(
 ) -> None:
     for call in ("mount", "unmount"):
         monkeypatch.setattr(snapshots, call, lambda *_: None)
-    store = Snapshots(tmp_path / "home")
-    made = [store.begin({"": "/below"}, 1) for _ in range(3)]
-    held = [store.keep(one) for one in made]
+    store = SnapshotStore(tmp_path / "home")
+    made = [store.create({"": "/below"}, 1) for _ in range(3)]
+    held = [store.publish(one) for one in made]
     busy = made[0].place / "busy"
     busy.touch()  # as a mount point in use
     held.clear()
     gc.collect()
-    store.clear()
+    store.remove_unreferenced()
     assert [one.place.exists() for one in made] == [True, False, False]
     busy.unlink()
-    store.clear()
+    store.remove_unreferenced()
     assert not made[0].place.exists()
 
 
@@ -364,7 +364,7 @@ async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_not
     sandbox = box._sandbox
     done = []
 
-    begin, end = sandbox._begin, sandbox._end
+    begin, end = sandbox._connect, sandbox._end
 
     async def fails() -> object:
         raise OSError("as in the test")

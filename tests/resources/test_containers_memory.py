@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 from agentfly.cli import doctor
-from agentfly.resources.cgroups import cgroup_home
-from agentfly.resources.containers.backend import Backend, backend
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import NOT_COUNTED, NOT_COUNTED_UNFILTERED, Tier, not_counted
-from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher, probe
+from agentfly.resources.containers.backend import Backend, get_backend
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, make_launcher, probe
+from agentfly.resources.containers.bubblewrap.launcher import (
+    NOT_COUNTED,
+    NOT_COUNTED_UNFILTERED,
+    Launcher,
+    Tier,
+    unaccounted_memory,
+)
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.landlock.backend import Landlock
+from agentfly.resources.containers.landlock.backend import Landlock, LandlockLauncher
 from agentfly.resources.containers.landlock.backend import make_launcher as make_landlock_launcher
-from agentfly.resources.containers.landlock.launcher import LandlockLauncher
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.process.cgroups import writable_cgroup_parent
 
 PYTHON = "/usr/bin/python3"
 pytestmark = pytest.mark.skipif(
@@ -33,8 +36,8 @@ WAYS = ["an ordinary user", "root without control groups", "landlock"]
 def measured(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """A backend that measures the memory of its boxes."""
     if request.param == "landlock":
-        if not backend("landlock").probe().works:
-            pytest.skip(" ".join(backend("landlock").probe().missing))
+        if not get_backend("landlock").probe().available:
+            pytest.skip(" ".join(get_backend("landlock").probe().missing))
         made = make_landlock_launcher(cgroups=False)
         assert isinstance(made, LandlockLauncher)
         yield Landlock(made)
@@ -51,7 +54,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture
 async def box(measured: Backend, name: Callable[[], str]) -> AsyncIterator[Container]:
-    weak = {"isolation": "weak"} if measured.probe().not_isolated else {}
+    weak = {"isolation": "weak"} if measured.probe().isolation_gaps else {}
     made = Container(ContainerSpec(memory="192MiB", **weak), name(), backend=measured)  # type: ignore[arg-type]
     try:
         await made.start()
@@ -76,13 +79,13 @@ print(answer(libc.shmget(0, 2**20, 0o1600)), answer(libc.semget(0, 1000, 0o1600)
 
 
 async def test_memory_that_no_look_at_a_box_would_show_cannot_be_had(box: Container, measured: Backend) -> None:
-    if not measured.probe().filtered:
+    if not measured.probe().seccomp_filter:
         pytest.skip("no filter of system calls here")
     assert "had" not in (await box.run(python(UNSEEN))).stdout
 
 
 async def test_what_tells_a_database_that_it_runs_only_once_can_be_had(box: Container, measured: Backend) -> None:
-    if measured.probe().not_isolated:
+    if measured.probe().isolation_gaps:
         pytest.skip("without namespaces, System V's shared memory is the host's")
     small = "import ctypes; print(ctypes.CDLL(None).shmget(0, 56, 0o1600) >= 0)"
     assert (await box.run(python(small))).stdout == "True\n"
@@ -153,19 +156,19 @@ async def test_few_pipes_sockets_and_mappings_are_not_charged_for_what_they_migh
 def test_what_the_limit_does_not_count_is_told(measured: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     able = measured.probe()
     assert able.memory == "watchdog"
-    assert NOT_COUNTED in able.not_counted
+    assert NOT_COUNTED in able.unaccounted_memory
     assert any("Delegate=yes" in cure for cure in able.missing)
     monkeypatch.setattr(doctor, "_backends", lambda: [able])
     (finding,) = doctor.backends()
     assert NOT_COUNTED in finding.found
-    assert finding.verdict is doctor.Verdict.NOTE
+    assert finding.verdict is doctor.CheckStatus.NOTE
 
 
 def test_without_a_filter_more_is_not_counted_and_with_a_control_group_nothing() -> None:
-    assert not_counted(accounted=False, filtered=False) == (NOT_COUNTED, NOT_COUNTED_UNFILTERED)
-    assert not_counted(accounted=True, filtered=False) == ()
-    if cgroup_home() is not None and probe().tier != "none":
-        assert probe().not_counted == ()
+    assert unaccounted_memory(accounted=False, filtered=False) == (NOT_COUNTED, NOT_COUNTED_UNFILTERED)
+    assert unaccounted_memory(accounted=True, filtered=False) == ()
+    if writable_cgroup_parent() is not None and probe().tier != "none":
+        assert probe().unaccounted_memory == ()
 
 
 def test_the_guide_says_what_is_not_counted() -> None:

@@ -18,18 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources.cgroups import cgroup_home
-from agentfly.resources.containers.backend import backend
+from agentfly.resources.containers.backend import get_backend
 from agentfly.resources.containers.bubblewrap import reaping
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, probe
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory, sandbox_uid
-from agentfly.resources.containers.bubblewrap.tiers import probe
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.landlock.backend import Landlock, make_launcher
-from agentfly.resources.containers.landlock.launcher import LandlockLauncher
+from agentfly.resources.containers.landlock.backend import Landlock, LandlockLauncher, make_launcher
+from agentfly.resources.containers.runtime_directory import runtime_directory, sandbox_uid
+from agentfly.resources.containers.sandbox_processes import InitProcess
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.process.cgroups import writable_cgroup_parent
 
 PYTHON = "/usr/bin/python3"
 pytestmark = [
@@ -37,7 +35,7 @@ pytestmark = [
 ]
 needs_bubblewrap = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 needs_landlock = pytest.mark.skipif(
-    not backend("landlock").probe().works, reason=" ".join(backend("landlock").probe().missing)
+    not get_backend("landlock").probe().available, reason=" ".join(get_backend("landlock").probe().missing)
 )
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the registers of x86_64 alone")
 
@@ -132,8 +130,8 @@ os.kill(sleeper, signal.SIGKILL)
 OWNER = """
 import asyncio, os, sys
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
-from agentfly.resources.containers.bubblewrap.capabilities import Tier
-from agentfly.resources.containers.bubblewrap.tiers import make_launcher
+from agentfly.resources.containers.bubblewrap.launcher import Tier
+from agentfly.resources.containers.bubblewrap.backend import make_launcher
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 sys.path.insert(0, sys.argv[3])
@@ -163,18 +161,18 @@ async def test_reap_kills_what_has_outlived_its_owner_and_does_not_forget_it_bef
     words = [sys.executable, "-c", OWNER, instance, tier, str(Path(__file__).parent)]
     ran = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, check=False)
     assert ran.returncode == -9, ran.stderr
-    left = FirstProcess.of(int(ran.stdout))  # it lives: without the filter it could be made to
+    left = InitProcess.of(int(ran.stdout))  # it lives: without the filter it could be made to
     scratch = runtime_directory() / instance
     traces = {"scratch": str(scratch)}
     with monkeypatch.context() as patched:
-        patched.setattr(FirstProcess, "_kill", lambda self: None)
+        patched.setattr(InitProcess, "_kill", lambda self: None)
         patched.setattr(reaping, "_PATIENCE_S", 0.1)
         with pytest.raises(TimeoutError, match=rf"{left.pid}.*did not end"):
-            await asyncio.to_thread(reaping.reap, traces)
-    assert left.lives
+            await asyncio.to_thread(reaping.reap_bubblewrap, traces)
+    assert left.alive
     assert scratch.exists()
-    await asyncio.to_thread(reaping.reap, traces)
-    assert not left.lives
+    await asyncio.to_thread(reaping.reap_bubblewrap, traces)
+    assert not left.alive
     assert not scratch.exists()
 
 
@@ -188,23 +186,23 @@ async def test_a_release_kills_process_1_also_where_it_has_outlived_bubblewrap(
     try:
         await box.start()
         await hold(box)
-        first = FirstProcess.of(first_process(box))
+        first = InitProcess.of(first_process(box))
         os.kill(box._sandbox.bubble.launched.process.pid, signal.SIGKILL)
         await box._sandbox.bubble.ended.wait()
-        assert first.lives
+        assert first.alive
     finally:
         await box.release()
-    assert not first.lives
+    assert not first.alive
 
 
 async def test_a_process_that_has_the_id_of_a_first_one_that_is_gone_is_left_alone(tmp_path: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
     try:
-        FirstProcess(sleeper.pid, FirstProcess.of(sleeper.pid).started - 1).note(tmp_path)
-        earlier = FirstProcess.noted(tmp_path)
+        InitProcess(sleeper.pid, InitProcess.of(sleeper.pid).started - 1).save(tmp_path)
+        earlier = InitProcess.load(tmp_path)
         assert earlier is not None
-        assert not earlier.lives
-        earlier.end(1)
+        assert not earlier.alive
+        earlier.kill(1)
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -217,7 +215,7 @@ async def test_who_only_looks_at_a_box_is_not_ended_with_it(name: Callable[[], s
     scratch = runtime_directory() / name()
     looker = subprocess.Popen(["sh", "-c", "sleep 60; :", f"{scratch}/0/shell/command"])  # noqa: ASYNC220
     try:
-        await asyncio.to_thread(reaping.reap, {"scratch": str(scratch)})
+        await asyncio.to_thread(reaping.reap_bubblewrap, {"scratch": str(scratch)})
         assert looker.poll() is None
     finally:
         looker.kill()
@@ -225,7 +223,7 @@ async def test_who_only_looks_at_a_box_is_not_ended_with_it(name: Callable[[], s
 
 
 async def test_who_is_left_in_a_control_group_is_killed_before_it_is_removed(name: Callable[[], str]) -> None:
-    home = cgroup_home()
+    home = writable_cgroup_parent()
     if home is None:
         pytest.skip("this process may make no control groups")
     group = home.cgroup(name())

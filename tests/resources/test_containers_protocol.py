@@ -16,28 +16,25 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ResourceDied, SandboxFlooded
-from agentfly.resources.containers.allowance import Allowance
-from agentfly.resources.containers.bubblewrap import reports as reading
-from agentfly.resources.containers.bubblewrap.backend import Bubblewrap
+from agentfly.core.errors import ResourceDied, SandboxFlooded
+from agentfly.resources.containers.bubblewrap import shell_processes as reading
+from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, probe
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace
-from agentfly.resources.containers.bubblewrap.reports import Reports
-from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.resources.containers.command import Command, Outcome, TimeLimit
+from agentfly.resources.containers.bubblewrap.shell_processes import ReportReader
+from agentfly.resources.containers.command import Command, CommandOutcome, CommandResult, TimeLimit
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.result import CommandResult
+from agentfly.resources.containers.flood_limiter import FloodLimiter
+from agentfly.resources.containers.sandbox_processes import PidNamespace
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.stream_shell.reports import LONGEST, ReportSplitter
-from agentfly.resources.containers.stream_shell.scripts import Scripts
+from agentfly.resources.containers.stream_shell.protocol import MAX_REPORT_BYTES, ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
 from agentfly.resources.containers.stream_shell.stream import Stream
-from agentfly.resources.processes import children
+from agentfly.resources.process.procfs import children
 from agentfly.resources.resource import Status
 from agentfly.testing.virtual_time import run_in_virtual_time
 from tests.support.scale import scaled
 
-MARK = Scripts("0123456789abcdef").mark
+MARK = ShellScripts("0123456789abcdef").mark
 
 # --- the pipe of bubblewrap's shell -----------------------------------------------------------------------------------
 
@@ -60,13 +57,13 @@ def pieces(data: bytes, sizes: list[int]) -> Iterator[bytes]:
 
 
 class Heard:
-    """What `Reports` makes of what is written on a pipe, turn by turn of the event loop."""
+    """What `ReportReader` makes of what is written on a pipe, turn by turn of the event loop."""
 
     def __init__(self, descriptor: int) -> None:
         self.reports: list[tuple[bytes, list[int]]] = []
         self.ends: list[str] = []
         self.turns: list[list[bytes]] = [[]]
-        self.reader = Reports(
+        self.reader = ReportReader(
             descriptor,
             report=self._report,
             ended=lambda: self.ends.append("ended"),
@@ -123,8 +120,8 @@ def test_reports_are_read_in_turns_of_bounded_work_whatever_is_written_and_howev
         result = asyncio.run(heard(written, sizes))
     assert result.ends in (["ended"], ["flooded"])
     for turn in result.turns:
-        assert sum(len(word) + 1 for word in turn) <= reading.AT_ONCE
-        assert sum(word in b"efh" for word in turn) <= reading.LOOKUPS_AT_ONCE
+        assert sum(len(word) + 1 for word in turn) <= reading.MAX_BYTES_PER_TURN
+        assert sum(word in b"efh" for word in turn) <= reading.MAX_LOOKUPS_PER_TURN
     if result.ends == ["ended"]:
         whole = [found for line in written.split(b"\n")[:-1] if (found := reading._REPORT.search(line[-256:]))]
         assert result.reports == [(found[1], [int(n) for n in found[2].split()]) for found in whole]
@@ -143,15 +140,15 @@ def test_an_allowance_never_lets_pass_more_than_what_time_and_requests_have_give
     history: list[tuple[float, int, bool]],
 ) -> None:
     now = given = 0.0
-    allowance = Allowance(100, per_second=5, per_request=20, clock=lambda: now)
+    allowance = FloodLimiter(100, per_second=5, per_request=20, clock=lambda: now)
     taken = 0
     for seconds, amount, asked in history:
         now += seconds
         given += 5 * seconds
         if asked:
-            allowance.asked()
+            allowance.add_request()
             given += 20
-        if not allowance.take(amount):
+        if not allowance.spend(amount):
             break
         taken += amount
         assert taken <= 100 + given + 1e-6
@@ -217,7 +214,7 @@ def split(data: bytes, sizes: list[int]) -> list[bytes | list[str]]:
 @given(streams, cuts)
 @example(MARK * 3 + b"\n", [1])
 @example(b"a" + MARK + b"d 1 0\nb", [300])
-@example(MARK + b"x" * LONGEST + b"\n" + MARK + b"d 1\n", [300])
+@example(MARK + b"x" * MAX_REPORT_BYTES + b"\n" + MARK + b"d 1\n", [300])
 def test_a_stream_is_split_at_its_reports_in_the_same_way_however_it_is_cut(data: bytes, sizes: list[int]) -> None:
     found = split(data, sizes)
     assert found == split(data, [len(data) + 1])
@@ -229,7 +226,8 @@ def test_a_stream_is_split_at_its_reports_in_the_same_way_however_it_is_cut(data
 def test_marks_without_end_are_split_in_time_that_grows_with_the_bytes_alone() -> None:
     data = MARK * (2**22 // len(MARK))  # hours, if each mark had all that follows looked through, or copied
     assert (
-        len(b"".join(one for one in ReportSplitter(MARK).split(data) if isinstance(one, bytes))) > len(data) - LONGEST
+        len(b"".join(one for one in ReportSplitter(MARK).split(data) if isinstance(one, bytes)))
+        > len(data) - MAX_REPORT_BYTES
     )
 
 
@@ -268,7 +266,7 @@ async def answered(data: list[tuple[int, bytes]], *, own_process: bool) -> tuple
         return "it ended"
 
     stream = Hostile([(1, MARK + b"f 1 2\n" + MARK + b"h 3\n"), *data])
-    shell = StreamShell(stream, Scripts("0123456789abcdef"), open_stream, workdir="/", describe_end=describe_end)
+    shell = StreamShell(stream, ShellScripts("0123456789abcdef"), open_stream, workdir="/", describe_end=describe_end)
     command = Command(b"true", own_process, None, {}, None, 100)
     running = asyncio.create_task(shell.run(command, timeout=30))
     while not running.done():
@@ -293,8 +291,8 @@ def test_whatever_a_stream_says_a_command_ends_typed_and_nothing_but_requests_go
     data: list[tuple[int, bytes]], own_process: bool
 ) -> None:
     end, asked, most, opened = asyncio.run(answered(data, own_process=own_process))
-    assert isinstance(end, Outcome | SandboxFlooded | ResourceDied)
-    assert isinstance(end, SandboxFlooded) or not isinstance(end, Outcome) or end.exit_code in range(256)
+    assert isinstance(end, CommandOutcome | SandboxFlooded | ResourceDied)
+    assert isinstance(end, SandboxFlooded) or not isinstance(end, CommandOutcome) or end.exit_code in range(256)
     assert most < 20
     assert opened < 10
     for request in asked:
@@ -389,13 +387,13 @@ async def test_processes_are_looked_for_among_many_away_from_the_event_loop(
     launcher: Launcher, name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[tuple[bool, int]] = []  # whether on the event loop, and among how many
-    find = ProcessNamespace.find
+    find = PidNamespace.host_pid
 
-    def looked(self: ProcessNamespace, inside: int, parent: int) -> int | None:
+    def looked(self: PidNamespace, inside: int, parent: int) -> int | None:
         looks.append((threading.current_thread() is threading.main_thread(), len(children(parent))))
         return find(self, inside, parent)
 
-    monkeypatch.setattr(ProcessNamespace, "find", looked)
+    monkeypatch.setattr(PidNamespace, "host_pid", looked)
     box = Container(ContainerSpec(pids=200), name(), backend=Bubblewrap(launcher))
     try:
         await box.start()

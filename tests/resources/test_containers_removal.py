@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources import ledger, orphans
-from agentfly.resources.containers.backend import backend
-from agentfly.resources.containers.bubblewrap.reaping import reap
-from agentfly.resources.containers.bubblewrap.scratch import mend, runtime_directory, sandbox_uid
+from agentfly.resources.containers.backend import get_backend
+from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.landlock.backend import Landlock, make_launcher
-from agentfly.resources.containers.landlock.launcher import LandlockLauncher
+from agentfly.resources.containers.landlock.backend import Landlock, LandlockLauncher, make_launcher
+from agentfly.resources.containers.runtime_directory import restore_owner_access, runtime_directory, sandbox_uid
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.identity import ProcessIdentity
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.process import ledger
+from agentfly.resources.process.procfs import ProcessIdentity
 
 needs_landlock = pytest.mark.skipif(
-    not backend("landlock").probe().works, reason=" ".join(backend("landlock").probe().missing)
+    not get_backend("landlock").probe().available, reason=" ".join(get_backend("landlock").probe().missing)
 )
 PYTHON = "/usr/bin/python3"
 pytestmark = pytest.mark.skipif(
@@ -96,7 +96,7 @@ def test_an_orphan_is_found_in_directories_that_were_closed(name: Callable[[], s
         os.chown(directory, sandbox_uid(), sandbox_uid())
     for directory in (home / "0" / "workdir", home / "0", home):
         directory.chmod(0)
-    reap({"scratch": str(home)})
+    reap_bubblewrap({"scratch": str(home)})
     assert not home.exists()
 
 
@@ -105,10 +105,10 @@ def test_only_directories_of_the_sandboxes_user_are_opened_and_no_link_is_follow
     closed.mkdir(mode=0)
     link = tmp_path / "link"
     link.symlink_to(closed)
-    mend(link)
-    mend(tmp_path / "nothing")
+    restore_owner_access(link)
+    restore_owner_access(tmp_path / "nothing")
     assert stat.S_IMODE(closed.stat().st_mode) == 0
-    mend(closed)
+    restore_owner_access(closed)
     own = os.geteuid() == sandbox_uid()
     assert stat.S_IMODE(closed.stat().st_mode) == (0o700 if own else 0)
     closed.chmod(0o700)
@@ -117,20 +117,22 @@ def test_only_directories_of_the_sandboxes_user_are_opened_and_no_link_is_follow
 async def test_an_orphan_that_cannot_be_removed_is_told_in_a_line_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = ProcessIdentity.here()
+    here = ProcessIdentity.current()
     dead = ProcessIdentity(here.pid, here.started - 1, here.boot, here.namespace, here.machine)
     path = tmp_path / "1-a.ledger"
-    entry = ledger.Entry("box-1", "container", "tests.resources.test_containers_removal:refuse", {"scratch": "/x"})
-    ledger.write_remaining(path, dead, [entry, replace(entry, instance="box-2"), replace(entry, instance="box-3")])
+    entry = ledger.LedgerEntry(
+        "box-1", "container", "tests.resources.test_containers_removal:refuse", {"scratch": "/x"}
+    )
+    ledger.rewrite_ledger(path, dead, [entry, replace(entry, instance="box-2"), replace(entry, instance="box-3")])
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert await orphans.reap(tmp_path) == []
+            assert await orphans.reap_orphans(tmp_path) == []
         (record,) = [record for record in caplog.records if "box-" in record.getMessage()]
         assert "box-1 (container) and 2 more of its kind" in record.getMessage()
         assert "will be tried again (OSError: it is busy)" in record.getMessage()
         assert record.exc_info is None
-    assert [left.instance for left in ledger.read(path)[1]] == ["box-1", "box-2", "box-3"]
+    assert [left.instance for left in ledger.read_ledger(path)[1]] == ["box-1", "box-2", "box-3"]
 
 
 def refuse(traces: dict[str, object]) -> None:

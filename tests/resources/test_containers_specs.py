@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ConfigError, PrerequisiteError, UsageError
+from agentfly.core.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.resources.registry import make_resource
+from agentfly.resources.kind import create_resource
+from agentfly.resources.model_server.spec import ModelServerSpec
 
 
 def test_specs_are_values_and_make_containers() -> None:
     spec = ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
     assert spec == ContainerSpec(env=(("A", "b"),), mounts=(("/usr", "/mnt/usr"),), setup=("true",))
     assert len({spec, ContainerSpec(), ContainerSpec(network=True)}) == 3
-    assert isinstance(make_resource(ContainerSpec(), "some-box"), Container)
+    assert isinstance(create_resource(ContainerSpec(), "some-box"), Container)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,14 @@ def test_a_spec_that_cannot_be_is_refused_with_the_reason(fields: dict[str, obje
 
 def test_more_than_the_machine_has_is_refused_by_every_backend() -> None:
     able = Capabilities(
-        backend="some", works=True, images=("host",), cpus=True, disk=True, network_off=True, cores=4, ram=2**33
+        backend="some",
+        available=True,
+        images=("host",),
+        cpus=True,
+        disk=True,
+        network_off=True,
+        cores=4,
+        total_memory=2**33,
     )
     able.check(ContainerSpec(cpus=4, memory="8GiB"))
     with pytest.raises(PrerequisiteError, match=r"cpus=100\): the machine of some has 4 processor cores"):

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ResourceError, ResourceStartError
-from agentfly.resources.containers.docker import own_images
+from agentfly.core.errors import ResourceError, ResourceStartError
+from agentfly.resources.containers.docker import images
 from agentfly.resources.containers.docker.backend import Docker
-from agentfly.resources.containers.docker.capabilities import EngineCapabilities
-from agentfly.resources.containers.docker.configuration import mounted_below
-from agentfly.resources.containers.docker.image import ImageFacts
-from agentfly.resources.containers.docker.own_images import OwnImages
+from agentfly.resources.containers.docker.container_config import mounted_below
+from agentfly.resources.containers.docker.engine import EngineCapabilities
+from agentfly.resources.containers.docker.images import CommittedImages, ImageInspection
 from agentfly.resources.containers.spec import ContainerSpec
 
 
@@ -42,30 +41,30 @@ def engine() -> Any:
 
 
 @pytest.fixture
-def own() -> OwnImages:
-    own = OwnImages()
+def own() -> CommittedImages:
+    own = CommittedImages()
     for name in ("one", "two", "three"):
-        own.drop(name)
+        own.schedule_removal(name)
     return own
 
 
-async def test_boxes_that_end_at_once_remove_each_image_once(own: OwnImages, engine: Any) -> None:
-    await asyncio.gather(*(own.remove_dropped(engine) for _ in range(4)))
+async def test_boxes_that_end_at_once_remove_each_image_once(own: CommittedImages, engine: Any) -> None:
+    await asyncio.gather(*(own.remove_scheduled(engine) for _ in range(4)))
     assert engine.asked == {"one": 1, "two": 1, "three": 1}
 
 
-async def test_an_image_in_use_is_tried_again_by_the_next_who_comes(own: OwnImages, engine: Any) -> None:
+async def test_an_image_in_use_is_tried_again_by_the_next_who_comes(own: CommittedImages, engine: Any) -> None:
     engine.in_use = {"two"}
-    await asyncio.gather(own.remove_dropped(engine), own.remove_dropped(engine))
+    await asyncio.gather(own.remove_scheduled(engine), own.remove_scheduled(engine))
     engine.in_use = set()
-    await own.remove_dropped(engine)
-    await own.remove_dropped(engine)
+    await own.remove_scheduled(engine)
+    await own.remove_scheduled(engine)
     assert engine.asked["one"] == engine.asked["three"] == 1
     assert engine.asked["two"] in (2, 3)  # the second of the two may have come by once more
 
 
 async def test_an_image_whose_removal_is_cancelled_is_not_forgotten(
-    own: OwnImages, engine: Any, monkeypatch: pytest.MonkeyPatch
+    own: CommittedImages, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
 
@@ -74,13 +73,13 @@ async def test_an_image_whose_removal_is_cancelled_is_not_forgotten(
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(own_images, "remove_image", hangs)
-        removing = asyncio.create_task(own.remove_dropped(engine))
+        patch.setattr(images, "remove_image", hangs)
+        removing = asyncio.create_task(own.remove_scheduled(engine))
         await begun.wait()
         removing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await removing
-    await own.remove_dropped(engine)
+    await own.remove_scheduled(engine)
     assert engine.asked == {"one": 1, "two": 1, "three": 1}
 
 
@@ -110,13 +109,13 @@ class Prepared(Docker):
     fails = False
 
     def probe(self) -> EngineCapabilities:
-        return EngineCapabilities(backend="docker", works=True, images=("name", "snapshot"), address=self.where)
+        return EngineCapabilities(backend="docker", available=True, images=("name", "snapshot"), address=self.where)
 
-    async def _prepare(self, spec: ContainerSpec, found: EngineCapabilities) -> ImageFacts:
+    async def _prepare(self, spec: ContainerSpec, found: EngineCapabilities) -> ImageInspection:
         await asyncio.sleep(0)
         if self.fails:
             raise ResourceStartError("as in the test")
-        return ImageFacts(f"made at {found.address}", can_guard=True, files_in_workdir=False)
+        return ImageInspection(f"made at {found.address}", supports_privileged_server=True, files_in_workdir=False)
 
 
 async def test_an_image_that_one_engine_has_is_prepared_again_in_another() -> None:
@@ -132,7 +131,9 @@ async def test_an_image_that_one_engine_has_is_prepared_again_in_another() -> No
 
 async def test_a_snapshot_is_refused_in_an_engine_that_has_not_got_it() -> None:
     backend = Prepared()
-    image = backend._forked(ImageFacts("snapshot", can_guard=True, files_in_workdir=False), backend.where)
+    image = backend._register_fork(
+        ImageInspection("snapshot", supports_privileged_server=True, files_in_workdir=False), backend.where
+    )
     spec = ContainerSpec(image=image, backend="docker")
     await backend.prepare(spec)
     backend.where = "unix:///two"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources import ledger
-from agentfly.resources.cgroups import cgroup_home
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.containers.runtime_directory import runtime_directory
+from agentfly.resources.process import ledger
+from agentfly.resources.process.cgroups import writable_cgroup_parent
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ CHURN = """
     import asyncio, itertools, random, sys
     from pathlib import Path
     from agentfly.resources.containers.spec import ContainerSpec
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
 
     async def rollout(engine, draw, owner):
         spec = ContainerSpec(memory="64MiB", pids=32, capacity=3, reuse=draw.choice(["reset", "recreate"]),
@@ -115,7 +115,7 @@ class Run:
 
     def left(self) -> list[str]:
         """What there still is of its sandboxes."""
-        home = cgroup_home()
+        home = writable_cgroup_parent()
         found: list[str] = []
         for instance in set(self.instances):
             groups = [parent / f"agentfly-{instance}" for parent in home.parents.values()] if home else []
@@ -207,7 +207,7 @@ def test_killed_at_any_moment_a_run_leaves_nothing_that_is_not_reaped_and_anothe
                 subprocess.run([sys.executable, "-c", ENTERS, str(state)], check=True)
             assert run.left() == []
             (path,) = state.glob("*.ledger")
-            assert len(ledger.read(path)[1]) == 4
+            assert len(ledger.read_ledger(path)[1]) == 4
             for instance in living.instances:
                 assert processes_of(instance), "a live run was touched"
         living.process.send_signal(signal.SIGTERM)
@@ -221,7 +221,7 @@ def test_killed_at_any_moment_a_run_leaves_nothing_that_is_not_reaped_and_anothe
 ENTERS = """
 import asyncio, sys
 from pathlib import Path
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 
 async def main():
     async with ResourceEngine(ledger=Path(sys.argv[1])):

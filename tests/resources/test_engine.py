@@ -13,26 +13,25 @@ from functools import partial
 
 import pytest
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     AcquireTimeout,
     ConfigError,
     DeadlockBroken,
     EngineClosed,
-    LeaseOver,
+    LeaseExpired,
     ResourceDied,
     ResourceError,
     ResourceStartError,
     UsageError,
 )
-from agentfly.events import EventStream
-from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.resources.instances import lifecycle
-from agentfly.resources.ledger import Ledger
-from agentfly.resources.registry import register
-from agentfly.resources.resource import Resource, Status
-from agentfly.resources.scope import Scope
+from agentfly.core.events import EventStream
+from agentfly.resources.engine import instances
+from agentfly.resources.engine.engine import Budget, ResourceEngine
+from agentfly.resources.kind import register
+from agentfly.resources.process.ledger import Ledger
+from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
-from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld, behave_well
+from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec, no_faults
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
@@ -121,7 +120,7 @@ def test_what_an_owner_kept_of_a_resource_reaches_nothing_of_the_next_one(play):
             lambda: run_now(status()),
             lambda: run_now(behave),
         ):
-            with pytest.raises(LeaseOver, match="by a is over"):
+            with pytest.raises(LeaseExpired, match="by a is over"):
                 use()
         assert second.resource.contents == []
         assert await second.resource.status() is Status.HEALTHY
@@ -136,7 +135,7 @@ def test_the_leases_of_a_shared_resource_end_one_by_one(play):
         first, second = [await engine.acquire(spec, owner, scope=Scope.GLOBAL) for owner in "ab"]
         assert first.instance == second.instance
         await engine.release(first)
-        with pytest.raises(LeaseOver):
+        with pytest.raises(LeaseExpired):
             assert first.resource.contents
         assert second.resource.contents == []
 
@@ -182,7 +181,7 @@ def test_a_leased_resource_passes_for_the_resource_itself(play):
         with pytest.raises(TypeError, match="neither copied nor pickled"):
             copy.copy(shelf)
         await engine.release(lease)
-        with pytest.raises(LeaseOver):
+        with pytest.raises(LeaseExpired):
             len(shelf)
 
     play(scene)
@@ -277,7 +276,7 @@ def test_code_of_a_resource_that_runs_after_its_method_has_returned_ends_with_th
             lambda: run_now(contexts_later[0].__aexit__(None, None, None)),
             lambda: run_now(contexts_later[1].__aenter__()),
         ):
-            with pytest.raises(LeaseOver, match="by a is over"):
+            with pytest.raises(LeaseExpired, match="by a is over"):
                 use()
         assert live.ran == 8
 
@@ -334,7 +333,7 @@ def test_sixteen_slow_starts_go_on_at_once_on_the_smallest_machine(play, monkeyp
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
 
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(misbehave("start", lambda: asyncio.sleep(1), times=96)), capacity=16)
+        spec = FakeSpec(world=FakeBackend(misbehave("start", lambda: asyncio.sleep(1), times=96)), capacity=16)
 
         async def rollout(owner):
             lease = await engine.acquire(spec, owner)
@@ -365,7 +364,7 @@ def test_concurrent_requests_of_one_owner_get_one_lease(play):
 
 def test_release_returns_before_a_slow_reset_is_done(play):
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(misbehave("reset", lambda: asyncio.sleep(20))), capacity=1)
+        spec = FakeSpec(world=FakeBackend(misbehave("reset", lambda: asyncio.sleep(20))), capacity=1)
         lease = await engine.acquire(spec, "a")
         before = asyncio.get_running_loop().time()
         await engine.release(lease)
@@ -380,7 +379,7 @@ def test_release_returns_before_a_slow_reset_is_done(play):
 @pytest.mark.parametrize("act", [raising(ValueError("no such level")), hang, hang_though_cancelled])
 def test_a_start_that_fails_fails_its_request_only_and_leaves_nothing(play, act):
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(misbehave("start", act)), capacity=1)
+        spec = FakeSpec(world=FakeBackend(misbehave("start", act)), capacity=1)
         results = await asyncio.gather(engine.acquire(spec, "a"), engine.acquire(spec, "b"), return_exceptions=True)
         failed, lease = results
         assert isinstance(failed, ResourceStartError)
@@ -394,10 +393,10 @@ def test_a_start_that_fails_fails_its_request_only_and_leaves_nothing(play, act)
 @pytest.mark.parametrize("act", [raising(RuntimeError("broken")), hang, hang_though_cancelled])
 def test_an_instance_that_cannot_be_reset_is_replaced(play, operation, act):
     async def scene(engine):
-        world = FakeWorld()
+        world = FakeBackend()
         spec = FakeSpec(world=world, capacity=1)
         first = await engine.acquire(spec, "a")
-        world.behave = misbehave(operation, act)
+        world.hook = misbehave(operation, act)
         await engine.release(first)
         second = await engine.acquire(spec, "b")
         assert second.instance != first.instance
@@ -409,7 +408,7 @@ def test_an_instance_that_cannot_be_reset_is_replaced(play, operation, act):
 @pytest.mark.parametrize("act", [raising(OSError("500")), hang, hang_though_cancelled])
 def test_a_release_that_fails_is_tried_again_and_the_slot_is_free_only_once_it_succeeded(play, act):
     async def scene(engine):
-        world = FakeWorld(misbehave("release", act))
+        world = FakeBackend(misbehave("release", act))
         spec = FakeSpec(world=world, capacity=1, reuse="recreate")
         await engine.release(await engine.acquire(spec, "a"))
         second = await engine.acquire(spec, "b")
@@ -421,7 +420,7 @@ def test_a_release_that_fails_is_tried_again_and_the_slot_is_free_only_once_it_s
 
 def test_an_instance_that_does_not_go_keeps_its_place_is_reported_and_is_tried_until_it_goes(play, caplog):
     async def scene(engine):
-        world = FakeWorld(misbehave("release", raising(OSError("busy")), times=5))
+        world = FakeBackend(misbehave("release", raising(OSError("busy")), times=5))
         spec = FakeSpec(world=world, capacity=1, reuse="recreate")
         first = await engine.acquire(spec, "a")
         await engine.release(first)
@@ -437,7 +436,7 @@ def test_an_instance_that_does_not_go_keeps_its_place_is_reported_and_is_tried_u
 
 def test_closing_is_over_in_bounded_time_also_if_an_instance_never_goes(tmp_path):
     async def main():
-        world = FakeWorld(misbehave("release", hang, times=10**6))
+        world = FakeBackend(misbehave("release", hang, times=10**6))
         async with ResourceEngine(ledger=tmp_path) as engine:
             lease = await engine.acquire(FakeSpec(world=world), "a")
         (ledger,) = tmp_path.iterdir()
@@ -450,7 +449,7 @@ async def test_closing_is_over_though_all_threads_of_the_loop_are_busy_and_the_d
     hanging, busy = threading.Event(), ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(busy)
     busy.submit(hanging.wait)
-    monkeypatch.setattr(lifecycle, "SYNC_PATIENCE_S", 0.01)
+    monkeypatch.setattr(instances, "SYNC_PATIENCE_S", 0.01)
     monkeypatch.setattr(Ledger, "sync", lambda ledger: hanging.wait())
     try:
         async with asyncio.timeout(30):
@@ -467,7 +466,7 @@ def test_fifty_slow_releases_go_on_in_parallel_and_hold_up_nobody(play):
             if operation == "release":
                 await asyncio.sleep(3)
 
-        spec = FakeSpec(world=FakeWorld(slow), capacity=100, reuse="recreate")
+        spec = FakeSpec(world=FakeBackend(slow), capacity=100, reuse="recreate")
         leases = [await engine.acquire(spec, f"o{n}") for n in range(50)]
         loop = asyncio.get_running_loop()
         before = loop.time()
@@ -507,7 +506,7 @@ def test_a_timeout_of_zero_takes_what_is_there_and_waits_for_nothing(play):
 
 def test_cancelled_requests_leave_all_slots_free(play):
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(misbehave("start", lambda: asyncio.sleep(1), 10**6)), capacity=4)
+        spec = FakeSpec(world=FakeBackend(misbehave("start", lambda: asyncio.sleep(1), 10**6)), capacity=4)
         for n in range(100):
             tasks = [asyncio.create_task(engine.acquire(spec, f"{n}-{k}")) for k in range(8)]
             await asyncio.sleep(0.1 * (n % 20))
@@ -533,11 +532,11 @@ def test_a_request_that_is_cancelled_in_the_moment_it_is_granted_gives_the_insta
             if operation == "status":
                 asyncio.get_running_loop().call_soon(waiting.cancel)  # runs between the grant and its delivery
 
-        spec.world.behave = cancel_the_next
+        spec.world.hook = cancel_the_next
         await engine.release(lease)
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        spec.world.behave = behave_well
+        spec.world.hook = no_faults
         await engine.acquire(spec, "c", timeout=1)
 
     play(scene)
@@ -545,7 +544,7 @@ def test_a_request_that_is_cancelled_in_the_moment_it_is_granted_gives_the_insta
 
 def test_resets_that_raise_after_each_use_cost_no_slot(play):
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(misbehave("reset", raising(OSError("half-open")), 10**6)), capacity=4)
+        spec = FakeSpec(world=FakeBackend(misbehave("reset", raising(OSError("half-open")), 10**6)), capacity=4)
         for n in range(100):
             await engine.release(await engine.acquire(spec, f"o{n}", timeout=60))
         await asyncio.sleep(100)
@@ -581,7 +580,7 @@ def test_a_lease_that_ends_before_its_owner_could_take_it_is_not_given_out(play)
             if operation == "status":
                 asyncio.get_running_loop().call_soon(run_now, engine.release_owner("b"))
 
-        spec.world.behave = end_the_next
+        spec.world.hook = end_the_next
         await engine.release(first)
         with pytest.raises(ResourceError, match="ended before b could take it"):
             await waiting
@@ -614,7 +613,7 @@ def test_an_instance_that_says_of_itself_that_it_is_gone_is_replaced_before_its_
                 spec.world.kill(lease.instance)
                 raise ResourceDied(f"{instance} is gone")
 
-        spec.world.behave = die
+        spec.world.hook = die
         with pytest.raises(ResourceDied, match="is gone"):
             await lease.resource.use()
         await asyncio.sleep(1)
@@ -642,7 +641,7 @@ def test_a_leased_instance_that_is_too_busy_to_say_how_it_is_is_left_to_its_owne
     async def scene(engine):
         spec = FakeSpec(capacity=1, check_interval_s=10)
         lease = await engine.acquire(spec, "a")
-        spec.world.behave = misbehave("status", hang)
+        spec.world.hook = misbehave("status", hang)
         await asyncio.sleep(100)
         assert await engine.acquire(spec, "a") is lease
 
@@ -661,7 +660,7 @@ def test_an_instance_that_is_checked_while_it_goes_is_not_said_to_have_broken(pl
 
         await engine.release(await engine.acquire(spec, "a"))
         await asyncio.sleep(1)
-        spec.world.behave = slow_to_say
+        spec.world.hook = slow_to_say
         await asyncio.sleep(20)
         assert not spec.world.alive
         assert spec.world.count("status") == 2
@@ -694,7 +693,7 @@ class Unspeakable(Exception):
 def test_an_error_that_cannot_say_what_it_is_costs_no_place(play, operation):
     async def scene(engine):
         said = []
-        world = FakeWorld(misbehave(operation, raising(Unspeakable())))
+        world = FakeBackend(misbehave(operation, raising(Unspeakable())))
         spec = FakeSpec(world=world, capacity=1, image="image", idle="freeze")
         for owner in ("a", "b"):
             try:
@@ -805,7 +804,7 @@ def test_no_more_instances_start_at_once_than_may(play):
                 await asyncio.sleep(1)
                 now -= 1
 
-        spec = FakeSpec(world=FakeWorld(counting), capacity=20)
+        spec = FakeSpec(world=FakeBackend(counting), capacity=20)
         await asyncio.gather(*(engine.acquire(spec, f"o{n}") for n in range(20)))
         assert most == 3
 
@@ -814,7 +813,7 @@ def test_no_more_instances_start_at_once_than_may(play):
 
 def test_closing_fails_who_waits_and_releases_what_starts_runs_or_resets(tmp_path):
     async def main():
-        world = FakeWorld(misbehave("reset", lambda: asyncio.sleep(5)))
+        world = FakeBackend(misbehave("reset", lambda: asyncio.sleep(5)))
         engine = ResourceEngine(ledger=tmp_path)
         async with engine:
             spec = FakeSpec(world=world, capacity=1, name="one")
@@ -822,7 +821,7 @@ def test_closing_fails_who_waits_and_releases_what_starts_runs_or_resets(tmp_pat
             waiting = asyncio.create_task(engine.acquire(spec, "b"))
             resetting = FakeSpec(world=world, name="two")
             await engine.release(await engine.acquire(resetting, "a"))
-            world.behave = misbehave("start", hang)
+            world.hook = misbehave("start", hang)
             starting = asyncio.create_task(engine.acquire(FakeSpec(world=world, name="three"), "c"))
             await asyncio.sleep(0.1)
             assert len(world.alive) == 3
@@ -843,7 +842,7 @@ def test_closing_goes_on_to_its_end_however_often_it_is_cancelled(tmp_path):
             if operation == "release":
                 await asyncio.sleep(5)
 
-        world = FakeWorld(slow)
+        world = FakeBackend(slow)
 
         async def work():
             async with ResourceEngine(ledger=tmp_path) as engine:
@@ -866,14 +865,14 @@ def test_closing_goes_on_to_its_end_however_often_it_is_cancelled(tmp_path):
 
 
 def test_when_the_whole_loop_is_torn_down_everything_is_still_released(tmp_path):
-    world = FakeWorld()
+    world = FakeBackend()
 
     async def main():
         async def slow(operation, instance):
             if operation == "release":
                 await asyncio.sleep(5)
 
-        world.behave = slow
+        world.hook = slow
         engine = await ResourceEngine(ledger=tmp_path).__aenter__()
         for n in range(5):
             await engine.acquire(FakeSpec(world=world), f"o{n}")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceError
-from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.resources.instances import lifecycle
+from agentfly.core.errors import ResourceError
+from agentfly.resources.engine import instances
+from agentfly.resources.engine.engine import Budget, ResourceEngine
+from agentfly.resources.resource import Scope
 from agentfly.resources.scheduler.pool import InstanceState
-from agentfly.resources.scope import Scope
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec, no_faults
 from agentfly.testing.virtual_time import run_in_virtual_time
 from tests.support.scale import scaled
 
@@ -31,7 +31,7 @@ class History:
     def __init__(self, seed, engine):
         self.random = random.Random(seed)
         self.engine = engine
-        self.world = FakeWorld(self.misbehave)
+        self.world = FakeBackend(self.misbehave)
         shared = {"world": self.world, **LIMITS}
         self.specs = [
             FakeSpec(name="single", capacity=1, **shared),
@@ -177,7 +177,7 @@ class History:
 
     async def wind_up(self):
         """Everything behaves from now on and everybody gives back: all requests end, and all slots are free."""
-        self.world.behave = behave_well
+        self.world.hook = no_faults
         for _ in range(1000):
             waiting = set(self.requests.values())
             for key in list(self.leases):
@@ -211,7 +211,7 @@ async def live_through(seed, steps, directory):
         for spec in history.specs[: history.random.randrange(6)]:
             history.begin((spec,), Scope.CALL, "cut off")
         await asyncio.sleep(0)
-        history.world.behave = behave_well
+        history.world.hook = no_faults
         closing = asyncio.create_task(engine.close())
         for _ in range(history.random.randrange(3)):
             await asyncio.sleep(0)
@@ -236,7 +236,7 @@ class Inline:
 @pytest.fixture
 def run_history(monkeypatch):
     """Live through the history of a seed. The ledger is written, but not brought to the disk."""
-    monkeypatch.setattr(lifecycle, "THREADS", Inline())
+    monkeypatch.setattr(instances, "THREAD_POOL", Inline())
     logging.disable(logging.CRITICAL)
 
     def run(seed, steps):

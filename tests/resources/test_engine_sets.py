@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from agentfly.errors import AcquireTimeout, ConfigError, ResourceDied, ResourceStartError, UsageError
-from agentfly.resources.engine import Budget, ResourceEngine
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.core.errors import AcquireTimeout, ConfigError, ResourceDied, ResourceStartError, UsageError
+from agentfly.resources.engine.engine import Budget, ResourceEngine
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
@@ -25,7 +25,7 @@ def play(tmp_path):
 
 
 def spec(name, capacity=1, **fields):
-    return FakeSpec(world=FakeWorld(), name=name, capacity=capacity, **fields)
+    return FakeSpec(world=FakeBackend(), name=name, capacity=capacity, **fields)
 
 
 def owners(engine):
@@ -119,7 +119,7 @@ def test_a_start_that_fails_fails_the_whole_request_and_holds_nothing_back(play)
             if operation == "start":
                 raise OSError("no such image")
 
-        bad.world.behave = refuse
+        bad.world.hook = refuse
         with pytest.raises(ResourceStartError, match="no such image"):
             await engine.acquire_all([good, bad], "a")
         assert (await engine.acquire(good, "b", timeout=5)).owner == "b"
@@ -171,7 +171,7 @@ def test_a_cancelled_request_for_two_leaves_nothing_held(play, moment):
         async def dawdle(operation, instance):
             await asyncio.sleep(1.5)
 
-        box.world.behave = dawdle
+        box.world.hook = dawdle
         asking = asyncio.create_task(engine.acquire_all([box, judge], "a"))
         await asyncio.sleep(moment)
         asking.cancel()
@@ -259,7 +259,7 @@ def test_replicas_without_a_limit_share_the_load_and_nobody_waits_for_them(play)
                 await asyncio.sleep(10)
 
         await engine.acquire(index, "o0", scope="global")
-        index.world.behave = slow
+        index.world.hook = slow
         held = {"o1": await engine.acquire(index, "o1", scope="global", timeout=1)}
         for number in range(2, 9):
             await asyncio.sleep(11)

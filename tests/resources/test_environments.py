@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from agentfly.errors import ConfigError, ResourceDied, UsageError
+from agentfly.core.errors import ConfigError, ResourceDied, UsageError
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status
@@ -367,7 +367,7 @@ async def test_what_is_not_thread_safe_lives_in_a_process_of_its_own_or_nowhere(
 async def test_a_start_that_takes_long_is_told_while_it_lasts(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentfly.resources.environments.environment.SLOW_S", 0.05)
+    monkeypatch.setattr("agentfly.resources.environments.environment.SLOW_START_WARNING_S", 0.05)
     loading = environment(factory=load_for, args=(0.3,), runs=runs, start_timeout_s=9)
     await loading.start()
     told = [record.getMessage() for record in caplog.records if "is still being made" in record.getMessage()]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from agentfly.benchmarks.environments import measure_environments
+from agentfly.benchmarks.resources.environments import measure_environments
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfly.errors import ResourceDied
-from agentfly.resources.environments import nursery
+from agentfly.core.errors import ResourceDied
+from agentfly.resources.environments import fork_server
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 
@@ -168,7 +168,7 @@ async def test_a_zygote_that_is_killed_while_it_is_asked_costs_no_start(make: Ma
 
 @pytest.mark.slow
 async def test_a_zygote_that_does_not_answer_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery, "ANSWER_S", 0.3)
+    monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 0.3)
     first, second = make(), make()
     await first.start()
     (_, zygote) = await first.parents()
@@ -188,7 +188,7 @@ SLOW_TO_FORK = """
 async def test_a_zygote_has_its_time_for_each_fork_and_not_for_all_that_are_asked_for(
     make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nursery, "ANSWER_S", 1.0)
+    monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 1.0)
     simulators = await alive([make(SLOW_TO_FORK) for _ in range(20)])
     assert len(importers(notes)) == 1
     assert len({await each.pid() for each in simulators}) == 20
@@ -198,7 +198,7 @@ async def test_a_zygote_has_its_time_for_each_fork_and_not_for_all_that_are_aske
 async def test_any_number_of_simulators_may_be_asked_for_at_once(
     make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nursery, "FORKS_ASKED_FOR", 2)
+    monkeypatch.setattr(fork_server, "FORKS_ASKED_FOR", 2)
     simulators = await alive([make() for _ in range(6)])
     assert len(importers(notes)) == 1
     await released(simulators)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from agentfly.errors import ResourceDied, UsageError, message_of
+from agentfly.core.errors import ResourceDied, UsageError, error_message
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status
@@ -115,7 +115,7 @@ async def test_an_exception_that_cannot_say_what_it_is_fails_its_call_alone(runs
     async with started(runs, **declared) as environment:
         with pytest.raises(Speechless) as raised:
             await environment.is_speechless()
-        assert "cannot be read" in message_of(raised.value)
+        assert "cannot be read" in error_message(raised.value)
         assert await environment.count() == 1
 
 

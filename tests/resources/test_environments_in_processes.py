@@ -19,14 +19,14 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from agentfly.errors import ResourceDied, ResourceResetError, UsageError
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.environments import nursery
+from agentfly.core.errors import ResourceDied, ResourceResetError, UsageError
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.environments import fork_server
 from agentfly.resources.environments.environment import Environment
-from agentfly.resources.environments.kept_process import reap
-from agentfly.resources.environments.parcel import pack, unpack
-from agentfly.resources.environments.returned_error import RemoteError
+from agentfly.resources.environments.pickling import dumps, loads
+from agentfly.resources.environments.remote_error import RemoteError
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.environments.worker_process import reap
 from agentfly.resources.resource import Status
 
 Starts = Literal["fork", "spawn"]
@@ -190,7 +190,7 @@ async def test_release_leaves_no_process_whatever_the_simulator_started() -> Non
 @pytest.fixture
 def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The zygote ends with the last simulator."""
-    monkeypatch.setattr(nursery, "LINGER_S", 0.0)
+    monkeypatch.setattr(fork_server, "IDLE_TIMEOUT_S", 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -298,10 +298,10 @@ def test_modules_are_looked_for_once_and_not_at_every_call(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     request = ("call", "step", (Fraction(1, 3), Machine()), {})
     names = ("request", "method", "args", "kwargs")
-    pack(request, names)
+    dumps(request, names)
     finder.asked.clear()
     for _ in range(5):
-        assert unpack(pack(request, names))[2][0] == Fraction(1, 3)
+        assert loads(dumps(request, names))[2][0] == Fraction(1, 3)
     assert finder.asked == []
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 import agentfly as af
-from agentfly.errors import ResourceDied
-from agentfly.events import EventStream, ResourceStuck
-from agentfly.resources import cgroups, orphans
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core.errors import ResourceDied
+from agentfly.core.events import EventStream, ResourceStuck
+from agentfly.resources.engine import controller, orphans
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.identity import start_time
-from agentfly.resources.instances import crew
+from agentfly.resources.process import cgroups
+from agentfly.resources.process.procfs import start_time
 
 
 class Catalogue:
@@ -190,7 +190,7 @@ class Gate:
 
 
 async def test_a_hanging_thread_keeps_its_place_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "STUCK_RETRY_S", (0.02, 0.05))
+    monkeypatch.setattr(controller, "STUCK_RETRY_S", (0.02, 0.05))
     Gate.opened.clear()
     Gate.made = 0
     stuck, events = asyncio.Event(), EventStream()
@@ -221,7 +221,7 @@ def ends(pid: int) -> bool:
 OWNER = """
     import asyncio, os, sys
     from pathlib import Path
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
     from agentfly.resources.environments.spec import EnvironmentSpec
 
     class Machine:
@@ -253,10 +253,10 @@ async def test_after_the_owner_was_killed_the_ledger_leads_to_an_end_of_all(tmp_
     owner.kill()
     await asyncio.to_thread(owner.wait)
     owner.stdout.close()
-    (removed,) = await orphans.reap(state)
+    (removed,) = await orphans.reap_orphans(state)
     assert removed.kind == "environment"
     assert all([await asyncio.to_thread(ends, pid) for pid in pids])
-    assert await orphans.reap(state) == []
+    assert await orphans.reap_orphans(state) == []
 
 
 async def test_where_control_groups_can_be_made_is_tried_before_the_start_and_never_in_the_event_loop(
@@ -264,22 +264,22 @@ async def test_where_control_groups_can_be_made_is_tried_before_the_start_and_ne
 ) -> None:
     tried_in: list[int] = []
 
-    def try_it(home: cgroups.CgroupHome) -> bool:
+    def try_it(home: cgroups.CgroupParent) -> bool:
         tried_in.append(threading.get_ident())
         return works(home)
 
-    works = cgroups._works
-    monkeypatch.setattr(cgroups, "_works", try_it)
-    cgroups.cgroup_home.cache_clear()
+    works = cgroups._probe
+    monkeypatch.setattr(cgroups, "_probe", try_it)
+    cgroups.writable_cgroup_parent.cache_clear()
     spec = catalogue(tmp_path / "notes", runs="process", memory="300MiB")
     async with ResourceEngine(ledger=tmp_path / "state") as engine:
         environment = Environment(spec, "direct")
         assert not tried_in
         lease = await engine.acquire(spec, "owner")
         assert set(tried_in).isdisjoint({threading.get_ident()})
-        assert tried_in or cgroups.cgroup_home() is None
+        assert tried_in or cgroups.writable_cgroup_parent() is None
         assert await lease.resource.put("a") == ["a"]
-    cgroups.cgroup_home.cache_clear()
+    cgroups.writable_cgroup_parent.cache_clear()
     tried_in.clear()
     await environment.start()
     assert set(tried_in).isdisjoint({threading.get_ident()})

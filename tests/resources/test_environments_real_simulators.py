@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import agentfly as af
-from agentfly.errors import ResourceDied
+from agentfly.core.errors import ResourceDied
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from agentfly.errors import ConfigError, UsageError
+from agentfly.core.errors import ConfigError, UsageError
 from agentfly.resources.environments.spec import EnvironmentSpec
 
 

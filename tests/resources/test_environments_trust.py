@@ -25,12 +25,12 @@ import numpy as np
 import psutil
 import pytest
 
-from agentfly.errors import ConfigError, ModelAPIError, ResourceDied, ToolError, UsageError
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core.errors import ConfigError, ModelAPIError, ResourceDied, ToolError, UsageError
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.environments.environment import Environment
-from agentfly.resources.environments.kept_process import reap
-from agentfly.resources.environments.returned_error import RemoteError
+from agentfly.resources.environments.remote_error import RemoteError
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.environments.worker_process import reap
 from agentfly.resources.resource import Status
 
 Starts = Literal["fork", "spawn"]
@@ -191,8 +191,8 @@ FORGED = {
 
 
 def _data(value: object) -> bytes:
-    from agentfly.resources.environments.data_writer import encode
-    from agentfly.resources.environments.declared_types import DeclaredTypes
+    from agentfly.resources.environments.wire_format import encode
+    from agentfly.resources.environments.wire_types import DeclaredTypes
 
     return encode(value, DeclaredTypes())
 
@@ -455,8 +455,8 @@ async def test_a_reset_that_is_said_to_be_enough_keeps_the_process(tmp_path: Pat
 async def test_what_is_costly_to_make_for_each_owner_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentfly.resources.environments.environment.COSTLY_S", 0.0)
-    monkeypatch.setattr(Environment, "_told_costly", set())
+    monkeypatch.setattr("agentfly.resources.environments.environment.COSTLY_START_S", 0.0)
+    monkeypatch.setattr(Environment, "_warned_costly", set())
     for fields in ({"reuse": "reset"}, {"reuse": "recreate"}, {}, {}):
         async with started(**fields):
             pass

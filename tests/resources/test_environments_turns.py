@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.core.errors import ResourceDied, ResourceError
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Status

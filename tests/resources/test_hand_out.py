@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 import agentfly as af
-from agentfly.errors import AcquireTimeout
-from agentfly.events import EventStream, ResourceBroke
-from agentfly.resources.containers.backend import backend
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.hang_up import has_exited
-from agentfly.resources.resource import Status
-from agentfly.resources.scope import Scope
-from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld
+from agentfly.core.errors import AcquireTimeout
+from agentfly.core.events import EventStream, ResourceFailed
+from agentfly.resources.containers.backend import get_backend
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.process.procfs import has_exited
+from agentfly.resources.resource import Scope, Status
+from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec
 
 
 async def idle(engine: ResourceEngine, spec: FakeSpec, count: int = 1) -> list[str]:
@@ -32,7 +31,7 @@ async def idle(engine: ResourceEngine, spec: FakeSpec, count: int = 1) -> list[s
 
 
 def test_the_next_owner_gets_one_that_lives_and_is_told_nothing(play: Callable[..., None]) -> None:
-    seen: list[ResourceBroke] = []
+    seen: list[ResourceFailed] = []
     events = EventStream()
 
     async def scene(engine: ResourceEngine) -> None:
@@ -48,7 +47,7 @@ def test_the_next_owner_gets_one_that_lives_and_is_told_nothing(play: Callable[.
         assert spec.world.alive == {first, lease.instance}
 
     def keep(event: object) -> None:
-        if isinstance(event, ResourceBroke):
+        if isinstance(event, ResourceFailed):
             seen.append(event)
 
     with events.subscribed(keep):
@@ -103,7 +102,7 @@ def healthy_until_its_reset(monkeypatch: pytest.MonkeyPatch, instance: str) -> N
 
 def test_of_a_set_the_dead_part_alone_is_waited_for_again(play: Callable[..., None]) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld()
+        world = FakeBackend()
         specs = [FakeSpec(world=world, name=name, capacity=1, check_interval_s=None) for name in ("box", "game", "db")]
         names = [(await idle(engine, spec))[0] for spec in specs]
         world.kill(names[0])
@@ -137,7 +136,7 @@ def test_a_request_that_has_to_wait_again_keeps_its_time_limit(play: Callable[..
         async def start_slowly(operation: str, instance: str) -> None:
             await asyncio.sleep(20 if operation == "start" else 0)
 
-        spec.world.behave = start_slowly
+        spec.world.hook = start_slowly
         began = asyncio.get_running_loop().time()
         with pytest.raises(AcquireTimeout):
             await engine.acquire(spec, "a", timeout=5)
@@ -192,7 +191,7 @@ async def test_a_simulator_whose_process_was_killed_while_idle_costs_the_next_ow
 
 
 async def test_a_sandbox_that_was_killed_while_idle_costs_the_next_owner_nothing(tmp_path: Path) -> None:
-    if not (able := backend("bubblewrap").probe()).works:
+    if not (able := get_backend("bubblewrap").probe()).available:
         pytest.skip(" ".join(able.missing))
     spec = af.ContainerSpec(memory="64MiB", pids=16, capacity=1, check_interval_s=None, backend="bubblewrap")
     async with ResourceEngine(ledger=tmp_path) as engine:

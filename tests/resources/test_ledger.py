@@ -16,19 +16,20 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from agentfly.errors import PrerequisiteError, ResourceStartError, ResourceUnreachable, UsageError
-from agentfly.resources import ledger, orphans
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.identity import ProcessIdentity, start_time
-from agentfly.resources.ledger import Entry, Ledger, state_directory
-from agentfly.resources.orphans import reap
+from agentfly.core.errors import PrerequisiteError, ResourceStartError, ResourceUnreachable, UsageError
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.orphans import reap_orphans
+from agentfly.resources.process import ledger
+from agentfly.resources.process.ledger import Ledger, LedgerEntry, state_directory
+from agentfly.resources.process.procfs import ProcessIdentity, start_time
 from agentfly.testing.fake_resource import FakeSpec
 
-DEAD = replace(ProcessIdentity.here(), started=1)  # this process's id, but another process's start
+DEAD = replace(ProcessIdentity.current(), started=1)  # this process's id, but another process's start
 
 
 def entry(instance="box-1", **fields):
-    return Entry(instance, kind="box", reap="reap_for_tests:remove", traces={"pid": 7}, **fields)
+    return LedgerEntry(instance, kind="box", reap="reap_for_tests:remove", traces={"pid": 7}, **fields)
 
 
 def dead_ledger(directory, *entries, owner=DEAD, tail=""):
@@ -73,57 +74,57 @@ def test_an_entry_can_be_read_back_until_its_instance_is_gone(tmp_path):
     (path,) = (tmp_path / "state").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert ledger.read(path) == (ProcessIdentity.here(), [entry("one"), entry("two")])
+    assert ledger.read_ledger(path) == (ProcessIdentity.current(), [entry("one"), entry("two")])
     book.write(replace(entry("one"), traces={"pid": 8}))
-    book.gone("two")
-    assert ledger.read(path)[1] == [replace(entry("one"), traces={"pid": 8})]
-    book.gone("one")
+    book.remove("two")
+    assert ledger.read_ledger(path)[1] == [replace(entry("one"), traces={"pid": 8})]
+    book.remove("one")
     book.close()
     assert not path.exists()
 
 
 def test_a_ledger_does_not_grow_with_what_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "COMPACT_LINES", 10)
+    monkeypatch.setattr(ledger, "COMPACT_AFTER_LINES", 10)
     book = Ledger(tmp_path)
     book.write(entry("stays"))
     for number in range(100):
         book.write(entry(f"box-{number}"))
-        book.gone(f"box-{number}")
+        book.remove(f"box-{number}")
     (path,) = tmp_path.iterdir()
     assert len(path.read_text().splitlines()) < 30
-    assert ledger.read(path)[1] == [entry("stays")]
+    assert ledger.read_ledger(path)[1] == [entry("stays")]
     book.write(entry("after"))
-    assert len(ledger.read(path)[1]) == 2
+    assert len(ledger.read_ledger(path)[1]) == 2
 
 
 @pytest.mark.parametrize("cut", range(1, 120, 7))
 def test_a_last_line_that_was_cut_short_spoils_nothing_before_it(tmp_path, cut):
     path = dead_ledger(tmp_path, entry("one"), entry("two"))
     path.write_text(path.read_text()[:-cut])
-    owner, entries = ledger.read(path)
+    owner, entries = ledger.read_ledger(path)
     assert owner == DEAD
     assert entries == [entry("one")]
 
 
 async def test_the_orphans_of_a_dead_process_are_removed_and_its_ledger_with_them(tmp_path, removed):
     path = dead_ledger(tmp_path, entry("one"), entry("two"), tail='\n{"gone": "two"}\n{"entry": {"inst')
-    assert await reap(tmp_path) == [entry("one")]
+    assert await reap_orphans(tmp_path) == [entry("one")]
     assert removed == [{"pid": 7}]
     assert not path.exists()
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
 
 
 async def test_nothing_of_a_live_process_is_touched(tmp_path, removed):
-    path = dead_ledger(tmp_path, entry(), owner=ProcessIdentity.here())
-    assert await reap(tmp_path) == []
+    path = dead_ledger(tmp_path, entry(), owner=ProcessIdentity.current())
+    assert await reap_orphans(tmp_path) == []
     assert not removed
     assert path.exists()
 
 
 @pytest.mark.parametrize(("changed", "dead"), [("boot", True), ("machine", False), ("namespace", False)])
 def test_a_process_counts_as_dead_only_if_that_is_certain(changed, dead):
-    assert replace(ProcessIdentity.here(), started=1, **{changed: "another"}).is_dead() is dead
-    assert replace(ProcessIdentity.here(), boot="another", machine="another").is_dead() is False
+    assert replace(ProcessIdentity.current(), started=1, **{changed: "another"}).is_dead() is dead
+    assert replace(ProcessIdentity.current(), boot="another", machine="another").is_dead() is False
 
 
 def test_a_zombie_counts_as_dead():
@@ -136,11 +137,11 @@ def test_a_zombie_counts_as_dead():
 async def test_what_cannot_be_removed_stays_for_the_next_time(tmp_path, removed, caplog):
     stubborn = replace(entry("stubborn"), reap="reap_for_tests:missing")
     path = dead_ledger(tmp_path, entry("one"), stubborn)
-    assert await reap(tmp_path) == [entry("one")]
+    assert await reap_orphans(tmp_path) == [entry("one")]
     assert "stubborn" in caplog.text
-    assert ledger.read(path) == (DEAD, [stubborn])
+    assert ledger.read_ledger(path) == (DEAD, [stubborn])
     sys.modules["reap_for_tests"].missing = removed.append
-    assert await reap(tmp_path) == [stubborn]
+    assert await reap_orphans(tmp_path) == [stubborn]
     assert not path.exists()
 
 
@@ -166,18 +167,18 @@ async def test_orphans_where_nothing_answers_are_told_once_in_one_line_and_remov
     tmp_path, unreachable, removed, caplog
 ):
     path = dead_ledger(tmp_path, *unreachable_entries(65))
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     (told,) = caplog.messages
     assert "box: 65" in told
     assert "run `agentfly resources reap`" in told
     caplog.clear()
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     assert not caplog.messages
-    await reap(tmp_path, repeat=True)
+    await reap_orphans(tmp_path, repeat=True)
     assert caplog.messages == [told]
-    assert len(ledger.read(path)[1]) == 65
+    assert len(ledger.read_ledger(path)[1]) == 65
     unreachable(False)
-    assert len(await reap(tmp_path)) == len(removed) == 65
+    assert len(await reap_orphans(tmp_path)) == len(removed) == 65
     assert not path.exists()
 
 
@@ -190,12 +191,12 @@ async def test_orphans_where_nothing_has_answered_for_long_are_given_up_and_thei
         for one, since in zip(unreachable_entries(2), (long_ago, time.time()), strict=True)
     ]
     path = dead_ledger(tmp_path, old, young)
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     (told,) = caplog.messages
     assert "given up" in told
     assert old.traces["address"] in told
     assert young.traces["address"] not in told
-    assert ledger.read(path)[1] == [young]
+    assert ledger.read_ledger(path)[1] == [young]
 
 
 async def test_an_orphan_that_can_be_reached_but_not_removed_is_never_given_up(tmp_path, removed, caplog):
@@ -203,20 +204,20 @@ async def test_an_orphan_that_can_be_reached_but_not_removed_is_never_given_up(t
     path = dead_ledger(tmp_path, stubborn)
     for _ in range(2):
         caplog.clear()
-        assert await reap(tmp_path) == []
+        assert await reap_orphans(tmp_path) == []
         assert "will be tried again" in caplog.text
-    assert ledger.read(path)[1] == [replace(stubborn, unreachable_since=None)]
+    assert ledger.read_ledger(path)[1] == [replace(stubborn, unreachable_since=None)]
 
 
 async def test_what_ended_with_its_process_needs_no_removal(tmp_path):
     path = dead_ledger(tmp_path, replace(entry(), reap=None))
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     assert not path.exists()
 
 
 async def test_a_file_that_is_no_ledger_is_left_alone(tmp_path, caplog):
     (tmp_path / "other.ledger").write_text("{}\n[]\nfoo")
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     assert "not a ledger" in caplog.text
     assert (tmp_path / "other.ledger").exists()
 
@@ -224,13 +225,13 @@ async def test_a_file_that_is_no_ledger_is_left_alone(tmp_path, caplog):
 async def test_a_ledger_that_cannot_be_read_is_passed_over_and_the_others_are_reaped(tmp_path, removed, caplog):
     (tmp_path / "another-users.ledger").mkdir()
     dead_ledger(tmp_path, entry())
-    assert [each.instance for each in await reap(tmp_path)] == ["box-1"]
+    assert [each.instance for each in await reap_orphans(tmp_path)] == ["box-1"]
     assert "another-users.ledger" in caplog.text
 
 
 async def test_two_reapers_remove_an_orphan_once(tmp_path, removed):
     dead_ledger(tmp_path, entry())
-    assert sorted(map(len, await asyncio.gather(reap(tmp_path), reap(tmp_path)))) == [0, 1]
+    assert sorted(map(len, await asyncio.gather(reap_orphans(tmp_path), reap_orphans(tmp_path)))) == [0, 1]
     assert len(removed) == 1
 
 
@@ -244,7 +245,7 @@ async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "reap_for_tests", module)
     monkeypatch.setattr(orphans, "REAP_TIMEOUT_S", 0.01)
     path = dead_ledger(tmp_path, entry())
-    assert await reap(tmp_path) == []
+    assert await reap_orphans(tmp_path) == []
     assert path.exists()
 
 
@@ -252,7 +253,7 @@ async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
 def spare(tmp_path_factory, monkeypatch):
     """The only spare directory there may be."""
     directory = tmp_path_factory.mktemp("spare") / "state"
-    monkeypatch.setattr(ledger, "spare_directories", lambda: [directory])
+    monkeypatch.setattr(ledger, "fallback_state_directories", lambda: [directory])
     return directory
 
 
@@ -263,12 +264,12 @@ async def test_where_the_state_directory_cannot_be_written_it_is_written_down_in
     async with ResourceEngine(ledger=tmp_path / "file") as engine:
         lease = await engine.acquire(FakeSpec(), "a")
         (path,) = spare.glob("*.ledger")
-        assert [entry.instance for entry in ledger.read(path)[1]] == [lease.instance]
+        assert [entry.instance for entry in ledger.read_ledger(path)[1]] == [lease.instance]
         assert "cannot be written" in caplog.text
         assert "`agentfly resources reap` looks too" in caplog.text
     assert not list(spare.iterdir())
     dead_ledger(spare, entry())
-    assert await reap(tmp_path / "elsewhere") == [entry()]
+    assert await reap_orphans(tmp_path / "elsewhere") == [entry()]
 
 
 @pytest.fixture
@@ -295,13 +296,13 @@ def test_when_the_disk_is_full_the_ledger_moves_whole_to_a_spare_directory(
     entries = [entry(f"box-{number}", started=float(number)) for number in range(300)]
     for each in entries:
         book.write(each)
-    book.gone("box-0")
+    book.remove("box-0")
     (path,) = spare.glob("*.ledger")
-    assert ledger.read(path) == (ProcessIdentity.here(), entries[1:])
+    assert ledger.read_ledger(path) == (ProcessIdentity.current(), entries[1:])
     assert caplog.text.count("cannot be written") == 1
     assert not list(tiny_disk.glob("*.ledger")), "what stays there would be out of date"
     for each in entries[1:]:
-        book.gone(each.instance)
+        book.remove(each.instance)
     book.close()
     assert not list(spare.iterdir())
 
@@ -313,14 +314,14 @@ def test_a_spare_directory_that_others_can_write_is_not_trusted(tmp_path, spare)
     with pytest.raises(PrerequisiteError, match="AGENTFLY_STATE_DIR"):
         Ledger(tmp_path / "file").write(entry())
     dead_ledger(spare, entry())
-    assert asyncio.run(reap(tmp_path / "elsewhere")) == []
+    assert asyncio.run(reap_orphans(tmp_path / "elsewhere")) == []
 
 
 FORKS = """
 import asyncio, os, sys
 from pathlib import Path
 from agentfly.resources import ledger
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.testing.fake_resource import FakeSpec
 
 state = Path(sys.argv[1])
@@ -351,7 +352,7 @@ def test_a_child_that_was_forked_while_an_engine_ran_has_a_ledger_of_its_own_and
 
 
 async def test_nothing_starts_that_cannot_be_written_down(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "spare_directories", list)
+    monkeypatch.setattr(ledger, "fallback_state_directories", list)
     (tmp_path / "file").write_text("in the way")
     spec = FakeSpec()
     async with ResourceEngine(ledger=tmp_path / "file") as engine:
@@ -363,7 +364,7 @@ async def test_nothing_starts_that_cannot_be_written_down(tmp_path, monkeypatch)
 
 def test_traces_that_are_no_json_are_refused(tmp_path):
     with pytest.raises(UsageError, match="JSON-able"):
-        Ledger(tmp_path).write(Entry("one", "box", None, {"process": object()}))
+        Ledger(tmp_path).write(LedgerEntry("one", "box", None, {"process": object()}))
 
 
 async def test_an_engine_that_starts_nothing_writes_nothing(tmp_path):
@@ -376,9 +377,9 @@ KIND = """
     import asyncio, os, subprocess, sys
     from dataclasses import dataclass
     from pathlib import Path
-    from agentfly.resources.engine import ResourceEngine
-    from agentfly.resources.identity import start_time
-    from agentfly.resources.registry import register
+    from agentfly.resources.engine.engine import ResourceEngine
+    from agentfly.resources.process.procfs import start_time
+    from agentfly.resources.kind import register
     from agentfly.resources.resource import Resource, Status
     from agentfly.resources.spec import ResourceSpec
 

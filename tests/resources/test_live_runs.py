@@ -19,18 +19,18 @@ import pytest
 from typer.testing import CliRunner
 
 from agentfly.cli.main import app
-from agentfly.resources import live_runs, window
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.ledger import Entry, Ledger
-from agentfly.resources.live_runs import find_runs
-from agentfly.resources.scope import Scope
-from agentfly.resources.window import window_of
+from agentfly.resources.engine import live_runs, status_socket
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.live_runs import find_runs
+from agentfly.resources.engine.status_socket import socket_path
+from agentfly.resources.process.ledger import Ledger, LedgerEntry
+from agentfly.resources.resource import Scope
 from agentfly.testing.fake_resource import FakeSpec
 
 PROGRAM = """
     import asyncio, sys, time
     from pathlib import Path
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
     from agentfly.testing.fake_resource import FakeSpec
 
     async def main():
@@ -48,7 +48,7 @@ PROGRAM = """
 @pytest.fixture(autouse=True)
 def no_spare_directories(monkeypatch):
     """What others have on this machine is not looked at."""
-    monkeypatch.setattr("agentfly.resources.ledger.spare_directories", list)
+    monkeypatch.setattr("agentfly.resources.process.ledger.fallback_state_directories", list)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ async def test_two_engines_of_one_process_and_those_of_others_are_all_seen(tmp_p
         assert (wait.owner, wait.scope, wait.priority) == ("waiter", "call", 3)
         assert run.snapshot == one.snapshot().from_json(json.dumps(run.snapshot.to_json()))
         assert run.age_seconds > 0
-        assert not run.silence
+        assert not run.no_answer_reason
         theirs, _ = by_label["theirs"]
         assert str(tmp_path) in theirs.command
         waiting.cancel()
@@ -98,12 +98,12 @@ async def test_two_engines_of_one_process_and_those_of_others_are_all_seen(tmp_p
 
 
 async def test_any_number_may_look_at_once_and_who_reads_nothing_holds_up_nobody_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(window, "LOOKERS", 2)
-    monkeypatch.setattr(window, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(status_socket, "MAX_STATUS_CLIENTS", 2)
+    monkeypatch.setattr(status_socket, "CLIENT_TIMEOUT_S", 0.05)
     async with ResourceEngine(ledger=tmp_path) as engine:
         await engine.acquire(FakeSpec(name="box"), "owner")
         looks = await asyncio.gather(*(find_runs(tmp_path) for _ in range(10)))
-        assert [run.silence for (run,) in looks] == [""] * 10
+        assert [run.no_answer_reason for (run,) in looks] == [""] * 10
         monkeypatch.setattr(engine._lifecycle._window, "_look", lambda: {"pools": [], "much": "x" * 2**22})
         (path,) = tmp_path.glob("*.sock")
         with contextlib.ExitStack() as sockets:
@@ -123,23 +123,23 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_that_of_another_versio
 
         monkeypatch.setattr(engine._lifecycle._window, "_answer", say_nothing)
         (run,) = await find_runs(tmp_path)
-        assert "broke off" in run.silence
+        assert "broke off" in run.no_answer_reason
 
 
 @pytest.mark.slow
 async def test_an_engine_that_is_blocked_is_shown_with_what_its_ledger_says(tmp_path, another_process, monkeypatch):
-    monkeypatch.setattr(live_runs, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(live_runs, "QUERY_TIMEOUT_S", 0.2)
     other = await asyncio.to_thread(another_process, "blocked")
     (run,) = await find_runs(tmp_path)
     assert (run.pid, run.dead, run.snapshot) == (other.pid, False, None)
-    assert "does not answer" in run.silence
+    assert "does not answer" in run.no_answer_reason
     assert [entry.kind for entry in run.started] == ["fake"]
 
 
 async def test_what_a_dead_process_left_is_shown_as_that_and_its_window_goes_with_its_ledger(tmp_path, another_process):
     other = await asyncio.to_thread(another_process, "free")
     (path,) = tmp_path.glob("*.ledger")
-    assert window_of(path).exists()
+    assert socket_path(path).exists()
     other.kill()
     other.wait()
     assert await find_runs(tmp_path) == []  # it had nothing that outlives its process
@@ -152,7 +152,7 @@ async def test_what_a_dead_process_left_is_shown_as_that_and_its_window_goes_wit
     assert "nothing is running" in shown.stdout
     assert "1 instance left behind" in shown.stdout
     async with ResourceEngine(ledger=tmp_path):
-        assert not window_of(path).exists()
+        assert not socket_path(path).exists()
 
 
 @pytest.mark.parametrize("listens", ["no file", "nobody"])
@@ -171,7 +171,7 @@ def test_what_dead_processes_left_where_no_engine_listens_is_two_lines_however_m
         book = Ledger(tmp_path)
         for kind, left in kinds:
             place = "agentfly.resources.containers" + (".docker" if "images" in kind else "")
-            book.write(Entry(f"{kind}-{number}", "left", f"{place}.{kind}", left, time.time()))
+            book.write(LedgerEntry(f"{kind}-{number}", "left", f"{place}.{kind}", left, time.time()))
         (path,) = set(tmp_path.glob("*.ledger")) - set(tmp_path.glob("dead-*.ledger"))
         path.rename(tmp_path / f"dead-{number}.ledger")
     for path in tmp_path.glob("*.ledger"):
@@ -220,7 +220,7 @@ async def test_where_no_window_can_be_made_the_run_goes_on_and_its_ledger_is_sho
         lease = await engine.acquire(FakeSpec(), "a")
         assert "will not see what this run has" in caplog.text
         (run,) = await find_runs(tmp_path)
-        assert "cannot be asked" in run.silence
+        assert "cannot be asked" in run.no_answer_reason
         assert [entry.instance for entry in run.started] == [lease.instance]
 
 
@@ -285,16 +285,16 @@ def test_the_command_shows_pools_instances_and_queues_as_text_and_json(tmp_path,
 def test_a_run_with_many_waiters_and_pools_is_shown_in_bounds():
     from rich.console import Console
 
-    from agentfly.resources.live_runs import LiveRun
-    from agentfly.resources.snapshot import InstanceSnapshot, PoolSnapshot, Snapshot, WaitSnapshot
-    from agentfly.viewing.live_runs import live_runs_view
+    from agentfly.resources.engine.live_runs import LiveRun
+    from agentfly.resources.engine.status import EngineSnapshot, InstanceSnapshot, PoolSnapshot, QueuedRequestSnapshot
+    from agentfly.viewing.resource_tables import resource_tables
 
     instance = InstanceSnapshot("box-1", "leased", ("r1",), 65.0, 4000.0, 3, True, 60.0, 15.0)
-    queue = tuple(WaitSnapshot(f"r{n}", "rollout", 0, 1.0) for n in range(100))
+    queue = tuple(QueuedRequestSnapshot(f"r{n}", "rollout", 0, 1.0) for n in range(100))
     pools = tuple(PoolSnapshot("box", "BoxSpec()", 4, (instance,), queue, "OSError: down") for _ in range(3))
-    run = LiveRun(7, "here", "python train.py", 10.0, False, (), Snapshot(pools), "")
+    run = LiveRun(7, "here", "python train.py", 10.0, False, (), EngineSnapshot(pools), "")
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(live_runs_view([run]))
+    console.print(resource_tables([run]))
     text = console.export_text()
     assert text.count("and 80 more") == 3
     for word in ("3 box", "leased, frozen", "1:05 min", "1:06:40", "25%", "3 box: starts fail, with OSError: down"):
@@ -303,10 +303,10 @@ def test_a_run_with_many_waiters_and_pools_is_shown_in_bounds():
 
 def test_the_ledger_of_a_process_on_another_machine_is_shown_as_far_as_it_can_be(tmp_path):
     book = Ledger(tmp_path)
-    book.write(Entry("far-1", "box", None, {}, time.time()))
+    book.write(LedgerEntry("far-1", "box", None, {}, time.time()))
     (path,) = tmp_path.glob("*.ledger")
     path.write_text(path.read_text().replace(socket.gethostname(), "another-machine"))
     (run,) = asyncio.run(find_runs(tmp_path))
     assert (run.machine, run.age_seconds, run.command, run.snapshot) == ("another-machine", None, "", None)
-    assert run.silence
+    assert run.no_answer_reason
     book.close()

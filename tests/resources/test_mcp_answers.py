@@ -20,9 +20,9 @@ pytest.importorskip("mcp", reason="pip install 'agentfly-rl[mcp]'")
 
 from mcp.types import CallToolResult
 
-from agentfly.agents.mcp import _as_result
-from agentfly.agents.tool_result import as_result
-from agentfly.errors import ConfigError, ResourceDied, ResourceError, ResourceStartError, ToolError
+from agentfly.agents.mcp_tools import _as_result
+from agentfly.agents.tool_result import to_tool_result
+from agentfly.core.errors import ConfigError, ResourceDied, ResourceError, ResourceStartError, ToolError
 from agentfly.resources.mcp.server import MCPServer
 from agentfly.resources.mcp.spec import MCPServerSpec
 from agentfly.resources.resource import Status
@@ -157,8 +157,8 @@ async def test_nothing_is_read_beyond_a_bound_or_decompressed(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Answer], told_of_it: str
 ) -> None:
     if answers is LARGE:
-        monkeypatch.setattr("agentfly.resources.mcp.http_client.LONGEST_MESSAGE", 100_000)
-    monkeypatch.setattr("agentfly.resources.mcp.http_client.MOST_VALUES", 100_000)
+        monkeypatch.setattr("agentfly.resources.mcp.transports.MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr("agentfly.resources.mcp.transports.MOST_VALUES", 100_000)
     async with MCPHTTPServer() as there, connected(there, call_timeout_s=20) as server:
         for name, answer in answers.items():
             there.on_call = lambda _, answer=answer: answer
@@ -394,7 +394,7 @@ async def test_a_list_that_cannot_be_read_to_its_end_is_told(listed: Any, messag
 
 
 async def test_a_list_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfly.resources.mcp.listing.MOST_PAGES", 20)
+    monkeypatch.setattr("agentfly.resources.mcp.client.MAX_PAGES", 20)
     async with MCPHTTPServer() as there:
         there.on_list = lambda request: Answer.result(request["id"], {"tools": [], "nextCursor": str(request["id"])})
         with pytest.raises(ResourceStartError, match="its list of tools does not end: it has more than 20 pages"):
@@ -451,7 +451,7 @@ async def test_whatever_a_program_answers_is_a_result_or_a_typed_failure_at_once
 
 
 async def test_a_program_that_sends_a_line_without_end_is_gone_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfly.resources.mcp.transports.LONGEST_MESSAGE", 10_000)
+    monkeypatch.setattr("agentfly.resources.mcp.transports.MAX_MESSAGE_BYTES", 10_000)
     spec = MCPServerSpec(command=(sys.executable, "-c", PRINTS_WHAT_IT_IS_GIVEN), start_timeout_s=60)
     server = MCPServer(spec, "server")
     try:
@@ -524,7 +524,7 @@ def test_any_answer_over_http_is_a_result_or_a_typed_failure(script: list[Answer
             for answer in script:
                 there.on_call = lambda request, answer=answer: answer(request["id"])
                 with contextlib.suppress(ToolError, ResourceError):
-                    as_result("say", _as_result(await server.call("say", {}, keeps_state=False)))
+                    to_tool_result("say", _as_result(await server.call("say", {}, keeps_state=False)))
             there.on_call = lambda request: told(request["id"], "here")
             with contextlib.suppress(ResourceDied):  # a session that was forgotten, and no other to be had
                 assert text_of(await server.call("say", {}, keeps_state=False)) == "here"

@@ -24,7 +24,7 @@ pytest.importorskip("mcp", reason="pip install 'agentfly-rl[mcp]'")
 import httpx2
 from mcp.types import TextContent
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     ConfigError,
     PrerequisiteError,
     ResourceDied,
@@ -33,11 +33,11 @@ from agentfly.errors import (
     ToolError,
     UsageError,
 )
-from agentfly.installation import install_command
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core.installation import install_command
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.orphans import reap_orphans
 from agentfly.resources.mcp.server import MCPServer
 from agentfly.resources.mcp.spec import MCPServerSpec
-from agentfly.resources.orphans import reap as reap_orphans
 from agentfly.resources.resource import Status
 from agentfly.testing.resource_conformance import check_resource
 
@@ -164,7 +164,7 @@ async def test_what_a_killed_process_left_ends_with_it_and_is_removed_by_the_nex
     program.write_text(
         textwrap.dedent(f"""
         import asyncio
-        from agentfly.resources.engine import ResourceEngine
+        from agentfly.resources.engine.engine import ResourceEngine
         from agentfly.resources.mcp.spec import MCPServerSpec
 
         async def main():

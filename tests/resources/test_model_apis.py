@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 
 import agentfly as af
-from agentfly.errors import (
+from agentfly.core.errors import (
     APIMalformed,
     APIRateLimited,
     APIRefused,
@@ -24,17 +24,16 @@ from agentfly.errors import (
     ResourceStartError,
     UsageError,
 )
-from agentfly.events import Event, EventStream
-from agentfly.resources.apis.api import ModelAPI
-from agentfly.resources.apis.completion import ChatCompletion
-from agentfly.resources.apis.judge import read_score
-from agentfly.resources.apis.spec import ModelAPISpec
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.registry import make_resource
-from agentfly.testing import far_side as behaviour
-from agentfly.testing.far_side import FarSide, fails, says
+from agentfly.core.events import Event, EventStream
+from agentfly.core.trajectory import save_trajectories
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.kind import create_resource
+from agentfly.resources.model_api.judge import read_score
+from agentfly.resources.model_api.model_api import ModelAPI, ModelAPISpec
+from agentfly.resources.model_api.responses import ChatCompletion
+from agentfly.testing import fake_openai_server as behaviour
+from agentfly.testing.fake_openai_server import FakeOpenAIServer, error_reply, text_reply
 from agentfly.testing.resource_conformance import check_resource
-from agentfly.trajectory import save_trajectories
 
 HELLO = [{"role": "user", "content": "hello"}]
 SECRET = "sk-Sentinel/4711+="
@@ -47,8 +46,8 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def far_side() -> AsyncIterator[FarSide]:
-    async with FarSide() as side:
+async def far_side() -> AsyncIterator[FakeOpenAIServer]:
+    async with FakeOpenAIServer() as side:
         yield side
 
 
@@ -58,7 +57,7 @@ async def engine() -> AsyncIterator[ResourceEngine]:
         yield opened
 
 
-async def api_of(engine: ResourceEngine, far_side: FarSide, **fields: Any) -> ModelAPI:
+async def api_of(engine: ResourceEngine, far_side: FakeOpenAIServer, **fields: Any) -> ModelAPI:
     lease = await engine.acquire(ModelAPISpec(base_url=far_side.url, model="m", **fields), "owner", scope="global")
     return lease.resource
 
@@ -184,7 +183,7 @@ def endless() -> list[Any]:
 
 
 async def test_completions_go_on_from_text_and_from_token_ids(engine, far_side):
-    far_side.always = behaviour.replies(200, {"choices": [{"text": " b", "token_ids": [7]}]})
+    far_side.default_reply = behaviour.raw_reply(200, {"choices": [{"text": " b", "token_ids": [7]}]})
     api = await api_of(engine, far_side)
     assert (await api.complete("a")).text == " b"
     assert (await api.complete([1, 2], max_tokens=1)).token_ids == (7,)
@@ -193,7 +192,7 @@ async def test_completions_go_on_from_text_and_from_token_ids(engine, far_side):
 
 async def test_all_leases_of_an_endpoint_share_its_limits_whatever_pool_or_engine_they_are_of(engine, far_side):
     go = asyncio.Event()
-    far_side.always = behaviour.after(go, says("hello"))
+    far_side.default_reply = behaviour.delayed_reply(go, text_reply("hello"))
     async with ResourceEngine() as other:
         apis = [
             await api_of(engine, far_side, max_concurrency=3),
@@ -216,7 +215,7 @@ async def test_any_number_of_owners_share_one_instance(engine, far_side):
 
 @pytest.mark.slow
 async def test_fifty_calls_that_are_cancelled_leave_nothing_open_on_either_side(engine, far_side):
-    far_side.always = behaviour.stalls
+    far_side.default_reply = behaviour.never_replies
     api = await api_of(engine, far_side, max_concurrency=50)
     calls = [asyncio.create_task(api.chat(HELLO)) for _ in range(50)]
     await far_side.until(lambda: far_side.open == 50)
@@ -230,11 +229,11 @@ async def test_fifty_calls_that_are_cancelled_leave_nothing_open_on_either_side(
 async def test_failures_that_pass_cost_a_call_nothing_but_time(engine, far_side):
     again = {"retry_after_ms": "1"}
     far_side.script += [
-        fails(429, **again),
-        fails(429, retry_after="0"),
-        fails(503, **again),
-        fails(500, **again),
-        says("hello at last", usage=None),
+        error_reply(429, **again),
+        error_reply(429, retry_after="0"),
+        error_reply(503, **again),
+        error_reply(500, **again),
+        text_reply("hello at last", usage=None),
     ]
     api = await api_of(engine, far_side)
     assert (await api.chat(HELLO)).text == "hello at last"
@@ -243,7 +242,7 @@ async def test_failures_that_pass_cost_a_call_nothing_but_time(engine, far_side)
 
 
 async def test_what_never_passes_fails_within_the_tries_with_the_last_reason(engine, far_side):
-    far_side.always = fails(429, "slower!", retry_after_ms="1")
+    far_side.default_reply = error_reply(429, "slower!", retry_after_ms="1")
     api = await api_of(engine, far_side, retries=2)
     with pytest.raises(APIRateLimited, match=r"slower!.*Tries: 3"):
         await api.chat(HELLO)
@@ -251,7 +250,7 @@ async def test_what_never_passes_fails_within_the_tries_with_the_last_reason(eng
 
 
 async def test_an_instance_that_was_released_says_so(far_side):
-    api = make_resource(ModelAPISpec(base_url=far_side.url, model="m"), "i")
+    api = create_resource(ModelAPISpec(base_url=far_side.url, model="m"), "i")
     with pytest.raises(ResourceDied, match="never started"):
         await api.chat(HELLO)
     await api.start()
@@ -262,7 +261,7 @@ async def test_an_instance_that_was_released_says_so(far_side):
 
 
 async def test_cookies_of_the_far_side_are_not_kept_for_the_next_owner(engine, far_side):
-    far_side.script.append(behaviour.replies(200, behaviour.chat("hello"), Set_Cookie="who=me; Path=/"))
+    far_side.script.append(behaviour.raw_reply(200, behaviour.chat_completion("hello"), Set_Cookie="who=me; Path=/"))
     api = await api_of(engine, far_side)
     await api.chat(HELLO)
     await api.chat(HELLO)
@@ -329,7 +328,7 @@ def test_a_verdict_that_was_cut_is_no_score():
 
 
 async def test_a_judge_that_gives_no_score_is_asked_again(engine, far_side):
-    far_side.script += [says("Very good!"), says('{"score": NaN}'), says('{"score": 0.8}')]
+    far_side.script += [text_reply("Very good!"), text_reply('{"score": NaN}'), text_reply('{"score": 0.8}')]
     api = await api_of(engine, far_side)
     assert await api.score("a response", 42, question="6*7?", rubric="Is it {right}?") == 0.8
     first, second, _ = (request.body["messages"] for request in far_side.requests)
@@ -339,7 +338,7 @@ async def test_a_judge_that_gives_no_score_is_asked_again(engine, far_side):
 
 
 async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine, far_side):
-    far_side.always = says("Very good!")
+    far_side.default_reply = text_reply("Very good!")
     api = await api_of(engine, far_side)
     with pytest.raises(APIMalformed) as failed:
         await api.score("a response")
@@ -350,16 +349,16 @@ async def test_a_judge_that_never_gives_a_score_is_an_outage_and_no_zero(engine,
 @pytest.mark.parametrize(
     ("script", "always", "reward", "kind"),
     [
-        ([fails(429, retry_after_ms="1")] * 2, says('{"score": 0.8}'), 0.8, None),
-        ([], fails(500, retry_after="0"), None, "APIUnavailable"),
-        ([], behaviour.replies(200, b"<html>"), None, "APIMalformed"),
-        ([], says("Very good!"), None, "APIMalformed"),
-        ([], fails(401), None, "APIRefused"),
+        ([error_reply(429, retry_after_ms="1")] * 2, text_reply('{"score": 0.8}'), 0.8, None),
+        ([], error_reply(500, retry_after="0"), None, "APIUnavailable"),
+        ([], behaviour.raw_reply(200, b"<html>"), None, "APIMalformed"),
+        ([], text_reply("Very good!"), None, "APIMalformed"),
+        ([], error_reply(401), None, "APIRefused"),
     ],
 )
 async def test_a_judge_scores_or_leaves_unscored(far_side, script, always, reward, kind):
     far_side.script += script
-    far_side.always = always
+    far_side.default_reply = always
     spec = ModelAPISpec(base_url=far_side.url, model="m", retries=2)
 
     @af.reward
@@ -437,10 +436,10 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
         """
         api = await context.acquire(spec, scope="global")
         ledgers.extend(path.read_text() for path in tmp_path.rglob("*.ledger"))
-        seen.append(repr(api) + repr(vars(make_resource(spec, "i"))) + repr(api.use()))
+        seen.append(repr(api) + repr(vars(create_resource(spec, "i"))) + repr(api.use()))
         with pytest.raises(TypeError):
             cloudpickle.dumps(api)
-        far_side.script.append(says(f"your key is {SECRET}"))
+        far_side.script.append(text_reply(f"your key is {SECRET}"))
         return (await api.chat([{"role": "user", "content": what}])).text
 
     @af.reward

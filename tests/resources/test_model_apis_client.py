@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     APIMalformed,
     APIRateLimited,
     APIRefused,
@@ -25,24 +25,30 @@ from agentfly.errors import (
     ModelAPIError,
     UsageError,
 )
-from agentfly.resources.apis.client import ModelClient
-from agentfly.resources.apis.completion import FunctionCall, Usage
-from agentfly.resources.apis.endpoint import parse_base_url
-from agentfly.resources.apis.retry_after import read_retry_after
 from agentfly.resources.credentials import Credentials
-from agentfly.testing import far_side as behaviour
-from agentfly.testing.far_side import Answer, FarSide, chat, fails, replies, says
+from agentfly.resources.model_api.client import ModelClient, read_retry_after
+from agentfly.resources.model_api.responses import FunctionCall, Usage
+from agentfly.resources.model_api.validation import parse_base_url
+from agentfly.testing import fake_openai_server as behaviour
+from agentfly.testing.fake_openai_server import (
+    FakeOpenAIServer,
+    ServerReply,
+    chat_completion,
+    error_reply,
+    raw_reply,
+    text_reply,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-async def far_side() -> AsyncIterator[FarSide]:
-    async with FarSide() as side:
+async def far_side() -> AsyncIterator[FakeOpenAIServer]:
+    async with FakeOpenAIServer() as side:
         yield side
 
 
-def client_of(far_side: FarSide, **settings: Any) -> ModelClient:
+def client_of(far_side: FakeOpenAIServer, **settings: Any) -> ModelClient:
     return ModelClient(far_side.url, model="m", **settings)
 
 
@@ -60,7 +66,7 @@ async def test_a_chat_comes_back_with_its_text_usage_and_finish_reason(far_side)
 
 async def test_tool_calls_come_back_with_the_arguments_as_the_model_wrote_them(far_side):
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
-    far_side.script.append(replies(200, chat(None, tool_calls=[call])))
+    far_side.script.append(raw_reply(200, chat_completion(None, tool_calls=[call])))
     async with client_of(far_side) as client:
         completion = await client.chat(HELLO)
     assert (completion.text, completion.tool_calls) == ("", (FunctionCall("1", "look", '{"at": '),))
@@ -68,7 +74,7 @@ async def test_tool_calls_come_back_with_the_arguments_as_the_model_wrote_them(f
 
 async def test_token_ids_go_out_and_come_back_as_ids(far_side):
     choice = {"text": " b", "token_ids": [7, 8], "prompt_token_ids": [5, 6], "finish_reason": "length"}
-    far_side.script.append(replies(200, {"choices": [{**choice, "logprobs": {"token_logprobs": [-0.5, -1]}}]}))
+    far_side.script.append(raw_reply(200, {"choices": [{**choice, "logprobs": {"token_logprobs": [-0.5, -1]}}]}))
     async with client_of(far_side) as client:
         completion = await client.complete([5, 6], return_token_ids=True, logprobs=1)
     assert far_side.requests[0].body["prompt"] == [5, 6]
@@ -77,7 +83,7 @@ async def test_token_ids_go_out_and_come_back_as_ids(far_side):
 
 
 async def test_models_and_health_are_asked_where_servers_have_them(far_side):
-    far_side.script += [replies(200, {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}), replies(200, b"")]
+    far_side.script += [raw_reply(200, {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}), raw_reply(200, b"")]
     async with client_of(far_side) as client:
         assert await client.models() == ("a", "b")
         await client.health()
@@ -89,7 +95,7 @@ async def test_models_and_health_are_asked_where_servers_have_them(far_side):
     [None, {}, {"prompt_tokens": "3"}, {"prompt_tokens": -1}, {"prompt_tokens": True}, 5, {"prompt_tokens": 10**400}],
 )
 async def test_usage_that_is_missing_or_senseless_is_none(far_side, usage):
-    far_side.script.append(replies(200, {**chat("hello", None), "usage": usage}))
+    far_side.script.append(raw_reply(200, {**chat_completion("hello", None), "usage": usage}))
     async with client_of(far_side) as client:
         assert (await client.chat(HELLO)).usage is None
 
@@ -97,32 +103,32 @@ async def test_usage_that_is_missing_or_senseless_is_none(far_side, usage):
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 UNAVAILABLE = [
-    fails(500),
-    fails(502),
-    fails(408),
-    behaviour.hangs_up,
-    behaviour.breaks_off,
-    behaviour.resets,
-    behaviour.speaks_no_http,
+    error_reply(500),
+    error_reply(502),
+    error_reply(408),
+    behaviour.closes_connection,
+    behaviour.closes_in_body,
+    behaviour.resets_connection,
+    behaviour.not_http,
 ]
 MALFORMED = [
-    replies(200, b""),
-    replies(200, b"<html>Bad gateway</html>"),
-    replies(200, b'{"choices": [{"message": {"content": "hel'),
-    replies(200, b'{"choices": NaN}'),
-    replies(200, b"\xff\xfe"),
-    replies(200, b"[" * 100_000),
-    replies(200, []),
-    replies(200, {"choices": []}),
-    replies(200, {"choices": [{}]}),
-    replies(200, {"choices": [{"message": {"content": 5}}]}),
-    replies(200, chat(None, tool_calls=[{"function": {}}])),
-    replies(200, {"error": {"message": "an error that says it is fine"}}),
-    behaviour.says_less_than_it_sends,
+    raw_reply(200, b""),
+    raw_reply(200, b"<html>Bad gateway</html>"),
+    raw_reply(200, b'{"choices": [{"message": {"content": "hel'),
+    raw_reply(200, b'{"choices": NaN}'),
+    raw_reply(200, b"\xff\xfe"),
+    raw_reply(200, b"[" * 100_000),
+    raw_reply(200, []),
+    raw_reply(200, {"choices": []}),
+    raw_reply(200, {"choices": [{}]}),
+    raw_reply(200, {"choices": [{"message": {"content": 5}}]}),
+    raw_reply(200, chat_completion(None, tool_calls=[{"function": {}}])),
+    raw_reply(200, {"error": {"message": "an error that says it is fine"}}),
+    behaviour.short_content_length,
 ]
 
 
-async def failure_of(far_side: FarSide, answer: Answer, **settings: Any) -> ModelAPIError:
+async def failure_of(far_side: FakeOpenAIServer, answer: ServerReply, **settings: Any) -> ModelAPIError:
     far_side.script.append(answer)
     async with client_of(far_side, **settings) as client:
         with pytest.raises(ModelAPIError) as raised:
@@ -145,13 +151,13 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_malformed(far_side, a
 @pytest.mark.parametrize(
     ("answer", "cure"),
     [
-        (fails(401), "api_key_env"),
-        (fails(403), "api_key_env"),
-        (fails(404, "The model `m` does not exist"), "model's name"),
-        (fails(400, "max_tokens is too large"), "max_tokens is too large"),
-        (fails(422), "parameters"),
-        (replies(302, Location="http://elsewhere.net:1/v1"), "do not follow a redirect"),
-        (replies(429, {"error": {"message": "pay", "code": "insufficient_quota"}}), "nothing left"),
+        (error_reply(401), "api_key_env"),
+        (error_reply(403), "api_key_env"),
+        (error_reply(404, "The model `m` does not exist"), "model's name"),
+        (error_reply(400, "max_tokens is too large"), "max_tokens is too large"),
+        (error_reply(422), "parameters"),
+        (raw_reply(302, Location="http://elsewhere.net:1/v1"), "do not follow a redirect"),
+        (raw_reply(429, {"error": {"message": "pay", "code": "insufficient_quota"}}), "nothing left"),
     ],
 )
 async def test_what_will_never_be_answered_is_refused_with_the_cure(far_side, answer, cure):
@@ -176,7 +182,7 @@ async def test_what_will_never_be_answered_is_refused_with_the_cure(far_side, an
     ],
 )
 async def test_who_asks_for_less_is_rate_limited_with_the_time_it_names(far_side, status, headers, seconds):
-    error = await failure_of(far_side, replies(status, b"busy", **headers))
+    error = await failure_of(far_side, raw_reply(status, b"busy", **headers))
     assert type(error) is APIRateLimited
     assert (error.status, error.retry_after_s) == (status, seconds)
 
@@ -186,7 +192,7 @@ def test_a_date_without_one_to_compare_it_with_is_taken_by_the_clock_here():
     assert (read_retry_after({"retry-after": "Sun, 06 Nov 2094 08:49:37 GMT"}) or 0) > 1e6
 
 
-@pytest.mark.parametrize("answer", [behaviour.stalls, behaviour.stalls_within_the_body, behaviour.drips])
+@pytest.mark.parametrize("answer", [behaviour.never_replies, behaviour.stalls_in_body, behaviour.trickles_bytes])
 async def test_a_deadline_ends_a_call_whatever_the_far_side_does(far_side, answer):
     far_side.script.append(answer)
     async with client_of(far_side) as client:
@@ -195,13 +201,13 @@ async def test_a_deadline_ends_a_call_whatever_the_far_side_does(far_side, answe
     await far_side.until(lambda: far_side.open == 0)
 
 
-@pytest.mark.parametrize("answer", [behaviour.stalls, behaviour.stalls_within_the_body])
+@pytest.mark.parametrize("answer", [behaviour.never_replies, behaviour.stalls_in_body])
 async def test_silence_ends_a_call_before_its_deadline(far_side, answer):
     assert "read_timeout_s" in str(await failure_of(far_side, answer, read_timeout_s=0.2))
 
 
 async def test_nobody_there_is_unavailable():
-    async with FarSide() as gone:
+    async with FakeOpenAIServer() as gone:
         url = gone.url
     async with ModelClient(url, model="m") as client:
         with pytest.raises(
@@ -247,7 +253,7 @@ async def test_an_answer_is_never_decompressed(far_side, status, kind, coding):
     body = gzip.compress(gzip.compress(b" " * 30_000_000))
     tracemalloc.start()
     try:
-        error = await failure_of(far_side, replies(status, body, Content_Encoding=coding))
+        error = await failure_of(far_side, raw_reply(status, body, Content_Encoding=coding))
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -258,18 +264,18 @@ async def test_an_answer_is_never_decompressed(far_side, status, kind, coding):
 
 @pytest.mark.parametrize("value", ["[]", "{}", "1"])
 async def test_an_answer_of_more_values_than_can_be_read_at_once_is_malformed(far_side, monkeypatch, value):
-    monkeypatch.setattr("agentfly.resources.apis.completion.MOST_VALUES", 100_000)
+    monkeypatch.setattr("agentfly.resources.model_api.responses.MOST_VALUES", 100_000)
     body = f'{{"choices": [{",".join([value] * 100_000)}]}}'.encode()
-    assert "more than 100,000 commas and brackets" in str(await failure_of(far_side, replies(200, body)))
+    assert "more than 100,000 commas and brackets" in str(await failure_of(far_side, raw_reply(200, body)))
 
 
 async def test_a_large_answer_that_is_no_completion_is_told_in_few_words(far_side):
     body = {"a": [{"b": "x" * 1000}] * 10_000, "c": {str(n): n for n in range(10_000)}}
-    assert len(str(await failure_of(far_side, replies(200, body)))) < 500
+    assert len(str(await failure_of(far_side, raw_reply(200, body)))) < 500
 
 
 async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):
-    far_side.always = behaviour.stalls
+    far_side.default_reply = behaviour.never_replies
     async with client_of(far_side) as client:
         calls = [asyncio.create_task(client.chat(HELLO)) for _ in range(50)]
         await far_side.until(lambda: far_side.open == 50)
@@ -277,7 +283,7 @@ async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):
             call.cancel()
         await far_side.until(lambda: far_side.open == 0)
         assert all(call.cancelled() for call in calls)
-        far_side.always = says("still there")
+        far_side.default_reply = text_reply("still there")
         assert (await client.chat(HELLO)).text == "still there"
 
 
@@ -291,7 +297,7 @@ async def test_a_client_that_is_closed_is_unavailable(far_side):
 @pytest.mark.parametrize("found", [b"1e999", b"-1e999", b"1" + b"0" * 400, b'"-1"'])
 async def test_a_log_prob_that_is_no_finite_number_is_malformed(far_side, found):
     answer = b'{"choices": [{"text": "a", "logprobs": {"token_logprobs": [%b]}}]}' % found
-    far_side.script.append(replies(200, answer))
+    far_side.script.append(raw_reply(200, answer))
     async with client_of(far_side) as client:
         with pytest.raises(APIMalformed, match="token_logprobs"):
             await client.complete("x")
@@ -318,7 +324,13 @@ def rendered(error: BaseException) -> str:
 
 @pytest.mark.parametrize(
     "answer",
-    [*UNAVAILABLE, *MALFORMED[:4], behaviour.echoes_credentials, fails(429), behaviour.echoes_credentials_as_an_answer],
+    [
+        *UNAVAILABLE,
+        *MALFORMED[:4],
+        behaviour.echoes_credentials,
+        error_reply(429),
+        behaviour.echoes_credentials_as_an_answer,
+    ],
 )
 async def test_no_failure_shows_a_credential(far_side, answer, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
@@ -334,7 +346,7 @@ async def test_no_failure_shows_a_credential(far_side, answer, monkeypatch, capl
 
 async def test_neither_a_cancellation_nor_a_timeout_shows_a_credential(far_side, monkeypatch):
     monkeypatch.setenv("KEY", SECRET)
-    far_side.always = behaviour.stalls
+    far_side.default_reply = behaviour.never_replies
     async with client_of(far_side, credentials=Credentials.from_environment("KEY", [("X-Org", "KEY")])) as client:
         with pytest.raises(TimeoutError) as timed_out:
             async with asyncio.timeout(0.2):
@@ -347,7 +359,7 @@ async def test_neither_a_cancellation_nor_a_timeout_shows_a_credential(far_side,
 
 async def test_what_is_too_short_to_be_a_secret_is_left_in_answers(far_side, monkeypatch):
     monkeypatch.setenv("KEY", "EMPTY")
-    far_side.script.append(says("The set is EMPTY."))
+    far_side.script.append(text_reply("The set is EMPTY."))
     async with client_of(far_side, credentials=Credentials.from_environment("KEY")) as client:
         assert (await client.chat(HELLO)).text == "The set is EMPTY."
 

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.resources.apis.limits import ANSWER_TOKENS, IMAGE_TOKENS, Limits, estimate_tokens
-from agentfly.resources.apis.traffic import TRANSIT_S, Traffic
-from agentfly.resources.identity import ProcessIdentity
+from agentfly.resources.apis.limits import DEFAULT_COMPLETION_TOKENS, IMAGE_TOKENS, RateLimits, estimate_tokens
+from agentfly.resources.model_api.usage_window import MAX_TRANSIT_S, UsageWindow
+from agentfly.resources.process.procfs import ProcessIdentity
 
-LIMITS = Limits(max_concurrency=8, requests=None, tokens=None, window_s=60.0)
+LIMITS = RateLimits(max_concurrency=8, requests=None, tokens=None, window_s=60.0)
 
 
-def admitted(traffic: Traffic, call: str, *, now: float = 0.0, gate: str = "g", limits: Limits = LIMITS, tokens=10):
+def admitted(
+    traffic: UsageWindow, call: str, *, now: float = 0.0, gate: str = "g", limits: RateLimits = LIMITS, tokens=10
+):
     return traffic.admit(limits, gate, call, tokens, now, now + 1000) is None
 
 
@@ -26,7 +28,7 @@ def admitted(traffic: Traffic, call: str, *, now: float = 0.0, gate: str = "g", 
 
 
 def test_calls_at_a_time_are_halved_once_a_round_and_grow_by_one_a_round():
-    traffic = Traffic()
+    traffic = UsageWindow()
     assert all(admitted(traffic, f"a{number}") for number in range(8))
     assert not admitted(traffic, "one more")
     for number in range(8):  # all of them say the same: it was one round
@@ -47,14 +49,14 @@ def test_calls_at_a_time_are_halved_once_a_round_and_grow_by_one_a_round():
 
 
 def test_what_only_fails_changes_nothing_about_the_calls_at_a_time():
-    traffic = Traffic()
+    traffic = UsageWindow()
     assert admitted(traffic, "a")
     traffic.settle(LIMITS, "a", 1.0, outcome="failed")
     assert traffic.allowed(LIMITS) == 8
 
 
 def test_a_pause_is_kept_by_everybody_and_never_shortened():
-    traffic = Traffic()
+    traffic = UsageWindow()
     assert admitted(traffic, "a")
     assert admitted(traffic, "b")
     traffic.settle(LIMITS, "a", 1.0, outcome="slow down", pause_s=30.0)
@@ -69,7 +71,7 @@ def test_a_pause_is_kept_by_everybody_and_never_shortened():
 
 
 def test_gates_take_turns_whoever_asks_most():
-    traffic, one = Traffic(), Limits(max_concurrency=1)
+    traffic, one = UsageWindow(), RateLimits(max_concurrency=1)
     assert admitted(traffic, "a1", gate="a", limits=one)
     assert not admitted(traffic, "a2", gate="a", limits=one)
     assert not admitted(traffic, "b1", gate="b", limits=one)
@@ -83,7 +85,7 @@ def test_gates_take_turns_whoever_asks_most():
 
 
 def test_the_place_of_a_gate_that_asks_no_more_is_not_kept():
-    traffic, one = Traffic(), Limits(max_concurrency=1)
+    traffic, one = UsageWindow(), RateLimits(max_concurrency=1)
     assert admitted(traffic, "a1", gate="a", limits=one)
     for gate in ("b", "c"):
         assert not admitted(traffic, "1", gate=gate, limits=one)
@@ -91,12 +93,12 @@ def test_the_place_of_a_gate_that_asks_no_more_is_not_kept():
     traffic.leave("b")
     assert admitted(traffic, "c1", gate="c", limits=one, now=0.6)
     traffic.settle(one, "c1", 0.7, outcome="done")
-    assert not admitted(traffic, "1", gate="b", limits=Limits(max_concurrency=0), now=0.8)
+    assert not admitted(traffic, "1", gate="b", limits=RateLimits(max_concurrency=0), now=0.8)
     assert admitted(traffic, "c2", gate="c", limits=one, now=50.0)  # b has not been heard of for long
 
 
 def test_what_the_dead_had_under_way_frees_its_place_and_still_counts():
-    traffic, limits = Traffic(), Limits(max_concurrency=1, requests=2, tokens=100)
+    traffic, limits = UsageWindow(), RateLimits(max_concurrency=1, requests=2, tokens=100)
     assert admitted(traffic, "a", gate="dead", limits=limits, tokens=60)
     traffic.bury(limits, ["dead"], 1.0)
     assert traffic.open == {}
@@ -105,7 +107,7 @@ def test_what_the_dead_had_under_way_frees_its_place_and_still_counts():
 
 
 def test_a_call_nobody_settles_ends_by_itself():
-    traffic, one = Traffic(), Limits(max_concurrency=1)
+    traffic, one = UsageWindow(), RateLimits(max_concurrency=1)
     assert traffic.admit(one, "a", "1", 1, 0.0, 30.0) is None
     assert not admitted(traffic, "2", now=29.0, limits=one, gate="b")
     assert admitted(traffic, "2", now=30.0, limits=one, gate="b")
@@ -117,14 +119,14 @@ def test_a_call_nobody_settles_ends_by_itself():
 
 
 def test_who_waits_for_a_window_is_told_how_long():
-    traffic, limits = Traffic(), Limits(max_concurrency=8, requests=2, tokens=100, window_s=60.0)
+    traffic, limits = UsageWindow(), RateLimits(max_concurrency=8, requests=2, tokens=100, window_s=60.0)
     assert admitted(traffic, "a", limits=limits, tokens=50)
     traffic.settle(limits, "a", 10.0, outcome="done", tokens=50)
     assert admitted(traffic, "b", limits=limits, tokens=20, now=10.0)
     wait = traffic.admit(limits, "g", "c", 1, 10.0, 99.0)
     assert wait is not None
     assert "2 requests of 2" in wait.why
-    assert wait.seconds == pytest.approx(TRANSIT_S + 60.0 - 10.0, abs=1.0)
+    assert wait.seconds == pytest.approx(MAX_TRANSIT_S + 60.0 - 10.0, abs=1.0)
     traffic.settle(limits, "b", 11.0, outcome="done", tokens=20)
     wait = traffic.admit(limits, "g", "c", 40, 66.0, 99.0)
     assert wait is not None
@@ -134,7 +136,7 @@ def test_who_waits_for_a_window_is_told_how_long():
 
 
 def test_tokens_that_were_not_used_are_given_back():
-    traffic, limits = Traffic(), Limits(max_concurrency=8, tokens=100)
+    traffic, limits = UsageWindow(), RateLimits(max_concurrency=8, tokens=100)
     assert admitted(traffic, "a", limits=limits, tokens=90)
     assert not admitted(traffic, "b", limits=limits, tokens=50)
     traffic.settle(limits, "a", 1.0, outcome="done", tokens=30)
@@ -142,11 +144,11 @@ def test_tokens_that_were_not_used_are_given_back():
 
 
 def test_traffic_comes_back_from_json_as_it_was():
-    traffic = Traffic()
+    traffic = UsageWindow()
     assert all(admitted(traffic, name) for name in "ab")
     traffic.settle(LIMITS, "a", 1.0, outcome="slow down", pause_s=2.0)
     traffic.admit(LIMITS, "h", "c", 1, 1.5, 2.0)
-    assert Traffic.from_json(json.loads(json.dumps(traffic.to_json()))) == traffic
+    assert UsageWindow.from_json(json.loads(json.dumps(traffic.to_json()))) == traffic
 
 
 GOOD = {
@@ -158,7 +160,7 @@ GOOD = {
     "lowered_at": 0.0,
     "successes": 0,
     "line": {"gate": 1.0},
-    "processes": {"gate": asdict(ProcessIdentity.here())},
+    "processes": {"gate": asdict(ProcessIdentity.current())},
 }
 PARTS = [
     *[("open", bad) for bad in [{"a": ["gate", None, 0.0, 1.0]}, {"a": [1, 1, 0.0, 1.0]}, {"a": 1}, [], None]],
@@ -181,13 +183,13 @@ PARTS = [
 
 
 def test_traffic_that_is_whole_is_read():
-    assert Traffic.from_json(GOOD).allowance == 4
+    assert UsageWindow.from_json(GOOD).allowance == 4
 
 
 @pytest.mark.parametrize(("part", "bad"), PARTS)
 def test_traffic_of_which_a_part_is_something_else_is_refused_when_it_is_read(part, bad):
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
-        Traffic.from_json(GOOD | {part: bad})
+        UsageWindow.from_json(GOOD | {part: bad})
 
 
 CALLS = st.lists(
@@ -209,8 +211,8 @@ CALLS = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(calls=CALLS)
 def test_in_no_window_the_far_side_counts_more_than_is_allowed(calls):
-    limits = Limits(max_concurrency=3, requests=5, tokens=150, window_s=60.0)
-    traffic, now = Traffic(), 0.0
+    limits = RateLimits(max_concurrency=3, requests=5, tokens=150, window_s=60.0)
+    traffic, now = UsageWindow(), 0.0
     arrivals: list[float] = []
     spendings: list[tuple[float, int]] = []
     under_way: list[tuple[float, str, int | None]] = []
@@ -221,7 +223,7 @@ def test_in_no_window_the_far_side_counts_more_than_is_allowed(calls):
             under_way = settled(traffic, limits, under_way, now)
         assert len(traffic.open) <= limits.max_concurrency
         used = max(1, int(reserved * part))
-        arrivals.append(now + arrives_at * min(takes, TRANSIT_S))
+        arrivals.append(now + arrives_at * min(takes, MAX_TRANSIT_S))
         spendings.append((now + counted_at * takes, used))
         under_way.append((now + takes, str(number), used if told else None))
         under_way = settled(traffic, limits, under_way, now)
@@ -231,7 +233,7 @@ def test_in_no_window_the_far_side_counts_more_than_is_allowed(calls):
         assert sum(used for at, used in spendings if start <= at < start + limits.window_s) <= limits.tokens
 
 
-def settled(traffic: Traffic, limits: Limits, under_way: list[tuple[float, str, int | None]], now: float):
+def settled(traffic: UsageWindow, limits: RateLimits, under_way: list[tuple[float, str, int | None]], now: float):
     """Settle what has ended; what goes on comes back."""
     for ends, call, used in sorted(under_way):
         if ends <= now:
@@ -247,7 +249,7 @@ def settled(traffic: Traffic, limits: Limits, under_way: list[tuple[float, str, 
     [
         ({"prompt": "x" * 300, "max_tokens": 50}, 150),
         ({"prompt": [1, 2, 3], "max_tokens": 50, "n": 4}, 203),
-        ({"prompt": "xyz"}, 1 + ANSWER_TOKENS),
+        ({"prompt": "xyz"}, 1 + DEFAULT_COMPLETION_TOKENS),
         ({"prompt": "é" * 3, "max_completion_tokens": 1}, 3),
         ({"messages": [{"type": "image_url", "image_url": {"url": "data:" + "x" * 10**6}}], "max_tokens": 1}, 1501),
     ],

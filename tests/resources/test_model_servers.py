@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import agentfly as af
-from agentfly.errors import (
+from agentfly.core.errors import (
     APIMalformed,
     APIRefused,
     APIUnavailable,
@@ -29,15 +29,13 @@ from agentfly.errors import (
     ResourceStartError,
     UsageError,
 )
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.keeping.keeper import Job
-from agentfly.resources.keeping.kept_program import KeptProgram
-from agentfly.resources.keeping.log import Log, tail
-from agentfly.resources.keeping.reaping import reap, running_in
-from agentfly.resources.models.sample import WeightSpan
-from agentfly.resources.models.server import ModelServer
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.resources.orphans import reap as reap_orphans
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.orphans import reap_orphans
+from agentfly.resources.model_server.server import ModelServer
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.model_server.token_server import WeightVersionSpan
+from agentfly.resources.process.supervised import SupervisedProgram, processes_of_directory, reap
+from agentfly.resources.process.supervisor import ProgramSpec, RotatingLog, log_tail
 from agentfly.resources.resource import Status
 from agentfly.testing.resource_conformance import check_resource
 
@@ -101,7 +99,7 @@ async def test_model_servers_keep_the_contract_of_resources() -> None:
 
 async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
     async with started() as server:
-        sample = await server.generate([5, 6, 7], max_tokens=3)
+        sample = await server.banned_ids([5, 6, 7], max_tokens=3)
         assert sample.ids == (8, 9, 10)
         assert len(sample.logprobs) == 3
         assert sample.finish == "length"
@@ -125,7 +123,7 @@ async def test_a_server_can_be_a_judge() -> None:
 async def test_a_sample_that_lost_ids_on_its_way_is_refused() -> None:
     async with started("loses ids") as server:
         with pytest.raises(APIMalformed, match="counts 3 sampled tokens and sends 2 ids"):
-            await server.generate([1], max_tokens=3)
+            await server.banned_ids([1], max_tokens=3)
 
 
 async def test_nobody_without_the_key_is_answered() -> None:
@@ -138,7 +136,9 @@ async def test_nobody_without_the_key_is_answered() -> None:
 async def test_the_key_is_neither_in_the_log_nor_on_a_command_line() -> None:
     async with started() as server:
         await eventually(lambda: "the key is [secret]" in server.log())
-        lines = [" ".join(psutil.Process(pid).cmdline()) for pid in running_in(Path(server.traces["directory"]))]
+        lines = [
+            " ".join(psutil.Process(pid).cmdline()) for pid in processes_of_directory(Path(server.traces["directory"]))
+        ]
         assert any(STAND_IN in line for line in lines)
         assert not any(server.api_key in line for line in lines)
 
@@ -251,13 +251,13 @@ async def test_a_server_that_hangs_is_killed_and_started_again() -> None:
 async def test_weights_and_adapters_are_there_again_after_a_restart_under_their_label() -> None:
     async with started(adapters=2) as server:
         await server.load_adapter("mine", "/adapters/mine")
-        await server.load_weights("/weights/7")
-        await server.label_weights("seven")
+        await server.load_method("/weights/7")
+        await server.set_weight_version("seven")
         os.kill(before := await pid_of(server), signal.SIGKILL)
         assert await pid_of(server) != before
         assert await server.request("GET", "/weight_info") == {"weight_version": "seven", "weights": "/weights/7"}
         assert not await has_no_adapter(server)
-        assert (await server.generate([1], max_tokens=2)).weights == (WeightSpan("seven", 0, 2),)
+        assert (await server.banned_ids([1], max_tokens=2)).weight_versions == (WeightVersionSpan("seven", 0, 2),)
         await server.reset()
         assert (await server.request("GET", "/weight_info"))["weights"] is None
         assert await has_no_adapter(server)
@@ -266,7 +266,7 @@ async def test_weights_and_adapters_are_there_again_after_a_restart_under_their_
 async def test_weights_that_the_server_cannot_load_are_refused_with_its_words() -> None:
     async with started() as server:
         with pytest.raises(APIRefused, match="FileNotFoundError: it is not there"):
-            await server.load_weights("/not/there")
+            await server.load_method("/not/there")
         assert await server.status() is Status.HEALTHY
 
 
@@ -307,18 +307,18 @@ async def test_a_start_that_is_cancelled_leaves_nothing(cut_s: float, state: Pat
     with pytest.raises(asyncio.CancelledError):
         await starting
     await server.release()
-    assert not running_in(state / "model-servers" / "server")
+    assert not processes_of_directory(state / "model-servers" / "server")
     assert not (state / "model-servers" / "server").exists()
 
 
 async def test_a_release_ends_a_start_under_way(state: Path) -> None:
     server = ModelServer(stand_in("never healthy"), "server")
     starting = asyncio.create_task(server.start())
-    await eventually(lambda: running_in(state / "model-servers" / "server"))
+    await eventually(lambda: processes_of_directory(state / "model-servers" / "server"))
     await server.release()
     with pytest.raises(ResourceDied, match="released"):
         await starting
-    assert not running_in(state / "model-servers" / "server")
+    assert not processes_of_directory(state / "model-servers" / "server")
 
 
 async def test_what_is_missing_is_told_before_anything_is_started(tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ def test_a_name_cannot_lead_out_of_the_state_directory() -> None:
 
 OWNER = """
     import asyncio, sys
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
     sys.path.insert(0, {tests!r})
-    from agentfly.resources.models.spec import ModelServerSpec
+    from agentfly.resources.model_server.spec import ModelServerSpec
 
     async def main():
         async with ResourceEngine() as engine:
@@ -389,7 +389,7 @@ async def test_a_reused_process_id_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_log_keeps_its_end_within_its_size_and_no_secret(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log", 4096, ["s3cr3t-key"])
+    log = RotatingLog(tmp_path / "log", 4096, ["s3cr3t-key"])
     for number in range(1000):
         log.write(f"{number} s3cr".encode())
         log.write(b"3t-key\n")
@@ -398,8 +398,8 @@ def test_a_log_keeps_its_end_within_its_size_and_no_secret(tmp_path: Path) -> No
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert len(kept) <= 4096
     assert b"s3cr3t-key" not in kept
-    assert tail(tmp_path / "log", 100).endswith("999 [secret]\nan end without a break: [secret]")
-    assert len(tail(tmp_path / "log", 100)) <= 100
+    assert log_tail(tmp_path / "log", 100).endswith("999 [secret]\nan end without a break: [secret]")
+    assert len(log_tail(tmp_path / "log", 100)) <= 100
 
 
 KEY = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEG\nCCqGSM49AwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
@@ -410,7 +410,7 @@ KEY = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEG\nCCqGSM49AwEHBG0waw
     "written", [KEY, KEY.replace("\n", "\r\n"), KEY.replace("\n", "\n    "), repr(KEY), "x" * 2**17 + "s3cr3t-key"]
 )
 def test_a_secret_is_in_no_log_however_it_comes_in_parts(tmp_path: Path, written: str, size: int) -> None:
-    log = Log(tmp_path / "log", 2**20, [KEY, "s3cr3t-key"])
+    log = RotatingLog(tmp_path / "log", 2**20, [KEY, "s3cr3t-key"])
     data = f"before s3cr{written}s3cr after\n".encode()
     for start in range(0, len(data), size if len(data) < 2**16 else 2**16):
         log.write(data[start : start + size if len(data) < 2**16 else start + 2**16])
@@ -422,7 +422,7 @@ def test_a_secret_is_in_no_log_however_it_comes_in_parts(tmp_path: Path, written
 
 
 def test_the_beginning_of_what_might_be_a_secret_is_written_once_it_is_none(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log", 4096, ["s3cr3t-key"])
+    log = RotatingLog(tmp_path / "log", 4096, ["s3cr3t-key"])
     log.write(b"s3cr3t")
     assert (tmp_path / "log").read_bytes() == b""
     log.write(b" agent")
@@ -431,8 +431,8 @@ def test_the_beginning_of_what_might_be_a_secret_is_written_once_it_is_none(tmp_
 
 
 async def test_the_earliest_of_several_ends_of_a_program_counts_and_it_is_told_how_it_ended(tmp_path: Path) -> None:
-    program = KeptProgram()
-    job = Job(
+    program = SupervisedProgram()
+    job = ProgramSpec(
         command=["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"],
         env=dict(os.environ),
         directory=str(tmp_path),
@@ -442,14 +442,14 @@ async def test_the_earliest_of_several_ends_of_a_program_counts_and_it_is_told_h
     )
     await program.start(job)
     async with asyncio.timeout(60):
-        while not tail(tmp_path / "log", 100):  # noqa: ASYNC110
+        while not log_tail(tmp_path / "log", 100):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         given_up = asyncio.create_task(program.stop(0.05))
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.gather(program.stop(600), program.stop(600))
-        assert await program.wait() == "it was told to end"
+        assert await program.wait_exit() == "it was told to end"
 
 
 def test_a_log_that_is_not_there_has_no_end(tmp_path: Path) -> None:
-    assert tail(tmp_path / "log", 100) == ""
+    assert log_tail(tmp_path / "log", 100) == ""

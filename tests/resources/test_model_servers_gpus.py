@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ResourceError, ResourceStartError
-from agentfly.resources.identity import ProcessIdentity
-from agentfly.resources.models.gpus import GPUs, visible
-from agentfly.resources.models.server import ModelServer
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.resources.shared_file import hold
+from agentfly.core.errors import ResourceError, ResourceStartError
+from agentfly.core.shared_file import lock_file
+from agentfly.resources.model_server.gpu_allocator import GPUAllocator, visible_gpus
+from agentfly.resources.model_server.server import ModelServer
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.process.procfs import ProcessIdentity
 
 
 @pytest.fixture
@@ -27,41 +27,41 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(directory: Path) -> Path:
-    return directory / ProcessIdentity.here().boot
+    return directory / ProcessIdentity.current().boot
 
 
 async def test_servers_get_devices_of_their_own_until_there_are_none(directory: Path) -> None:
-    gpus = GPUs(directory, ("0", "1", "2", "3"))
-    first, second = await gpus.claim("a", 2, 2), await gpus.claim("b", 2, 2)
+    gpus = GPUAllocator(directory, ("0", "1", "2", "3"))
+    first, second = await gpus.allocate("a", 2, 2), await gpus.allocate("b", 2, 2)
     assert {*first, *second} == {"0", "1", "2", "3"}
     with pytest.raises(ResourceStartError, match=rf"a \(process {os.getpid()}\) has 1 of {', '.join(first)}"):
-        await gpus.claim("c", 1, 1)
-    await gpus.free("a")
-    assert await gpus.claim("c", 2, 2) == first
+        await gpus.allocate("c", 1, 1)
+    await gpus.release("a")
+    assert await gpus.allocate("c", 2, 2) == first
 
 
 async def test_servers_that_say_so_share_a_device_and_leave_the_others_free(directory: Path) -> None:
-    gpus = GPUs(directory, ("0", "1"))
-    assert await gpus.claim("a", 1, 0.5) == await gpus.claim("b", 1, 0.5)
-    assert await gpus.claim("c", 1, 1) == ("1",)
+    gpus = GPUAllocator(directory, ("0", "1"))
+    assert await gpus.allocate("a", 1, 0.5) == await gpus.allocate("b", 1, 0.5)
+    assert await gpus.allocate("c", 1, 1) == ("1",)
     with pytest.raises(ResourceStartError, match=r"needs 0\.1 of each of 1 GPUs"):
-        await gpus.claim("d", 1, 0.1)
+        await gpus.allocate("d", 1, 0.1)
 
 
 async def test_what_a_dead_process_had_is_free(directory: Path) -> None:
     program = (
-        "import asyncio, sys; from pathlib import Path; from agentfly.resources.models.gpus import GPUs; "
+        "import asyncio, sys; from pathlib import Path; from agentfly.resources.model_server.gpu_allocator import GPUs; "
         "asyncio.run(GPUs(Path(sys.argv[1]), ('0',)).claim('a', 1, 1))"
     )
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program, str(directory)], check=True)
-    assert await GPUs(directory, ("0",)).claim("b", 1, 1) == ("0",)
+    assert await GPUAllocator(directory, ("0",)).allocate("b", 1, 1) == ("0",)
 
 
 async def test_servers_that_ask_at_the_same_time_never_get_the_same(directory: Path) -> None:
     devices = tuple(map(str, range(16)))
 
     def ask(name: str) -> tuple[str, ...]:
-        return asyncio.run(GPUs(directory, devices).claim(name, 2, 2))
+        return asyncio.run(GPUAllocator(directory, devices).allocate(name, 2, 2))
 
     asked = (asyncio.to_thread(ask, f"server-{number}") for number in range(8))
     got = [device for claimed in await asyncio.gather(*asked) for device in claimed]
@@ -70,60 +70,60 @@ async def test_servers_that_ask_at_the_same_time_never_get_the_same(directory: P
 
 @pytest.mark.slow
 async def test_a_file_that_cannot_be_used_is_named_with_the_cure(directory: Path, file: Path) -> None:
-    gpus = GPUs(directory, ("0",))
-    with hold(file), pytest.raises(ResourceError, match=r"another process has held it.*AGENTFLY_STATE_DIR"):
-        await gpus.claim("a", 1, 1)
+    gpus = GPUAllocator(directory, ("0",))
+    with lock_file(file), pytest.raises(ResourceError, match=r"another process has held it.*AGENTFLY_STATE_DIR"):
+        await gpus.allocate("a", 1, 1)
 
 
 @pytest.mark.parametrize("content", [b"not ours", b"[]", b'{"a": 1}', b'{"a": {"pid": 1, "devices": ["0"]}}'])
 async def test_a_file_that_holds_something_else_is_named_with_the_cure(
     directory: Path, file: Path, content: bytes
 ) -> None:
-    gpus = GPUs(directory, ("0",))
-    with hold(file) as held:
+    gpus = GPUAllocator(directory, ("0",))
+    with lock_file(file) as held:
         held.write(content)
     with pytest.raises(ResourceError, match=r"gpus/\S+, in which .* remove it while no server runs"):
-        await gpus.claim("a", 1, 1)
+        await gpus.allocate("a", 1, 1)
 
 
 def write(file: Path, process: ProcessIdentity) -> None:
     """Have a process of somewhere else claim the device 0."""
-    with hold(file) as held:
+    with lock_file(file) as held:
         claim = {"process": dataclasses.asdict(process), "devices": ["0"], "share": 1000}
         held.write(json.dumps({"other": claim}).encode())
 
 
 async def test_claims_of_machines_that_share_the_directory_are_kept_apart(directory: Path) -> None:
-    here = ProcessIdentity.here()
+    here = ProcessIdentity.current()
     node = dataclasses.replace(here, machine="node", boot="of-the-node", started=here.started + 1)
     write(directory / node.boot, node)
     before = (directory / node.boot).read_bytes()
-    gpus = GPUs(directory, ("0",))
-    assert await gpus.claim("a", 1, 1) == ("0",)
-    await gpus.free("a")
+    gpus = GPUAllocator(directory, ("0",))
+    assert await gpus.allocate("a", 1, 1) == ("0",)
+    await gpus.release("a")
     assert (directory / node.boot).read_bytes() == before
 
 
 async def test_a_claim_of_a_container_on_the_same_machine_counts_and_the_refusal_says_how_to_free_it(
     directory: Path, file: Path
 ) -> None:
-    here = ProcessIdentity.here()
+    here = ProcessIdentity.current()
     write(file, dataclasses.replace(here, machine="a1b2c3", namespace="pid:[1]", started=here.started + 1))
-    gpus = GPUs(directory, ("0", "1"))
-    assert await gpus.claim("a", 1, 1) == ("1",)
+    gpus = GPUAllocator(directory, ("0", "1"))
+    assert await gpus.allocate("a", 1, 1) == ("1",)
     with pytest.raises(ResourceStartError, match=r"other \(process \d+ in the container a1b2c3\).*is gone, remove /"):
-        await gpus.claim("b", 1, 1)
+        await gpus.allocate("b", 1, 1)
 
 
 def test_claims_of_earlier_boots_leave_nothing(directory: Path, file: Path) -> None:
-    write(directory / "earlier", dataclasses.replace(ProcessIdentity.here(), boot="earlier"))
-    asyncio.run(GPUs(directory, ("0",)).claim("a", 1, 1))
+    write(directory / "earlier", dataclasses.replace(ProcessIdentity.current(), boot="earlier"))
+    asyncio.run(GPUAllocator(directory, ("0",)).allocate("a", 1, 1))
     assert [*directory.iterdir()] == [file]
 
 
 async def test_who_waits_for_the_file_holds_up_nobody(directory: Path, file: Path) -> None:
-    with hold(file):
-        waiting = asyncio.create_task(GPUs(directory, ("0",)).claim("a", 1, 1))
+    with lock_file(file):
+        waiting = asyncio.create_task(GPUAllocator(directory, ("0",)).allocate("a", 1, 1))
         await asyncio.sleep(0.02)
         assert not waiting.done()
     assert await waiting == ("0",)
@@ -132,9 +132,9 @@ async def test_who_waits_for_the_file_holds_up_nobody(directory: Path, file: Pat
 def test_a_process_has_the_devices_that_its_environment_names_or_all(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert visible({}, tmp_path) == ("0", "1")
-    assert visible({"CUDA_VISIBLE_DEVICES": "2, MIG-7"}, tmp_path) == ("2", "MIG-7")
-    assert visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, MIG-7"}, tmp_path) == ("2", "MIG-7")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
 STAND_IN = str(Path(__file__).with_name("stand_in_model_server.py"))

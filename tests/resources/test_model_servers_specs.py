@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.resources.models import spec as spec_module
-from agentfly.resources.models.engine import command, environment, probe_vllm
-from agentfly.resources.models.spec import ModelServerSpec
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.resources.model_server import spec as spec_module
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.model_server.vllm_command import probe_vllm, server_command, server_environment
 from agentfly.resources.scheduler.budget import cost_of
 
 
 def options(spec: ModelServerSpec) -> dict[str, str]:
     """The options on a server's command line that have a value."""
-    words = command(spec, 7)[3:]
+    words = server_command(spec, 7)[3:]
     return {name: value for name, value in pairwise(words) if name.startswith("--") and not value.startswith("--")}
 
 
@@ -35,7 +35,7 @@ def test_a_spec_is_a_key_that_travels() -> None:
 
 def test_a_server_without_vllm_says_in_its_log_how_to_get_it() -> None:
     with socket.socket() as listener:
-        program = command(ModelServerSpec(model="m"), listener.fileno())[1]
+        program = server_command(ModelServerSpec(model="m"), listener.fileno())[1]
         ended = subprocess.run(
             [sys.executable, "-I", "-S", program, str(listener.fileno())],
             pass_fds=[listener.fileno()],
@@ -125,27 +125,27 @@ def test_fields_become_options_of_the_server_and_arguments_come_last() -> None:
     assert told["--max-num-seqs"] == "16"
     assert told["--kv-cache-memory-bytes"] == str(2 * 2**30)
     assert told["--max-lora-rank"] == "8"
-    assert "--enable-lora" in command(spec, 7)
-    assert command(spec, 7)[-2:] == ["--dtype", "float16"]
+    assert "--enable-lora" in server_command(spec, 7)
+    assert server_command(spec, 7)[-2:] == ["--dtype", "float16"]
 
 
 def test_what_is_not_asked_is_left_to_the_engine() -> None:
-    told = command(ModelServerSpec(model="m", device="gpu"), 7)
+    told = server_command(ModelServerSpec(model="m", device="gpu"), 7)
     assert not {"--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--enable-lora"} & {*told}
 
 
 def test_the_key_is_not_on_the_command_line() -> None:
     spec = ModelServerSpec(model="m")
-    assert "the-key" in environment(spec, "the-key").values()
-    assert "the-key" not in command(spec, 7)
+    assert "the-key" in server_environment(spec, "the-key").values()
+    assert "the-key" not in server_command(spec, 7)
 
 
 def test_another_interpreter_does_not_get_the_module_path_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/here")
-    assert "PYTHONPATH" not in environment(ModelServerSpec(model="m", python="/other/bin/python"), "")
+    assert "PYTHONPATH" not in server_environment(ModelServerSpec(model="m", python="/other/bin/python"), "")
     asked = ModelServerSpec(model="m", python="/other/bin/python", env=(("PYTHONPATH", "/there"),))
-    assert environment(asked, "")["PYTHONPATH"] == "/there"
-    assert environment(ModelServerSpec(model="m", python=sys.executable), "")["PYTHONPATH"] == "/here"
+    assert server_environment(asked, "")["PYTHONPATH"] == "/there"
+    assert server_environment(ModelServerSpec(model="m", python=sys.executable), "")["PYTHONPATH"] == "/here"
 
 
 def test_the_interpreter_is_the_one_asked_for_or_else_the_one_in_the_environment(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import ResourceStartError
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.registry import register
+from agentfly.core.errors import ResourceStartError
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.kind import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources.containers import packing
-from agentfly.resources.containers.packing import pieces
+from agentfly.resources.containers import file_transfer
+from agentfly.resources.containers.file_transfer import pieces
 from tests.support.archives import LIMITS, unpack
 
 
@@ -25,13 +25,13 @@ def put_together(source: Path, target: Path) -> None:
             unpack(piece.content, target, LIMITS)
         else:
             (target / piece.file).parent.mkdir(parents=True, exist_ok=True)
-            with (target / piece.file).open("wb" if piece.first else "ab") as file:
+            with (target / piece.file).open("wb" if piece.starts_file else "ab") as file:
                 file.write(piece.content)
             (target / piece.file).chmod(piece.mode)
 
 
 def test_a_directory_comes_whole_in_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_PIECE", 30_000)
+    monkeypatch.setattr(file_transfer, "_PIECE", 30_000)
     source = tmp_path / "source"
     (source / "a" / "b" / "empty").mkdir(parents=True)
     for number in range(12):
@@ -72,14 +72,14 @@ def test_a_file_that_becomes_something_else_meanwhile_is_neither_followed_nor_wa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, become: Callable[[Path], None]
 ) -> None:
     (tmp_path / "file").touch()
-    add = packing._Tar.add
+    add = file_transfer._TarChunk.add
 
-    def late(tar: packing._Tar, path: Path, inside: str, mode: int) -> int:
+    def late(tar: file_transfer._TarChunk, path: Path, inside: str, mode: int) -> int:
         path.unlink()
         become(path)
         return add(tar, path, inside, mode)
 
-    monkeypatch.setattr(packing._Tar, "add", late)
+    monkeypatch.setattr(file_transfer._TarChunk, "add", late)
     try:
         content = b"".join(piece.content for piece in pieces(tmp_path))
     except OSError:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from agentfly.contexts.context import Context
-from agentfly.resources import orphans
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.resource import Status
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory
 
 pytestmark = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 
@@ -117,7 +117,7 @@ FREEZES = """
     import asyncio, sys
     from pathlib import Path
     from agentfly.resources.containers.spec import ContainerSpec
-    from agentfly.resources.engine import ResourceEngine
+    from agentfly.resources.engine.engine import ResourceEngine
 
     async def main():
         async with ResourceEngine(ledger=Path(sys.argv[1])) as engine:
@@ -141,7 +141,7 @@ def test_a_box_that_was_frozen_when_its_process_was_killed_is_removed(tmp_path: 
     instance = process.stdout.readline().strip()
     process.kill()
     process.communicate()
-    asyncio.run(orphans.reap(tmp_path))
+    asyncio.run(orphans.reap_orphans(tmp_path))
     assert not (runtime_directory() / instance).exists()
     assert ticks_of(instance) == 0
     assert files_in(tmp_path) == []

@@ -13,20 +13,19 @@ from types import SimpleNamespace
 import pytest
 
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, LeaseOver, ResourceDied, ResourceStartError, UsageError
-from agentfly.events import EventStream, LeaseReleased
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.instances.parking import CHANGE_TIMEOUT_S, PARK_AFTER_S
-from agentfly.resources.registry import register
-from agentfly.resources.resource import Resource, Status
-from agentfly.resources.scope import Scope
+from agentfly.core.errors import ConfigError, LeaseExpired, ResourceDied, ResourceStartError, UsageError
+from agentfly.core.events import EventStream, LeaseReleased
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.freezer import CHANGE_TIMEOUT_S, FREEZE_AFTER_S
+from agentfly.resources.kind import register
+from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld, behave_well
+from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec, no_faults
 from agentfly.testing.virtual_time import run_in_virtual_time
-from agentfly.trajectory import Trajectory
 
-A_MOMENT = 2 * PARK_AFTER_S
+A_MOMENT = 2 * FREEZE_AFTER_S
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_uses_in_a_row_cost_no_freezes(play):
         lease = await engine.acquire(spec, "a")
         for _ in range(10):
             await lease.resource.use()
-            await asyncio.sleep(PARK_AFTER_S / 2)
+            await asyncio.sleep(FREEZE_AFTER_S / 2)
         assert spec.world.count("freeze") == 0
 
     play(scene)
@@ -143,10 +142,10 @@ def test_nothing_is_frozen_while_a_call_of_its_rollout_is_under_way(play):
 def test_a_long_use_keeps_it_running_beside_short_ones(play):
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
-        spec.world.behave = taking(60, "use")
+        spec.world.hook = taking(60, "use")
         long = asyncio.create_task(lease.resource.use())
         await asyncio.sleep(1)
-        spec.world.behave = behave_well
+        spec.world.hook = no_faults
         await lease.resource.use()
         await long
         assert spec.world.count("freeze") == 0
@@ -157,7 +156,7 @@ def test_a_long_use_keeps_it_running_beside_short_ones(play):
 def test_a_use_that_comes_during_a_freeze_waits_for_it_and_thaws(play):
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
-        spec.world.behave = taking(1, "freeze", "thaw")
+        spec.world.hook = taking(1, "freeze", "thaw")
         await asyncio.sleep(A_MOMENT)
         assert spec.world.count("freeze") == 1
         await asyncio.gather(*(lease.resource.use() for _ in range(5)))
@@ -170,7 +169,7 @@ def test_a_use_that_is_cancelled_while_it_waits_for_the_thaw_harms_no_other(play
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
         await asyncio.sleep(A_MOMENT)
-        spec.world.behave = taking(1, "thaw")
+        spec.world.hook = taking(1, "thaw")
         given_up, patient = (asyncio.create_task(lease.resource.use()) for _ in range(2))
         await asyncio.sleep(0.5)
         given_up.cancel()
@@ -184,7 +183,7 @@ def test_a_use_that_is_cancelled_while_it_waits_for_the_thaw_harms_no_other(play
 def test_a_freeze_that_fails_leaves_the_instance_running_and_is_not_tried_again(play, caplog):
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
-        spec.world.behave = failing("freeze")
+        spec.world.hook = failing("freeze")
         for _ in range(3):
             await asyncio.sleep(A_MOMENT)
             await lease.resource.use()
@@ -199,13 +198,13 @@ def test_an_instance_that_cannot_be_thawed_is_lost_to_its_owner_and_replaced(pla
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
         await asyncio.sleep(A_MOMENT)
-        spec.world.behave = broken
+        spec.world.hook = broken
         with pytest.raises(ResourceDied, match="could not be thawed"):
             await lease.resource.use()
         with pytest.raises(ResourceDied):
             await engine.acquire(spec, "a")
         await engine.release_owner("a")
-        spec.world.behave = behave_well
+        spec.world.hook = no_faults
         other = await engine.acquire(spec, "b")
         assert other.instance != lease.instance
 
@@ -216,7 +215,7 @@ def test_an_instance_that_cannot_be_thawed_is_lost_to_its_owner_and_replaced(pla
 def test_what_is_frozen_or_being_frozen_is_removed_in_bounded_time(play, stuck):
     async def scene(engine, spec):
         lease = await engine.acquire(spec, "a")
-        spec.world.behave = stuck
+        spec.world.hook = stuck
         await asyncio.sleep(A_MOMENT)
         assert spec.world.frozen
         began = asyncio.get_running_loop().time()
@@ -323,7 +322,7 @@ def test_held_and_busy_time_are_measured_for_each_lease_instance_and_pool(play):
     events = EventStream()
 
     async def scene(engine, spec):
-        spec.world.behave = taking(2, "use")
+        spec.world.hook = taking(2, "use")
         lease = await engine.acquire(spec, "a")
         await asyncio.gather(lease.resource.use(), lease.resource.use())  # at once: 2 s in all
         await asyncio.sleep(7)
@@ -347,12 +346,12 @@ def test_held_and_busy_time_are_measured_for_each_lease_instance_and_pool(play):
 
 def test_what_is_gone_stays_in_the_totals_and_a_use_that_outlives_its_lease_counts_no_more(play):
     async def scene(engine, spec):
-        spec.world.behave = taking(100, "use")
+        spec.world.hook = taking(100, "use")
         lease = await engine.acquire(spec, "a")
         outlived = asyncio.create_task(lease.resource.use())
         await asyncio.sleep(3)
         await engine.release(lease)
-        with pytest.raises(LeaseOver):
+        with pytest.raises(LeaseExpired):
             await lease.resource.use()
         await asyncio.sleep(200)
         assert not spec.world.alive
@@ -365,7 +364,7 @@ def test_what_is_gone_stays_in_the_totals_and_a_use_that_outlives_its_lease_coun
 
 def test_the_leases_of_a_shared_instance_have_busy_times_of_their_own(play):
     async def scene(engine, spec):
-        spec.world.behave = taking(2, "use")
+        spec.world.hook = taking(2, "use")
         leases = [await engine.acquire(spec, owner, scope=Scope.GLOBAL) for owner in "ab"]
         await asyncio.gather(*(lease.resource.use() for lease in leases))
         await leases[0].resource.use()
@@ -417,13 +416,13 @@ async def live_through(seed, directory):
             case 2 | 3 | 4:
                 await asyncio.sleep(draw.uniform(0, 0.3))
 
-    world = FakeWorld(misbehave)
+    world = FakeBackend(misbehave)
     limits = {"start_timeout_s": 4.0, "reset_timeout_s": 2.0, "release_timeout_s": 1.0}
     spec = FakeSpec(world=world, capacity=2, idle="freeze", check_interval_s=1, **limits)
     told = SimpleNamespace(violations=[])
 
     async def rollout(engine, owner):
-        with contextlib.suppress(ResourceDied, LeaseOver, ResourceStartError):
+        with contextlib.suppress(ResourceDied, LeaseExpired, ResourceStartError):
             for _ in range(draw.randrange(1, 5)):
                 with engine.calling(owner) if draw.random() < 0.7 else contextlib.nullcontext():
                     lease = await engine.acquire(spec, owner)
@@ -437,18 +436,18 @@ async def live_through(seed, directory):
                         for task in done
                         if not task.cancelled() and isinstance(task.exception(), AssertionError)
                     ]
-                await asyncio.sleep(draw.choice([0, PARK_AFTER_S, 0.2, 3]))
+                await asyncio.sleep(draw.choice([0, FREEZE_AFTER_S, 0.2, 3]))
         await engine.release_owner(owner)
 
     async with ResourceEngine(ledger=directory) as engine:
         rollouts = [asyncio.create_task(rollout(engine, f"r{n}")) for n in range(8)]
         await asyncio.wait(rollouts, timeout=draw.choice([2, 5, None]))
         if draw.random() < 0.5:
-            world.behave = behave_well
+            world.hook = no_faults
         for task in rollouts:
             task.cancel()
         await asyncio.wait(rollouts)
-        world.behave = behave_well
+        world.hook = no_faults
         await asyncio.sleep(700)
     assert told.violations == []
     assert not world.alive

@@ -24,11 +24,16 @@ import pydantic.dataclasses
 import pytest
 from hypothesis import example, given, settings
 
-from agentfly.images import Image
-from agentfly.resources.environments.data_reader import decode
-from agentfly.resources.environments.data_writer import encode
-from agentfly.resources.environments.declared_types import DeclaredTypes
-from agentfly.resources.environments.plain_data import DEEPEST, MOST_ITEMS, MOST_ODD_KEYS, Malformed, NotData
+from agentfly.core.messages import Image
+from agentfly.resources.environments.wire_format import decode, encode
+from agentfly.resources.environments.wire_types import (
+    MAX_DEPTH,
+    MAX_ITEMS,
+    MAX_OTHER_KEYS,
+    DeclaredTypes,
+    MalformedData,
+    NotSerializable,
+)
 from tests.support.scale import scaled
 
 NONE = DeclaredTypes()
@@ -239,8 +244,8 @@ class Forged(DeclaredTypes):
 
     parts: tuple[Any, ...] | None = None
 
-    def parts_of(self, value: Any) -> tuple[Any, ...]:
-        return super().parts_of(value) if self.parts is None else self.parts
+    def fields_of(self, value: Any) -> tuple[Any, ...]:
+        return super().fields_of(value) if self.parts is None else self.parts
 
 
 GUARDED = Forged((Guessing, GuessingFlags, Restoring, Checked))
@@ -257,7 +262,7 @@ def test_a_member_that_there_is_not_is_malformed_and_looked_for_by_no_code_of_it
     value: Any, parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GUARDED, "parts", parts)
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedData):
         decode(encode(value, GUARDED), GUARDED)
 
 
@@ -302,9 +307,9 @@ def test_a_field_that_is_a_descriptor_cannot_be_declared() -> None:
 
 @pytest.mark.parametrize("value", [*OBJECTS[:-1]], ids=lambda value: type(value).__name__)
 def test_a_type_that_is_not_declared_is_no_data_on_either_side(value: Any) -> None:
-    with pytest.raises(NotData):
+    with pytest.raises(NotSerializable):
         encode({"inside": [value]}, NONE)
-    with pytest.raises(Malformed, match="is not declared"):
+    with pytest.raises(MalformedData, match="is not declared"):
         decode(encode(value, DECLARED), NONE)
 
 
@@ -331,15 +336,15 @@ def holding_itself() -> list[Any]:
         (np.zeros(2, [("a", int)]), "which is no data"),
         (np.ma.masked_array([1], [True]), "is no data"),
         (holding_itself(), "holds itself"),
-        ([1.5] * (MOST_ITEMS + 1), "more than 1,000,000 values"),
+        ([1.5] * (MAX_ITEMS + 1), "more than 1,000,000 values"),
         ([[None] * 1000] * 1001, "more than 1,000,000 values"),
-        (set(range(MOST_ODD_KEYS + 1)), "keys that are no texts"),
+        (set(range(MAX_OTHER_KEYS + 1)), "keys that are no texts"),
         (Decimal("1E+100000"), "digits"),
     ],
     ids=lambda value: f"{value!r:.30}",
 )
 def test_what_is_no_data_or_too_much_of_it_is_refused_where_it_is_written(value: Any, why: str) -> None:
-    with pytest.raises(NotData, match=why):
+    with pytest.raises(NotSerializable, match=why):
         encode(value, NONE)
 
 
@@ -352,10 +357,10 @@ HOSTILE = {
     "a pickle": pickle.dumps([1]),
     "an unknown type": b"?",
     "something behind": b"NN",
-    "lists in lists": (b"l" + struct.pack("<I", 1)) * (DEEPEST + 1) + b"N",
+    "lists in lists": (b"l" + struct.pack("<I", 1)) * (MAX_DEPTH + 1) + b"N",
     "lists in lists in lists": (b"l" + struct.pack("<I", 1)) * 200_000 + b"N",
     "many values that are not there": b"l" + struct.pack("<I", 2**32 - 1),
-    "too many values": b"l" + struct.pack("<I", MOST_ITEMS + 1) + b"N" * (MOST_ITEMS + 1),
+    "too many values": b"l" + struct.pack("<I", MAX_ITEMS + 1) + b"N" * (MAX_ITEMS + 1),
     "long bytes that are not there": b"b" + struct.pack("<I", 2**32 - 1) + b"x",
     "numbers that are not there": b"pld" + struct.pack("<I", 2**20),
     "numbers of another type": b"plu" + struct.pack("<I", 1) + b"x" * 8,
@@ -386,7 +391,7 @@ HOSTILE = {
 def test_what_is_no_data_is_malformed_and_takes_little_memory(data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedData):
             decode(data, DECLARED)
         assert tracemalloc.get_traced_memory()[1] < 20_000_000 + 20 * len(data)
     finally:
@@ -406,7 +411,7 @@ def test_bytes_of_whatever_kind_give_a_value_or_are_malformed(data: Any) -> None
         mangled[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     try:
         decode(bytes(mangled), DECLARED)
-    except Malformed:
+    except MalformedData:
         return
 
 

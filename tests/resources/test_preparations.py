@@ -8,11 +8,11 @@ import logging
 
 import pytest
 
-from agentfly.errors import EngineClosed, PrerequisiteError, ResourceStartError
-from agentfly.events import EventStream
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.instances import crew, preparations
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld, behave_well
+from agentfly.core.errors import EngineClosed, PrerequisiteError, ResourceStartError
+from agentfly.core.events import EventStream
+from agentfly.resources.engine import controller, preparation
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec, no_faults
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
@@ -53,7 +53,7 @@ def now():
 
 def test_an_image_is_prepared_once_for_all_starts_and_specs_that_need_it(play):
     async def scene(engine):
-        world = FakeWorld(taking(5))
+        world = FakeBackend(taking(5))
         specs = [FakeSpec(world=world, image="debian", capacity=4, name=name) for name in ("one", "two")]
         await asyncio.gather(*(engine.acquire(spec, f"r{n}") for n in range(4) for spec in specs))
         assert world.count("prepare") == 1
@@ -67,7 +67,7 @@ def test_an_image_is_prepared_once_for_all_starts_and_specs_that_need_it(play):
 
 def test_the_time_of_a_preparation_does_not_count_as_that_of_a_start(play):
     async def scene(engine):
-        world = FakeWorld(taking(600))
+        world = FakeBackend(taking(600))
         await engine.acquire(FakeSpec(world=world, image="debian", start_timeout_s=1), "r")
         slow = FakeSpec(world=world, image="fedora", start_timeout_s=1, prepare_timeout_s=30)
         with pytest.raises(ResourceStartError, match=r"fedora, which fake needs, could not be prepared.* 30 s"):
@@ -79,14 +79,14 @@ def test_the_time_of_a_preparation_does_not_count_as_that_of_a_start(play):
 @pytest.mark.parametrize("error", [ValueError("no such image"), PrerequisiteError("log in first")])
 def test_a_preparation_that_fails_fails_all_starts_that_wait_for_it_and_the_next_tries_anew(play, error):
     async def scene(engine):
-        world = FakeWorld(failing(error))
+        world = FakeBackend(failing(error))
         spec = FakeSpec(world=world, image="debian")
         outcomes = await asyncio.gather(*(engine.acquire(spec, f"r{n}") for n in range(3)), return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {ResourceStartError}
         assert all(str(error) in str(outcome) for outcome in outcomes)
         assert world.count("prepare") == 1
         assert world.count("start") == 0
-        world.behave = behave_well
+        world.hook = no_faults
         await engine.acquire(spec, "later")
         assert world.count("prepare") == 2
 
@@ -99,11 +99,11 @@ def test_a_start_that_fails_has_its_image_looked_after_again(play):
             if operation == "start":
                 raise ValueError("the image is gone")
 
-        world = FakeWorld(fail_to_start)
+        world = FakeBackend(fail_to_start)
         spec = FakeSpec(world=world, image="debian")
         with pytest.raises(ResourceStartError, match="the image is gone"):
             await engine.acquire(spec, "r")
-        world.behave = behave_well
+        world.hook = no_faults
         await engine.acquire(spec, "r")
         assert world.count("prepare") == 2
 
@@ -112,7 +112,7 @@ def test_a_start_that_fails_has_its_image_looked_after_again(play):
 
 def test_one_who_gives_up_leaves_the_preparation_to_the_others(play):
     async def scene(engine):
-        world = FakeWorld(taking(5))
+        world = FakeBackend(taking(5))
         spec = FakeSpec(world=world, image="debian")
         given_up = asyncio.create_task(engine.acquire(spec, "a"))
         patient = asyncio.create_task(engine.acquire(FakeSpec(world=world, image="debian", name="other"), "b"))
@@ -132,7 +132,7 @@ def test_closing_breaks_a_preparation_off_though_it_hangs(play):
             await asyncio.Event().wait()  # ends when the loop does
 
     async def scene(engine):
-        spec = FakeSpec(world=FakeWorld(hang), image="debian")
+        spec = FakeSpec(world=FakeBackend(hang), image="debian")
         engine.prefetch([FakeSpec(world=spec.world, image=f"image-{n}") for n in range(5)])
         waiting = asyncio.create_task(engine.acquire(spec, "r"))
         await asyncio.sleep(1)
@@ -160,7 +160,7 @@ def test_what_is_prefetched_is_there_when_it_is_needed_and_few_are_fetched_at_on
                 await asyncio.sleep(5)
                 at_once -= 1
 
-        world = FakeWorld(prepare)
+        world = FakeBackend(prepare)
         specs = [FakeSpec(world=world, image=f"image-{n}") for n in range(6)]
         engine.prefetch(specs)
         engine.prefetch(specs)
@@ -175,11 +175,11 @@ def test_what_is_prefetched_is_there_when_it_is_needed_and_few_are_fetched_at_on
 
 def test_a_prefetch_that_fails_is_logged_and_left_to_whoever_acquires(play, caplog):
     async def scene(engine):
-        world = FakeWorld(failing(OSError("the registry is down")))
+        world = FakeBackend(failing(OSError("the registry is down")))
         spec = FakeSpec(world=world, image="debian")
         engine.prefetch([spec])
         await asyncio.sleep(1)
-        world.behave = behave_well
+        world.hook = no_faults
         await engine.acquire(spec, "r")
 
     play(scene)
@@ -188,7 +188,7 @@ def test_a_prefetch_that_fails_is_logged_and_left_to_whoever_acquires(play, capl
 
 def test_what_a_spec_keeps_ready_starts_with_its_prefetch(play):
     async def scene(engine):
-        world = FakeWorld(taking(5))
+        world = FakeBackend(taking(5))
         engine.prefetch([FakeSpec(world=world, image="debian", warm=3), FakeSpec(world=world, name="cold")])
         await asyncio.sleep(4)
         assert world.count("start") == 0
@@ -203,9 +203,9 @@ def test_preparations_can_be_followed_in_the_events(play):
     events = EventStream()
 
     async def scene(engine):
-        world = FakeWorld(taking(5))
+        world = FakeBackend(taking(5))
         await engine.acquire(FakeSpec(world=world, image="debian"), "r")
-        world.behave = failing(ValueError("down"))
+        world.hook = failing(ValueError("down"))
         with pytest.raises(ResourceStartError):
             await engine.acquire(FakeSpec(world=world, image="fedora"), "r")
 
@@ -224,11 +224,11 @@ def test_preparations_can_be_followed_in_the_events(play):
 
 
 def test_what_is_remembered_of_specs_is_bounded_however_many_there_are(play, monkeypatch):
-    monkeypatch.setattr(crew, "REMEMBERED", 3)
-    monkeypatch.setattr(preparations, "REMEMBERED", 3)
+    monkeypatch.setattr(controller, "REMEMBERED", 3)
+    monkeypatch.setattr(preparation, "REMEMBERED", 3)
 
     async def scene(engine):
-        world = FakeWorld()
+        world = FakeBackend()
         for number in range(10):
             spec = FakeSpec(world=world, image=f"image {number}", name=f"box {number}", capacity=1)
             lease = await engine.acquire(spec, f"r{number}")

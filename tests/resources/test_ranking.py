@@ -8,21 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.errors import APIMalformed
-from agentfly.resources.apis.api import ModelAPI
-from agentfly.resources.apis.spec import ModelAPISpec
-from agentfly.resources.engine import ResourceEngine
-from agentfly.testing.far_side import FarSide, says
+from agentfly.core.errors import APIMalformed
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.model_api.model_api import ModelAPI, ModelAPISpec
+from agentfly.testing.fake_openai_server import FakeOpenAIServer, text_reply
 
 
 @pytest.fixture
-async def far_side() -> AsyncIterator[FarSide]:
-    async with FarSide() as far_side:
+async def far_side() -> AsyncIterator[FakeOpenAIServer]:
+    async with FakeOpenAIServer() as far_side:
         yield far_side
 
 
 @pytest.fixture
-async def judge(far_side: FarSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelAPI]:
+async def judge(far_side: FakeOpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelAPI]:
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(tmp_path / "state"))
     async with ResourceEngine() as engine:
         lease = await engine.acquire(ModelAPISpec(base_url=far_side.url, model="m"), "me", scope="global")
@@ -38,8 +37,8 @@ async def judge(far_side: FarSide, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "```json\n{'reason': 'clear', 'ranking': [3, 1, 2],}\n```",
     ],
 )
-async def test_an_order_becomes_scores_from_one_to_zero(said: str, judge: ModelAPI, far_side: FarSide) -> None:
-    far_side.always = says(said)
+async def test_an_order_becomes_scores_from_one_to_zero(said: str, judge: ModelAPI, far_side: FakeOpenAIServer) -> None:
+    far_side.default_reply = text_reply(said)
     assert await judge.rank(["a", "b", "c"], 42, question="6*7?", criterion="{brevity}") == [0.5, 0.0, 1.0]
     told, asked = far_side.requests[0].body["messages"]
     assert "{brevity}" in told["content"]
@@ -51,15 +50,15 @@ async def test_an_order_becomes_scores_from_one_to_zero(said: str, judge: ModelA
 
 
 async def test_responses_with_the_same_text_are_ranked_once_and_share_their_places(
-    judge: ModelAPI, far_side: FarSide
+    judge: ModelAPI, far_side: FakeOpenAIServer
 ) -> None:
-    far_side.always = says('{"ranking": [2, 1]}')
+    far_side.default_reply = text_reply('{"ranking": [2, 1]}')
     assert await judge.rank(["a", "b", "a", "a", "b"]) == [0.25, 0.875, 0.25, 0.25, 0.875]
 
 
 @pytest.mark.parametrize(("responses", "scores"), [([], []), (["a"], [0.5]), (["a", "a", "a"], [0.5] * 3)])
 async def test_where_there_is_nothing_to_rank_nobody_is_asked(
-    responses: list[str], scores: list[float], judge: ModelAPI, far_side: FarSide
+    responses: list[str], scores: list[float], judge: ModelAPI, far_side: FakeOpenAIServer
 ) -> None:
     assert await judge.rank(responses) == scores
     assert far_side.requests == []
@@ -82,15 +81,15 @@ async def test_where_there_is_nothing_to_rank_nobody_is_asked(
     ],
 )
 async def test_what_is_no_order_of_all_of_them_is_asked_for_again_and_then_given_up(
-    said: str, judge: ModelAPI, far_side: FarSide
+    said: str, judge: ModelAPI, far_side: FakeOpenAIServer
 ) -> None:
-    far_side.script += [says(said), says('{"ranking": [1, 2]}')]
+    far_side.script += [text_reply(said), text_reply('{"ranking": [1, 2]}')]
     assert await judge.rank(["a", "b"]) == [1.0, 0.0]
     again = far_side.requests[1].body["messages"]
     assert again[2] == {"role": "assistant", "content": said}
     assert "from 1 to 2" in again[3]["content"]
 
-    far_side.always = says(said)
+    far_side.default_reply = text_reply(said)
     with pytest.raises(APIMalformed, match="no ranking of 2 responses"):
         await judge.rank(["a", "b"])
     assert len(far_side.requests) == 5

@@ -9,22 +9,22 @@ from functools import partial
 
 import pytest
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.resources.apis.spec import ModelAPISpec
-from agentfly.resources.byte_size import parse_bytes
-from agentfly.resources.registry import kind_of, load, make_resource, register
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.numbers import parse_byte_size
+from agentfly.resources.kind import create_resource, import_object, kind_of, register
+from agentfly.resources.model_api.model_api import ModelAPISpec
 from agentfly.resources.spec import ResourceSpec
-from agentfly.testing.fake_resource import FakeResource, FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LazySpec(ResourceSpec):
-    world: FakeWorld
+    world: FakeBackend
 
 
 def test_a_resource_may_be_named_and_is_imported_when_it_is_needed():
     register(LazySpec, "agentfly.testing.fake_resource:FakeResource", kind="lazy")
-    assert isinstance(make_resource(LazySpec(world=FakeWorld()), "one"), FakeResource)
+    assert isinstance(create_resource(LazySpec(world=FakeBackend()), "one"), FakeResource)
 
 
 def test_a_subclass_of_a_spec_is_of_the_same_kind():
@@ -41,7 +41,7 @@ def test_a_spec_that_has_a_resource_is_not_given_another_in_silence():
     with pytest.raises(ConfigError, match=r"paired with \S+:FakeResource already.*class MySpec\(FakeSpec\)"):
         register(FakeSpec, Other, kind="other")
     register(FakeSpec, FakeResource, kind="fake")
-    assert isinstance(make_resource(FakeSpec(), "one"), FakeResource)
+    assert isinstance(create_resource(FakeSpec(), "one"), FakeResource)
 
 
 @pytest.mark.parametrize("spec_type", [dict, "FakeSpec"])
@@ -62,13 +62,13 @@ def test_a_spec_that_nobody_registered_says_how_to():
         pass
 
     with pytest.raises(UsageError, match=r"register\(NewSpec, ItsResource, kind='…'\)"):
-        make_resource(NewSpec(), "one")
+        create_resource(NewSpec(), "one")
 
 
 @pytest.mark.parametrize("address", ["no_such_module_at_all:name", "json:no_such_name", "json"])
 def test_what_cannot_be_imported_says_so(address):
     with pytest.raises(UsageError, match="could not be imported"):
-        load(address)
+        import_object(address)
 
 
 def reap_of_a_program(traces):
@@ -94,8 +94,8 @@ def test_a_reap_that_a_later_process_could_not_import_is_refused(reap):
 
 
 def test_a_reap_is_known_by_its_address():
-    register(LazySpec, FakeResource, kind="lazy", reap=parse_bytes)
-    assert kind_of(LazySpec(world=FakeWorld())).reap_address == "agentfly.resources.byte_size:parse_bytes"
+    register(LazySpec, FakeResource, kind="lazy", reap=parse_byte_size)
+    assert kind_of(LazySpec(world=FakeBackend())).reap_address == "agentfly.core.numbers:parse_byte_size"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_spec_that_contradicts_itself_is_refused_when_it_is_written(fields):
     ],
 )
 def test_sizes_are_read_in_the_usual_units(text, size):
-    assert parse_bytes(text) == size
+    assert parse_byte_size(text) == size
 
 
 @pytest.mark.parametrize("memory", ["512m", "512M", "512 m"])

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentfly.benchmarks import engines, occupancy, resources, sandboxes
-from agentfly.benchmarks.occupancy import PooledWork, best_seconds, measure_occupancy
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.resources.containers.bubblewrap.scratch import runtime_directory
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.benchmarks.resources import container_engines, run, sandboxes
+from agentfly.benchmarks.resources import engine as occupancy
+from agentfly.benchmarks.resources.engine import PoolWorkload, best_seconds, measure_occupancy
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.resources.containers.bubblewrap.backend import probe
+from agentfly.resources.containers.runtime_directory import runtime_directory
 
-SMALL = PooledWork(rollouts=6, longest_wait=0.02, tools=(0.01, 0.01), generations=(0.01,))
+SMALL = PoolWorkload(rollouts=6, longest_wait=0.02, tools=(0.01, 0.01), generations=(0.01,))
 
 
 @pytest.mark.slow
@@ -30,7 +31,7 @@ def test_the_bench_measures_the_engine_and_says_why_a_backend_is_missing(monkeyp
     monkeypatch.setattr(sandboxes, "measure_bubblewrap", missing)
     monkeypatch.setattr(occupancy, "measure_occupancy", lambda: measure_occupancy(SMALL, [2]))
     parts = ["engine", "occupancy", "bubblewrap", "docker"]
-    result = json.loads(json.dumps(resources.run_resources_bench(parts)))
+    result = json.loads(json.dumps(run.run_resources_bench(parts)))
     assert list(result) == parts
     assert set(result["engine"]["per_operation_us"]) == {"1", "10", "100", "1000", "10000"}
     assert all(us > 0 for us in result["engine"]["per_operation_us"].values())
@@ -42,7 +43,7 @@ def test_the_bench_measures_the_engine_and_says_why_a_backend_is_missing(monkeyp
 
 def test_a_part_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match=r"'dokcer'.*docker, podman"):
-        resources.run_resources_bench(["dokcer"])
+        run.run_resources_bench(["dokcer"])
 
 
 @pytest.mark.slow
@@ -52,14 +53,14 @@ def test_an_engine_of_its_own_is_measured_beside_its_program(name, monkeypatch):
     archive = Path(__file__).parents[2] / ".test-images" / "rootfs.tar"
     if not archive.exists():
         pytest.skip("There is no image. Make one: python scripts/make_test_image.py")
-    monkeypatch.delenv(engines.ENGINES[name], raising=False)
+    monkeypatch.delenv(container_engines.ENGINES[name], raising=False)
     try:
-        measured = engines.measure_engine_backend(name, str(archive), rounds=1, commands=2, count=2)
+        measured = container_engines.measure_engine_backend(name, str(archive), rounds=1, commands=2, count=2)
     except PrerequisiteError as error:
         pytest.skip(str(error))
     assert {"cold_start_over_bare_cold_start", "session_run_over_bare_session_run"} <= measured.keys()
     assert "churn" not in measured  # the image has no repositories
-    assert engines.ENGINES[name] not in os.environ
+    assert container_engines.ENGINES[name] not in os.environ
 
 
 @pytest.mark.slow
@@ -108,5 +109,5 @@ def test_the_optimum_is_the_best_of_all_orders_in_which_instances_can_be_given(w
 
 def rendered(result):
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(resources.render(result))
+    console.print(run.render(result))
     return console.export_text()

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     AcquireTimeout,
     ConfigError,
     DeadlockBroken,
@@ -16,13 +16,22 @@ from agentfly.errors import (
     ResourceError,
     ResourceStartError,
 )
+from agentfly.resources.resource import Scope
 from agentfly.resources.scheduler.budget import Budget
-from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Pause, Reset, Start, Stop
-from agentfly.resources.scheduler.obstacles import Obstacles
-from agentfly.resources.scheduler.pool import InstanceState, Request
-from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
-from agentfly.resources.scheduler.supply import PATIENCE_S
-from agentfly.resources.scope import Scope
+from agentfly.resources.scheduler.deadlock import WaitGraph
+from agentfly.resources.scheduler.decisions import (
+    BackOffStarts,
+    CheckInstance,
+    EndHold,
+    GrantRequest,
+    RejectRequest,
+    ResetInstance,
+    StartInstance,
+    StopInstance,
+)
+from agentfly.resources.scheduler.pool import AcquireRequest, InstanceState
+from agentfly.resources.scheduler.provisioner import EVICTION_WAIT_S
+from agentfly.resources.scheduler.scheduler import DEADLOCK_CHECK_INTERVAL_S, Scheduler
 from agentfly.resources.spec import ResourceSpec
 
 
@@ -50,27 +59,27 @@ class Desk:
     def take(self, decisions):
         for decision in decisions:
             match decision:
-                case Grant(request=request, holding=holding):
+                case GrantRequest(request=request, holding=holding):
                     self.waiting.pop(request)
                     self.granted[request] = holding
-                    self.scheduler.handed_out(holding)
-                case Fail(request=request, error=error):
+                    self.scheduler.delivered(holding)
+                case RejectRequest(request=request, error=error):
                     self.waiting.pop(request)
                     self.failed[request] = error
-                case Start(instance=name):
+                case StartInstance(instance=name):
                     self.starting.append(name)
-                case Reset(instance=name):
+                case ResetInstance(instance=name):
                     self.resetting.append(name)
-                case Stop(instance=name):
+                case StopInstance(instance=name):
                     for names in (self.starting, self.resetting):
                         if name in names:
                             names.remove(name)
                     self.stopping.append(name)
-                case Check(instance=name):
+                case CheckInstance(instance=name):
                     self.checks.append(name)
-                case Pause():
+                case BackOffStarts():
                     self.pauses.append(decision)
-                case End():
+                case EndHold():
                     pass
 
     def entangle(self, one, other):
@@ -81,7 +90,7 @@ class Desk:
         self.ask(one, "b")
 
     def ask(self, spec, owner="a", **fields):
-        request = Request(id=next(self.ids), specs=(spec,), owner=owner, **fields)
+        request = AcquireRequest(id=next(self.ids), specs=(spec,), owner=owner, **fields)
         self.waiting[request.id] = request
         self.take(self.scheduler.requested(request, self.now))
         return request.id
@@ -271,7 +280,7 @@ def test_no_more_start_at_once_than_may():
 
 @dataclass(frozen=True, kw_only=True)
 class HeavySpec(ThingSpec):
-    start_places = 4
+    start_weight = 4
 
 
 def test_what_keeps_a_processor_busy_takes_more_places_to_start():
@@ -376,7 +385,7 @@ def test_a_large_request_is_not_starved_by_small_ones_that_came_later():
     waiting = desk.ask(large, "big")
     for n in range(4, 8):
         desk.ask(ThingSpec(name="other", cpus=1), f"s{n}")
-    desk.now += PATIENCE_S
+    desk.now += EVICTION_WAIT_S
     for holding in holdings:
         desk.release(holding)
         desk.settle()
@@ -466,7 +475,7 @@ def test_it_is_no_deadlock_while_one_holder_of_several_can_go_on():
     desk.has(judge, "young")
     desk.ask(judge, "old")
     desk.ask(box, "young")
-    desk.wait(SWEEP_S)
+    desk.wait(DEADLOCK_CHECK_INTERVAL_S)
     assert not desk.failed
 
 
@@ -486,8 +495,8 @@ def test_a_deadlock_over_seats_of_a_shared_instance_is_broken_too():
 
 def test_to_see_that_somebody_will_go_on_takes_no_look_at_everybody_who_waits(monkeypatch):
     desk = Desk()
-    looks, look = [], Obstacles.in_the_way
-    monkeypatch.setattr(Obstacles, "in_the_way", lambda self, waiter: looks.append(waiter) or look(self, waiter))
+    looks, look = [], WaitGraph.blockers_of
+    monkeypatch.setattr(WaitGraph, "blockers_of", lambda self, waiter: looks.append(waiter) or look(self, waiter))
     box, judge = ThingSpec(name="box", capacity=50), ThingSpec(name="judge", capacity=50)
     for n in range(50):
         desk.has(box, f"a{n}")
@@ -550,7 +559,7 @@ def test_who_waits_only_for_a_place_to_start_is_in_no_deadlock():
     desk.has(ThingSpec(name="lamp", capacity=1), "b")
     desk.ask(ThingSpec(name="elsewhere"), "c")
     first, second = desk.ask(judge, "a"), desk.ask(box, "b")
-    desk.wait(SWEEP_S)
+    desk.wait(DEADLOCK_CHECK_INTERVAL_S)
     assert not desk.failed
     desk.start_all()
     assert first in desk.granted
@@ -566,7 +575,7 @@ def test_it_is_no_deadlock_while_an_instance_that_would_help_the_budget_is_being
     desk.has(other, "b")
     desk.release(third)
     requests = [desk.ask(other, "a"), desk.ask(one, "b")]
-    desk.wait(SWEEP_S)
+    desk.wait(DEADLOCK_CHECK_INTERVAL_S)
     assert not desk.failed
     desk.settle()
     assert any(request in desk.granted for request in requests)
@@ -593,7 +602,7 @@ def test_a_deadlock_that_comes_about_by_a_grant_is_found_in_time():
     assert not desk.failed
     desk.release(held)
     desk.settle()
-    desk.wait(SWEEP_S)
+    desk.wait(DEADLOCK_CHECK_INTERVAL_S)
     assert [type(error) for error in desk.failed.values()] == [DeadlockBroken]
 
 
@@ -612,7 +621,7 @@ def test_two_calls_of_one_owner_side_by_side_are_no_deadlock():
     spec = ThingSpec(capacity=1)
     first = desk.has(spec, "a", scope=Scope.CALL, callers=("one call",))
     second = desk.ask(spec, "a", scope=Scope.CALL, callers=("another call",))
-    desk.wait(SWEEP_S)
+    desk.wait(DEADLOCK_CHECK_INTERVAL_S)
     assert second in desk.waiting
     desk.release(first)
     desk.settle()

@@ -14,14 +14,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentfly.errors import AcquireTimeout, DeadlockBroken, PrerequisiteError, ResourceStartError
+from agentfly.core.errors import AcquireTimeout, DeadlockBroken, PrerequisiteError, ResourceStartError
+from agentfly.resources.resource import Scope
 from agentfly.resources.scheduler import backoff
 from agentfly.resources.scheduler.budget import Budget
-from agentfly.resources.scheduler.decisions import Check, End, Fail, Grant, Pause, Reset, Start, Stop
-from agentfly.resources.scheduler.pool import Request
-from agentfly.resources.scheduler.scheduler import SWEEP_S, Scheduler
-from agentfly.resources.scheduler.supply import PATIENCE_S
-from agentfly.resources.scope import Scope
+from agentfly.resources.scheduler.decisions import (
+    BackOffStarts,
+    CheckInstance,
+    EndHold,
+    GrantRequest,
+    RejectRequest,
+    ResetInstance,
+    StartInstance,
+    StopInstance,
+)
+from agentfly.resources.scheduler.pool import AcquireRequest
+from agentfly.resources.scheduler.provisioner import EVICTION_WAIT_S
+from agentfly.resources.scheduler.scheduler import DEADLOCK_CHECK_INTERVAL_S, Scheduler
 from agentfly.resources.spec import ResourceSpec
 from tests.support.scale import scaled
 
@@ -64,9 +73,9 @@ class Watched(Scheduler):
 
     stepped_aside = False
 
-    def _step_aside(self, *args):
+    def _yield_reservations(self, *args):
         self.stepped_aside = True
-        return super()._step_aside(*args)
+        return super()._yield_reservations(*args)
 
 
 @dataclass(eq=False)
@@ -149,7 +158,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         return {"owner": owner, "priority": int(dice.random() < 0.25), "callers": callers, "deadline": deadline}
 
     def ask(self, *specs, owner, scope=Scope.ROLLOUT, **fields):
-        request = Request(id=next(self.ids), specs=specs, owner=owner, scope=scope, **fields)
+        request = AcquireRequest(id=next(self.ids), specs=specs, owner=owner, scope=scope, **fields)
         wait = Wait(request, (-request.priority, request.id))
         missing = {spec for spec in specs if (owner, spec, scope) not in self.mine}
         for other in self.waiting.values() if scope is not Scope.CALL else ():
@@ -242,7 +251,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             self.lives[dice.choice(names)].dead = True
 
     def draw_wait(self, dice):
-        self.wait(dice.choice([0.1, SWEEP_S, PATIENCE_S, 25.0]))
+        self.wait(dice.choice([0.1, DEADLOCK_CHECK_INTERVAL_S, EVICTION_WAIT_S, 25.0]))
 
     def wait(self, seconds):
         self.now += seconds
@@ -260,41 +269,41 @@ class SchedulerHistory(RuleBasedStateMachine):
         decisions = deque(decisions)
         while decisions:
             match decisions.popleft():
-                case Start(instance=name, spec=spec):
+                case StartInstance(instance=name, spec=spec):
                     assert name not in self.lives
                     assert self.now >= self.pauses.get(spec, 0), "a start was tried in a pause"
                     self.lives[name] = Life(spec, self.now)
                     self.alive[spec] += 1
-                case Grant(request=number, holding=holding) if holding.void or self.is_found_dead(holding):
+                case GrantRequest(request=number, holding=holding) if holding.died_undelivered or self.is_found_dead(holding):
                     self.waiting[number].torn = True
-                    if holding.void:
+                    if holding.died_undelivered:
                         continue
                     decisions.extend(self.scheduler.died(holding.instance.name, OSError("killed"), self.now))
-                case End(holding=holding) if holding.void:
+                case EndHold(holding=holding) if holding.died_undelivered:
                     continue
-                case Grant(request=number, holding=holding):
+                case GrantRequest(request=number, holding=holding):
                     self.take_grant(self.waiting[number], holding, granted)
-                case Fail(request=number, error=error):
+                case RejectRequest(request=number, error=error):
                     self.take_failure(self.waiting.pop(number), error)  # exactly one answer
-                case End(holding=holding):
+                case EndHold(holding=holding):
                     del self.held[holding.id]
                     self.mine.pop((holding.owner, holding.instance.pool.spec, holding.scope), None)
                     if (life := self.lives.get(holding.instance.name)) is not None:
                         life.holdings.pop(holding.id, None)
-                case Reset(instance=name):
+                case ResetInstance(instance=name):
                     life = self.lives[name]
                     assert life.state == "live"
                     assert not life.holdings
                     life.state, life.shared = "resetting", False
-                case Stop(instance=name):
+                case StopInstance(instance=name):
                     life = self.lives[name]
                     assert life.state not in ("stopping", "stuck")
                     life.state, life.shared = "stopping", False
                     life.holdings.clear()
-                case Pause(spec=spec, seconds=seconds):
+                case BackOffStarts(spec=spec, seconds=seconds):
                     assert 0 < seconds <= backoff.LONGEST_PAUSE_S
                     self.pauses[spec] = self.now + seconds
-                case Check(instance=name):
+                case CheckInstance(instance=name):
                     assert self.lives[name].state == "live"
         self.scheduler.stepped_aside = False
         self.see_that_sets_were_granted_whole()
@@ -341,7 +350,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert not life.holdings
             assert not life.shared
             assert life.clean, "an owner got what another left behind"
-        self.scheduler.handed_out(holding)
+        self.scheduler.delivered(holding)
         life.holdings[holding.id] = self.held[holding.id] = holding
         life.clean = False
         life.uses += 1
@@ -350,7 +359,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def take_failure(self, wait, error):
         if isinstance(error, ResourceStartError) and error.__cause__ is not LASTING:
             spec = next(spec for spec in wait.request.specs if f"{spec.name}-" in str(error))
-            assert self.now - self.failing[spec] >= backoff.PATIENCE_S, "a refusal that may pass cost a request"
+            assert self.now - self.failing[spec] >= backoff.MIN_FAILING_S, "a refusal that may pass cost a request"
         if isinstance(error, AcquireTimeout):
             assert self.now >= wait.request.deadline
             for spec in wait.wanted:
@@ -410,7 +419,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def nobody_waits_for_what_is_free(self):
         for pool in self.scheduler.pools:
             if pool.queue.shared:
-                assert pool.turn() is None
+                assert pool.next_grant() is None
             elif pool.queue and (ready := len(self.ready(pool.spec))):
                 line = {w.place: w for w in self.waiting.values() if pool.spec in w.wanted}
                 assert all(len(line[place].wanted) > 1 for place in sorted(line)[:ready])
@@ -418,18 +427,18 @@ class SchedulerHistory(RuleBasedStateMachine):
     def what_waits_next_would_be_started_if_it_could(self):
         if len(self.names("starting")) == STARTS:
             return
-        firsts = [(pool.lacking(), pool) for pool in self.scheduler.pools if pool.missing() > 0]
+        firsts = [(pool.first_unserved(), pool) for pool in self.scheduler.pools if pool.starts_wanted() > 0]
         for costly in (False, True):
-            line = [(first.order, pool) for first, pool in firsts if pool.costly is costly]
+            line = [(first.order, pool) for first, pool in firsts if pool.uses_budget is costly]
             if line:
                 foremost = min(order for order, _ in line)
                 assert any(self.cannot_start(pool) for order, pool in line if order == foremost)
 
     def cannot_start(self, pool):
         """Whether the budget is short of what an instance takes, and nobody's idle one would help."""
-        account = self.scheduler.account
-        short = account.short(pool.cost)
-        idle = [other for other in self.scheduler.pools if len(other.idle) > len(other.kept)]
+        account = self.scheduler.budget_usage
+        short = account.shortage(pool.cost)
+        idle = [other for other in self.scheduler.pools if len(other.idle) > len(other.reservations)]
         return not account.fits(pool.cost) and not any(
             lacks and cost for other in idle for lacks, cost in zip(short, other.cost, strict=True)
         )
@@ -447,15 +456,15 @@ class SchedulerHistory(RuleBasedStateMachine):
                 callers = [caller for request in waits for caller in request.callers]
                 if not waits or (holding.scope is Scope.CALL and holding.caller not in callers):
                     self.take(self.scheduler.released(number, self.now))
-            self.wait(SWEEP_S)
+            self.wait(DEADLOCK_CHECK_INTERVAL_S)
         assert not self.waiting, "somebody waits for ever"
         self.take(self.scheduler.closed(self.now))
         self.finish_what_is_under_way()
         self.end_stop(self.stuck, True)
         assert not self.lives
         assert not self.held
-        assert self.scheduler.account.fits(WHOLE), "a part of the budget did not come back"
-        assert not any(self.scheduler.account.short(WHOLE))
+        assert self.scheduler.budget_usage.fits(WHOLE), "a part of the budget did not come back"
+        assert not any(self.scheduler.budget_usage.shortage(WHOLE))
 
     def finish_what_is_under_way(self):
         for state, finish in (("starting", self.end_start), ("resetting", self.end_reset), ("stopping", self.end_stop)):

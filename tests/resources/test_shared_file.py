@@ -10,30 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources.shared_file import HALF, Busy, hold
+from agentfly.core.shared_file import SLOT_BYTES, FileLocked, lock_file
 
 
 @pytest.mark.parametrize("writings", [1, 2, 3])
 def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path: Path, writings: int) -> None:
     path = tmp_path / "shared"
     for number in range(writings):
-        with hold(path) as file:
+        with lock_file(path) as file:
             file.write(f"whole {number}".encode())
     before = path.read_bytes()
-    with hold(path) as file:
+    with lock_file(path) as file:
         file.write(b"cut" * 5000)
     whole = path.read_bytes()
-    (start,) = [place for place in (0, HALF) if before[place : place + 8] != whole[place : place + 8]]
+    (start,) = [place for place in (0, SLOT_BYTES) if before[place : place + 8] != whole[place : place + 8]]
     with path.open("r+b") as spoil:  # as if its end had never been reached
         spoil.seek(start + 6000)
         spoil.write(bytes(9000))
-    with hold(path) as file:
+    with lock_file(path) as file:
         assert file.read() == f"whole {writings - 1}".encode()
 
 
 COUNT = """
 import pathlib, sys, time
-from agentfly.resources.shared_file import Busy, hold
+from agentfly.core.shared_file import Busy, hold
 
 left = int(sys.argv[2])
 while left:
@@ -57,22 +57,22 @@ async def test_nothing_is_lost_between_processes_nor_spoilt_by_one_that_is_kille
         killed.kill()
         await killed.wait()
         while True:
-            with contextlib.suppress(Busy), hold(path) as file:
+            with contextlib.suppress(FileLocked), lock_file(path) as file:
                 assert file.read().rstrip().isdigit() or not file.read()
                 break
     assert [await one.wait() for one in counting] == [0, 0]
-    with hold(path) as file:
+    with lock_file(path) as file:
         before = int(file.read())
     assert before >= 800
     for one in [await asyncio.create_subprocess_exec(*run, "300") for _ in range(3)]:
         assert await one.wait() == 0
-    with hold(path) as file:
+    with lock_file(path) as file:
         assert int(file.read()) == before + 900
 
 
 def test_no_more_than_fits_is_written(tmp_path: Path) -> None:
-    with hold(tmp_path / "shared") as file, pytest.raises(OSError, match="more than"):
-        file.write(b"x" * HALF)
+    with lock_file(tmp_path / "shared") as file, pytest.raises(OSError, match="more than"):
+        file.write(b"x" * SLOT_BYTES)
 
 
 def test_a_file_that_is_removed_while_it_is_waited_for_is_not_written(
@@ -86,5 +86,5 @@ def test_a_file_that_is_removed_while_it_is_waited_for_is_not_written(
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    with pytest.raises(Busy), hold(path):
+    with pytest.raises(FileLocked), lock_file(path):
         pass

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentfly.errors import UsageError
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core.errors import UsageError
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.resource import Resource
 from agentfly.resources.spec import ResourceSpec
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 class Taken:
@@ -121,7 +121,7 @@ async def test_each_owner_gets_a_simulator_made_with_what_it_asked_for(tmp_path:
 @pytest.mark.parametrize("timeout", [math.nan, math.inf, -1, "5", True, 10**400], ids=repr)
 async def test_a_wait_is_bounded_by_a_number_of_seconds_or_by_nothing(timeout: Any, tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
-        spec = FakeSpec(world=FakeWorld())
+        spec = FakeSpec(world=FakeBackend())
         for asking in (engine.acquire(spec, "a", timeout=timeout), engine.acquire_all([spec], "a", timeout=timeout)):
             with pytest.raises(UsageError, match=r"seconds to wait.* or None"):
                 await asking

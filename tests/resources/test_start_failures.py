@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     AcquireTimeout,
     APIRefused,
     APIUnavailable,
@@ -21,18 +21,18 @@ from agentfly.errors import (
     ResourceStartError,
     UsageError,
 )
-from agentfly.events import EventStream, ResourceStartsPaused
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core.events import EventStream, ResourceStartBackoff
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.status import EngineSnapshot
 from agentfly.resources.scheduler.backoff import (
-    FULL_DISK_PATIENCE_S,
+    DISK_FULL_TIMEOUT_S,
     LONGEST_PAUSE_S,
     LOST_S,
-    PATIENCE_S,
-    Cause,
+    MIN_FAILING_S,
+    StartFailureCause,
     cause_of,
 )
-from agentfly.resources.snapshot import Snapshot
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 def now() -> float:
@@ -84,7 +84,7 @@ def test_a_backend_that_refuses_for_some_seconds_costs_no_request_and_few_starts
     play: Callable[..., None], error: Exception, seconds: float
 ) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld(refusing(error, until=seconds))
+        world = FakeBackend(refusing(error, until=seconds))
         outcomes = await used_by_all(engine, FakeSpec(world=world, capacity=8), 600)
         assert errors(outcomes) == []
         assert world.count("start") <= 8 + 5 + 8, "eight at once, then one at a time at growing intervals"
@@ -106,7 +106,7 @@ def test_a_backend_that_lets_few_start_a_second_is_asked_more_slowly_and_serves_
             await asyncio.sleep(0.2)
 
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld(few)
+        world = FakeBackend(few)
         outcomes = await used_by_all(engine, FakeSpec(world=world, capacity=64), 64, seconds=60)
         assert errors(outcomes) == []
         assert world.count("start") < 3 * 64
@@ -120,13 +120,13 @@ def test_a_disk_that_is_full_makes_starts_wait_for_room_and_is_told_once(
     play: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld()
+        world = FakeBackend()
 
         async def fill(operation: str, instance: str) -> None:
             if operation == "start" and len(world.alive) > 9:
                 raise OSError(errno.ENOSPC, "No space left on device", "/var/lib/boxes")
 
-        world.behave = fill
+        world.hook = fill
         spec = FakeSpec(world=world, capacity=256, reuse="recreate")
         outcomes = await used_by_all(engine, spec, 100, seconds=20)
         assert errors(outcomes) == []
@@ -144,22 +144,22 @@ def test_a_disk_that_stays_full_is_told_to_those_who_wait_in_the_end(play: Calla
     full = ResourceStartError("mkdir: cannot create directory '/boxes/1': No space left on device")
 
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld()
+        world = FakeBackend()
         spec = FakeSpec(world=world, capacity=2)
         held = await engine.acquire(spec, "who holds on to it")
-        world.behave = refusing(full, until=float("inf"))
+        world.hook = refusing(full, until=float("inf"))
         began = now()
         with pytest.raises(ResourceStartError, match="No space left"):
             await engine.acquire(spec, "who waits")
-        assert FULL_DISK_PATIENCE_S <= now() - began <= FULL_DISK_PATIENCE_S + LONGEST_PAUSE_S
+        assert DISK_FULL_TIMEOUT_S <= now() - began <= DISK_FULL_TIMEOUT_S + LONGEST_PAUSE_S
         await engine.release(held)
 
         async def nobody_has_anything() -> None:
-            alone, began = FakeSpec(world=FakeWorld(refusing(full, until=float("inf")))), now()
+            alone, began = FakeSpec(world=FakeBackend(refusing(full, until=float("inf")))), now()
             async with ResourceEngine(ledger=engine._directory) as other:
                 with pytest.raises(ResourceStartError, match="No space left"):
                     await other.acquire(alone, "who waits")
-            assert PATIENCE_S <= now() - began < 3 * PATIENCE_S
+            assert MIN_FAILING_S <= now() - began < 3 * MIN_FAILING_S
 
         await nobody_has_anything()
 
@@ -170,7 +170,7 @@ def test_what_never_starts_is_told_after_some_seconds_and_to_all_when_nothing_su
     play: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        world = FakeWorld(refusing(ResourceError("the daemon is gone"), until=float("inf")))
+        world = FakeBackend(refusing(ResourceError("the daemon is gone"), until=float("inf")))
         ends: list[float] = []
 
         async def ask(owner: str) -> None:
@@ -180,7 +180,7 @@ def test_what_never_starts_is_told_after_some_seconds_and_to_all_when_nothing_su
 
         spec = FakeSpec(world=world, capacity=8)
         await asyncio.gather(*(ask(f"rollout {number}") for number in range(64)))
-        assert PATIENCE_S <= ends[0] < 2 * PATIENCE_S
+        assert MIN_FAILING_S <= ends[0] < 2 * MIN_FAILING_S
         assert LOST_S <= ends[-1] < LOST_S + LONGEST_PAUSE_S
         assert sum(end < LOST_S for end in ends) <= 4, "one for each try"
         assert world.count("start") < 20
@@ -193,7 +193,7 @@ def test_what_never_starts_is_told_after_some_seconds_and_to_all_when_nothing_su
 
 def test_a_pool_whose_starts_fail_holds_up_no_other(play: Callable[..., None]) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        broken = FakeSpec(world=FakeWorld(refusing(OSError("down"), until=3)), name="broken", cpus=1)
+        broken = FakeSpec(world=FakeBackend(refusing(OSError("down"), until=3)), name="broken", cpus=1)
         waiting = [asyncio.create_task(engine.acquire(broken, f"r{number}")) for number in range(4)]
         await asyncio.sleep(0.1)
         began = now()
@@ -206,7 +206,7 @@ def test_a_pool_whose_starts_fail_holds_up_no_other(play: Callable[..., None]) -
 
 def test_who_holds_something_waits_through_a_pause_and_is_in_no_deadlock(play: Callable[..., None]) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        broken = FakeSpec(world=FakeWorld(refusing(OSError("down"), until=3)), name="broken", capacity=1)
+        broken = FakeSpec(world=FakeBackend(refusing(OSError("down"), until=3)), name="broken", capacity=1)
         sound = FakeSpec(name="sound", capacity=1)
         await engine.acquire(sound, "a")
         await engine.acquire(broken, "a")
@@ -217,23 +217,23 @@ def test_who_holds_something_waits_through_a_pause_and_is_in_no_deadlock(play: C
 
 def test_a_wait_that_ends_while_starts_fail_says_with_what(play: Callable[..., None]) -> None:
     async def scene(engine: ResourceEngine) -> None:
-        spec = FakeSpec(world=FakeWorld(refusing(OSError("down"), until=30)))
+        spec = FakeSpec(world=FakeBackend(refusing(OSError("down"), until=30)))
         with pytest.raises(AcquireTimeout, match=r"its starts fail, for 2\.0 s now, with OSError: down"):
             await engine.acquire(spec, "a", timeout=2)
-        assert Snapshot.from_json(json.dumps(engine.snapshot().to_json())).pools[0].failing == "OSError: down"
+        assert EngineSnapshot.from_json(json.dumps(engine.snapshot().to_json())).pools[0].failing == "OSError: down"
 
     play(scene)
 
 
 def test_each_pause_is_an_event(play: Callable[..., None]) -> None:
-    seen: list[ResourceStartsPaused] = []
+    seen: list[ResourceStartBackoff] = []
     events = EventStream()
 
     async def scene(engine: ResourceEngine) -> None:
-        await engine.acquire(FakeSpec(world=FakeWorld(refusing(OSError("down"), until=1))), "a")
+        await engine.acquire(FakeSpec(world=FakeBackend(refusing(OSError("down"), until=1))), "a")
 
     def keep(event: object) -> None:
-        if isinstance(event, ResourceStartsPaused):
+        if isinstance(event, ResourceStartBackoff):
             seen.append(event)
 
     with events.subscribed(keep):
@@ -249,24 +249,29 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        *((error, Cause.PASSING) for error in REFUSALS),
-        (TimeoutError("start() took longer"), Cause.PASSING),
-        (MemoryError(), Cause.PASSING),
-        (APIUnavailable("503", status=503), Cause.PASSING),
-        (caused(ResourceError("the way to the engine is broken"), FileNotFoundError("docker.sock")), Cause.PASSING),
-        (TypeError("Game() takes no arguments"), Cause.LASTING),
-        (FileNotFoundError("levels.json"), Cause.LASTING),
-        (ConfigError("no"), Cause.LASTING),
-        (UsageError("no"), Cause.LASTING),
-        (PrerequisiteError("no docker"), Cause.LASTING),
-        (APIRefused("401", status=401), Cause.LASTING),
-        (caused(ResourceStartError("could not be prepared"), KeyError("x")), Cause.LASTING),
-        (OSError(errno.ENOSPC, "full"), Cause.FULL_DISK),
-        (OSError(errno.EDQUOT, "full"), Cause.FULL_DISK),
-        (caused(PrerequisiteError("could not make a box"), OSError(errno.ENOSPC, "full")), Cause.FULL_DISK),
-        (ResourceError("write /var/lib/docker/x: no space left on device (status 500)"), Cause.FULL_DISK),
+        *((error, StartFailureCause.TRANSIENT) for error in REFUSALS),
+        (TimeoutError("start() took longer"), StartFailureCause.TRANSIENT),
+        (MemoryError(), StartFailureCause.TRANSIENT),
+        (APIUnavailable("503", status=503), StartFailureCause.TRANSIENT),
+        (
+            caused(ResourceError("the way to the engine is broken"), FileNotFoundError("docker.sock")),
+            StartFailureCause.TRANSIENT,
+        ),
+        (TypeError("Game() takes no arguments"), StartFailureCause.PERMANENT),
+        (FileNotFoundError("levels.json"), StartFailureCause.PERMANENT),
+        (ConfigError("no"), StartFailureCause.PERMANENT),
+        (UsageError("no"), StartFailureCause.PERMANENT),
+        (PrerequisiteError("no docker"), StartFailureCause.PERMANENT),
+        (APIRefused("401", status=401), StartFailureCause.PERMANENT),
+        (caused(ResourceStartError("could not be prepared"), KeyError("x")), StartFailureCause.PERMANENT),
+        (OSError(errno.ENOSPC, "full"), StartFailureCause.DISK_FULL),
+        (OSError(errno.EDQUOT, "full"), StartFailureCause.DISK_FULL),
+        (caused(PrerequisiteError("could not make a box"), OSError(errno.ENOSPC, "full")), StartFailureCause.DISK_FULL),
+        (ResourceError("write /var/lib/docker/x: no space left on device (status 500)"), StartFailureCause.DISK_FULL),
     ],
     ids=repr,
 )
-def test_what_may_pass_is_told_from_what_lasts_and_from_a_full_disk(error: BaseException, cause: Cause) -> None:
+def test_what_may_pass_is_told_from_what_lasts_and_from_a_full_disk(
+    error: BaseException, cause: StartFailureCause
+) -> None:
     assert cause_of(error) is cause

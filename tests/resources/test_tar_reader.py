@@ -18,10 +18,15 @@ from typing import Any
 
 import pytest
 
-from agentfly.resources.containers.archive_bytes import BrokenArchive, FileBytes, HashedBytes, decompressed
-from agentfly.resources.containers.tar_reader import Kind, TarReader
-from agentfly.resources.containers.unpacking import UnpackLimits
-from agentfly.threads.cancel_token import CancelToken
+from agentfly.core.threads.run import CancelToken
+from agentfly.resources.containers.archives.byte_readers import (
+    FileSlice,
+    HashingReader,
+    MalformedArchive,
+    open_decompressed,
+)
+from agentfly.resources.containers.archives.tar_reader import TarEntryType, TarReader
+from agentfly.resources.containers.archives.unpacker import UnpackLimits
 from tests.support.archives import attribute, header, reader, sparse, summed, tar, unpack
 
 # --- honest archives --------------------------------------------------------------------------------------------------
@@ -59,18 +64,22 @@ def read(content: bytes) -> list[tuple[Any, ...]]:
     archive, found = reader(content), []
     while (member := archive.next()) is not None:
         held = bytearray(member.size)
-        for position, piece in archive.pieces():
+        for position, piece in archive.read_data():
             held[position : position + len(piece)] = piece
         found.append((member.name.rstrip("/"), member.kind.value, member.mode, member.size, member.target, bytes(held)))
     return found
 
 
 def read_by_tarfile(content: bytes) -> list[tuple[Any, ...]]:
-    kinds = {tarfile.DIRTYPE: Kind.DIRECTORY, tarfile.SYMTYPE: Kind.SYMLINK, tarfile.LNKTYPE: Kind.HARD_LINK}
+    kinds = {
+        tarfile.DIRTYPE: TarEntryType.DIRECTORY,
+        tarfile.SYMTYPE: TarEntryType.SYMLINK,
+        tarfile.LNKTYPE: TarEntryType.HARD_LINK,
+    }
     found = []
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
-            kind = Kind.FILE if member.isreg() else kinds.get(member.type, Kind.OTHER)
+            kind = TarEntryType.FILE if member.isreg() else kinds.get(member.type, TarEntryType.OTHER)
             file = archive.extractfile(member) if member.isreg() else None
             held = file.read() if file is not None else b""
             size = member.size if member.isreg() else 0
@@ -115,7 +124,7 @@ def _twice(content: bytes) -> bytes:
 )
 def test_what_is_compressed_is_read_from_any_place_on(compress: Callable[[bytes], bytes]) -> None:
     content = os.urandom(300_000) + b"\0" * 300_000
-    opened = decompressed(FileBytes(io.BytesIO(compress(content)), CancelToken()), CancelToken())
+    opened = open_decompressed(FileSlice(io.BytesIO(compress(content)), CancelToken()), CancelToken())
     for place in (0, 1, 299_990, 17, 599_999, 2):
         opened.seek(place)
         assert opened.read(10) == content[place : place + 10]
@@ -127,7 +136,7 @@ def test_what_is_compressed_is_read_from_any_place_on(compress: Callable[[bytes]
 
 def test_a_digest_is_of_all_bytes_whatever_was_read_of_them() -> None:
     content = os.urandom(10_000)
-    hashed = HashedBytes(FileBytes(io.BytesIO(b"before" + content + b"after"), CancelToken(), 6, 10_000), "sha256")
+    hashed = HashingReader(FileSlice(io.BytesIO(b"before" + content + b"after"), CancelToken(), 6, 10_000), "sha256")
     hashed.read(100)
     hashed.seek(0)
     hashed.seek(5000)
@@ -190,7 +199,7 @@ GARBLED = {
 
 @pytest.mark.parametrize("content", GARBLED.values(), ids=[*GARBLED])
 def test_an_archive_made_to_break_its_reader_is_refused_as_broken(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(BrokenArchive, match=r"^(?!.*broken off)"):
+    with pytest.raises(MalformedArchive, match=r"^(?!.*broken off)"):
         unpack(content + b"\0" * 1024, tmp_path)
 
 
@@ -207,7 +216,7 @@ BROKEN_OFF = {
 
 @pytest.mark.parametrize("content", BROKEN_OFF.values(), ids=[*BROKEN_OFF])
 def test_an_archive_that_is_broken_off_is_refused_wherever_that_is(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(BrokenArchive, match=r"broken off|is empty"):
+    with pytest.raises(MalformedArchive, match=r"broken off|is empty"):
         unpack(content, tmp_path)
 
 
@@ -230,15 +239,15 @@ def test_of_what_says_that_it_is_huge_no_more_is_read_than_its_header() -> None:
         sparse((0, 512), more=True),
     ):
         file = _Counted(content + b"1" * 2**23)
-        with pytest.raises(BrokenArchive):
-            TarReader(FileBytes(file, CancelToken())).next()
+        with pytest.raises(MalformedArchive):
+            TarReader(FileSlice(file, CancelToken())).next()
         assert file.asked < 2**21 + 4096
 
 
 def test_no_more_is_read_than_an_archive_may_have() -> None:
-    archive = TarReader(FileBytes(io.BytesIO(tar({"a": b"x" * 3000, "b": b"y"})), CancelToken()), max_length=2000)
+    archive = TarReader(FileSlice(io.BytesIO(tar({"a": b"x" * 3000, "b": b"y"})), CancelToken()), max_length=2000)
     assert archive.next() is not None
-    with pytest.raises(BrokenArchive, match="longer than 2000 bytes"):
+    with pytest.raises(MalformedArchive, match="longer than 2000 bytes"):
         archive.next()
 
 
@@ -248,19 +257,19 @@ def test_what_is_compressed_and_garbled_or_broken_off_is_refused(
     compress: Callable[[bytes], bytes], spoil: Callable[[bytes], bytes]
 ) -> None:
     content = spoil(compress(tar({"f": os.urandom(5000)})))
-    archive = TarReader(decompressed(FileBytes(io.BytesIO(content), CancelToken()), CancelToken()))
-    with pytest.raises(BrokenArchive):
+    archive = TarReader(open_decompressed(FileSlice(io.BytesIO(content), CancelToken()), CancelToken()))
+    with pytest.raises(MalformedArchive):
         deque(iter(archive.next, None), maxlen=0)
 
 
 def test_what_is_compressed_in_another_way_is_refused_with_the_cure() -> None:
-    with pytest.raises(BrokenArchive, match="'zstd -d'"):
-        decompressed(FileBytes(io.BytesIO(b"\x28\xb5\x2f\xfd" + b"x" * 100), CancelToken()), CancelToken())
+    with pytest.raises(MalformedArchive, match="'zstd -d'"):
+        open_decompressed(FileSlice(io.BytesIO(b"\x28\xb5\x2f\xfd" + b"x" * 100), CancelToken()), CancelToken())
 
 
 def test_what_is_compressed_a_thousandfold_takes_the_memory_of_a_piece() -> None:
     packed = gzip.compress(b"\0" * 2**24)
-    opened = decompressed(FileBytes(io.BytesIO(packed), CancelToken()), CancelToken())
+    opened = open_decompressed(FileSlice(io.BytesIO(packed), CancelToken()), CancelToken())
     tracemalloc.start()
     try:
         opened.seek(2**24)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
-from agentfly.resources.tree_removal import remove_tree
+from agentfly.core.tree_removal import remove_tree
+from agentfly.resources.containers.runtime_directory import remove_sandbox_directory
 
 DEEP = "import os, sys; os.chdir(sys.argv[1]); [(os.mkdir('deep'), os.chdir('deep')) for _ in range(1200)]"
 
@@ -27,7 +27,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", tmp_path / "tree"], check=True)  # which pytest could not do
 
 
-@pytest.mark.parametrize("remove", [remove_tree, remove_scratch])
+@pytest.mark.parametrize("remove", [remove_tree, remove_sandbox_directory])
 def test_a_tree_deeper_than_any_path_or_stack_is_removed(place: Path, remove: object) -> None:
     make_deep(place)
     assert callable(remove)
@@ -42,7 +42,7 @@ def test_what_its_owner_may_neither_read_nor_enter_is_removed(place: Path) -> No
         (place / f"{mode:o}" / "below").chmod(mode)
         (place / f"{mode:o}").chmod(mode)
     place.chmod(0o000)
-    as_ordinary_user(place, f"from agentfly.resources.tree_removal import remove_tree; remove_tree({str(place)!r})")
+    as_ordinary_user(place, f"from agentfly.core.tree_removal import remove_tree; remove_tree({str(place)!r})")
     assert not place.exists()
 
 

@@ -20,14 +20,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ResourceStartError
-from agentfly.resources.containers import images
-from agentfly.resources.containers.archive_bytes import ArchiveError, BrokenArchive, FileBytes, decompressed
+from agentfly.core.errors import ResourceStartError
+from agentfly.core.threads.run import CancelToken
+from agentfly.core.tree_removal import remove_tree
+from agentfly.resources.containers import image_store
+from agentfly.resources.containers.archives.byte_readers import (
+    ArchiveError,
+    FileSlice,
+    MalformedArchive,
+    open_decompressed,
+)
+from agentfly.resources.containers.archives.tar_reader import TarReader
+from agentfly.resources.containers.archives.unpacker import Unpacker, UnpackLimits
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.tar_reader import TarReader
-from agentfly.resources.containers.unpacking import Unpacker, UnpackLimits
-from agentfly.resources.tree_removal import remove_tree
-from agentfly.threads.cancel_token import CancelToken
 from tests.resources.test_containers_images import BASE, OVER, layout, saved
 from tests.resources.test_tar_reader import BROKEN_OFF, GARBLED
 from tests.resources.test_unpacking import EVIL
@@ -86,7 +91,7 @@ def test_whatever_an_archive_names_and_links_nothing_outside_is_touched(
             with Unpacker(target, LIMITS, leaving_links=leaving_links) as unpacker:
                 for layer in layers:
                     unpacker.add(reader(tar(_aimed(layer, victim), mode)), layer=layered)
-                unpacker.finish()
+                unpacker.remove_escaping_links()
         except ArchiveError:
             pass
         else:
@@ -125,7 +130,7 @@ def test_whatever_is_changed_in_an_archive_it_is_read_or_refused(
         before = all_of(victim)
         with suppress(ArchiveError), Unpacker(target, LIMITS, leaving_links=False) as unpacker:
             unpacker.add(reader(bytes(content[:size])))
-            unpacker.finish()
+            unpacker.remove_escaping_links()
         remove_tree(target)
         assert all_of(victim) == before
 
@@ -140,7 +145,7 @@ def _garbled(test: Callable[..., None]) -> Callable[..., None]:
 @_garbled
 @given(content=st.binary(max_size=2000).map(lambda text: text + b"\0" * (-len(text) % 512)))
 def test_whatever_bytes_there_are_they_are_read_or_refused(content: bytes) -> None:
-    with suppress(BrokenArchive):
+    with suppress(MalformedArchive):
         deque(iter(reader(content).next, None), maxlen=0)
 
 
@@ -161,8 +166,8 @@ def test_whatever_is_changed_in_what_is_compressed_it_is_read_or_refused(
     start = place % max(1, len(changed))
     changed[start : start + len(text)] = text
     token = CancelToken()
-    with suppress(BrokenArchive):
-        archive = TarReader(decompressed(FileBytes(io.BytesIO(bytes(changed)), token), token), max_length=10**6)
+    with suppress(MalformedArchive):
+        archive = TarReader(open_decompressed(FileSlice(io.BytesIO(bytes(changed)), token), token), max_length=10**6)
         deque(iter(archive.next, None), maxlen=0)
 
 
@@ -209,6 +214,10 @@ def test_whatever_the_documents_of_an_image_say_it_is_unpacked_or_refused(
         else:
             path.write_bytes(tar(files))
         with suppress(ResourceStartError):
-            images.unpack(CancelToken(), ContainerSpec(image=str(path)))
-        left = [found.name for found in images.store().glob(".*")] if images.store().is_dir() else []
+            image_store.unpack_rootfs(CancelToken(), ContainerSpec(image=str(path)))
+        left = (
+            [found.name for found in image_store.image_store_directory().glob(".*")]
+            if image_store.image_store_directory().is_dir()
+            else []
+        )
         assert left == []

@@ -6,10 +6,10 @@ import asyncio
 import threading
 import time
 
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.threads.run import DedicatedThread
 from agentfly.testing import virtual_time
 from agentfly.testing.virtual_time import run_in_virtual_time
-from agentfly.threads.dedicated import DedicatedThread
-from agentfly.threads.pool import on_thread
 
 
 def test_sleeps_take_no_time_and_end_in_their_order():
@@ -51,10 +51,10 @@ def test_agentflys_threads_hold_the_clock_while_they_work_and_no_longer():
     async def main():
         loop, thread = asyncio.get_running_loop(), DedicatedThread()
         async with asyncio.timeout(0.001):
-            await on_thread(time.sleep, 0.02)
-            await thread.begin(time.sleep, 0.02)
+            await run_in_thread(time.sleep, 0.02)
+            await thread.start(time.sleep, 0.02)
         assert not loop.has_thread_at_work  # though the dedicated thread waits for further calls
-        thread.end()
+        thread.close()
         return loop.time()
 
     assert run_in_virtual_time(main()) == 0

@@ -10,24 +10,23 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ToolDefinitionError
+from agentfly.core.errors import ToolDefinitionError
+from agentfly.core.task import Task
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.scope import Scope
-from agentfly.rollouts import concurrency
-from agentfly.rollouts.admission import Admission, Guest
-from agentfly.rollouts.concurrency import Obstacle
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.resource import Scope
+from agentfly.rollouts import admission as concurrency
+from agentfly.rollouts.admission import Admission, AdmissionTicket, BlockReason
 from agentfly.rollouts.run import evaluate, run
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
 def spec(name, capacity=1, **fields):
-    return FakeSpec(world=FakeWorld(), name=name, capacity=capacity, **fields)
+    return FakeSpec(world=FakeBackend(), name=name, capacity=capacity, **fields)
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class Queue:
     numbers: list[int]
     priority: int = 0
     begun: list[int] = field(default_factory=list)
-    guests: dict[int, Guest] = field(default_factory=dict)
+    guests: dict[int, AdmissionTicket] = field(default_factory=dict)
 
     @property
     def waits(self):
@@ -54,26 +53,26 @@ class Queue:
 
 def test_no_more_begin_than_may_run_and_in_their_order():
     admission, queue = Admission(2), Queue([0, 1, 2, 3])
-    admission.announce(queue)
+    admission.enqueue(queue)
     assert queue.begun == [0, 1]
-    queue.guests[1].leave()
-    queue.guests[1].leave()  # again
+    queue.guests[1].release()
+    queue.guests[1].release()  # again
     assert queue.begun == [0, 1, 2]
-    queue.guests[0].leave()
-    queue.guests[2].leave()
+    queue.guests[0].release()
+    queue.guests[2].release()
     assert queue.begun == [0, 1, 2, 3]
 
 
 def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empties_lets_more():
     admission, queue, box = Admission(6), Queue(list(range(12))), spec("box", capacity=2)
-    admission.announce(queue)
+    admission.enqueue(queue)
     assert queue.begun == [0, 1, 2, 3, 4, 5]
-    waits = [queue.guests[number].notice((box,), Scope.ROLLOUT) for number in range(6)]
+    waits = [queue.guests[number].waiting_for_resources((box,), Scope.ROLLOUT) for number in range(6)]
     for wait in waits:
         wait.__enter__()  # the third in line and those after it find two before them: the limit falls to two
     for number in range(3):
         waits[number].__exit__(None, None, None)
-        queue.guests[number].leave()
+        queue.guests[number].release()
     assert queue.begun == [0, 1, 2, 3, 4, 5]  # three could run, but three are ahead
     waits[3].__exit__(None, None, None)
     waits[4].__exit__(None, None, None)
@@ -81,61 +80,61 @@ def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empti
     waits[5].__exit__(None, None, None)  # the line is empty: one more may be ahead
     assert queue.begun == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     for number in range(12):
-        queue.guests[number].leave()
+        queue.guests[number].release()
     assert queue.begun == list(range(12))
 
 
 def test_those_of_higher_priority_begin_first_and_of_equal_ones_those_that_were_asked_for_first():
     admission, first, second, urgent = Admission(1), Queue([1, 2]), Queue([3]), Queue([4, 5], priority=1)
     for queue in (first, second, urgent):
-        admission.announce(queue)
+        admission.enqueue(queue)
     order = [1]
     current = first.guests[1]
     for queue in (urgent, urgent, first, second):
-        current.leave()
+        current.release()
         order.append(queue.begun[-1])
         current = queue.guests[queue.begun[-1]]
     assert order == [1, 4, 5, 2, 3]
     first.numbers.append(6)
     second.numbers.append(7)
-    admission.announce(second)
-    admission.announce(first)  # it keeps the place that it had
-    current.leave()
+    admission.enqueue(second)
+    admission.enqueue(first)  # it keeps the place that it had
+    current.release()
     assert first.begun == [1, 2, 6]
 
 
 def test_those_who_wait_for_a_resource_with_lower_priority_do_not_keep_evaluation_from_beginning():
     admission, box = Admission(8), spec("box", capacity=1)
     training, evaluation = Queue(list(range(8))), Queue([8, 9], priority=1)
-    admission.announce(training)
+    admission.enqueue(training)
     with contextlib.ExitStack() as waits:
         for guest in list(training.guests.values())[:4]:
-            waits.enter_context(guest.notice((box,), Scope.ROLLOUT))
+            waits.enter_context(guest.waiting_for_resources((box,), Scope.ROLLOUT))
         for guest in list(training.guests.values())[4:6]:
-            guest.leave()
+            guest.release()
         training.numbers += [10, 11]
-        admission.announce(training)
-        admission.announce(evaluation)
+        admission.enqueue(training)
+        admission.enqueue(evaluation)
         assert training.begun == list(range(8))  # six are ahead where five may be
         assert evaluation.begun == [8, 9]
 
 
 def test_a_source_that_is_forgotten_has_nobody_let_in():
     admission, queue = Admission(1), Queue([0, 1])
-    admission.announce(queue)
-    admission.forget(queue)
-    queue.guests[0].leave()
+    admission.enqueue(queue)
+    admission.remove(queue)
+    queue.guests[0].release()
     assert queue.begun == [0]
 
 
 @pytest.mark.parametrize(("fields", "limited"), [({"max_concurrency": 1}, True), ({}, False)])
 def test_places_of_a_shared_resource_are_the_seats_of_its_replicas(fields, limited):
     admission, queue, judge = Admission(4), Queue(list(range(5))), spec("judge", capacity=2, replicas=2, **fields)
-    admission.announce(queue)
+    admission.enqueue(queue)
     with contextlib.ExitStack() as waits:
         for number in range(4):
-            waits.enter_context(queue.guests[number].notice((judge,), Scope.GLOBAL))
-        queue.guests[0].leave()
+            waits.enter_context(queue.guests[number].waiting_for_resources((judge,), Scope.GLOBAL))
+        queue.guests[0].release()
         assert (4 in queue.begun) is not limited
 
 
@@ -151,7 +150,7 @@ class Clock:
 
 def test_where_nobody_says_how_many_may_run_as_many_begin_as_keep_the_policy_busy():
     admission, queue = Admission(generations=4), Queue(list(range(40)))
-    admission.announce(queue)
+    admission.enqueue(queue)
     assert queue.begun == [0, 1, 2, 3, 4]  # as many as it has places for, and one in line
     for number in range(5):
         queue.guests[number].generation.__enter__()
@@ -166,7 +165,7 @@ def test_where_nobody_says_how_many_may_run_as_many_begin_as_keep_the_policy_bus
             pass
     assert len(queue.begun) == 10  # eight are at the policy
     for number in (7, 8, 9):
-        queue.guests[number].leave()  # without ever having been there
+        queue.guests[number].release()  # without ever having been there
     assert len(queue.begun) == 10
     queue.guests[0].generation.__exit__(None, None, None)
     assert len(queue.begun) == 11
@@ -176,21 +175,21 @@ def test_where_nobody_says_how_many_may_run_as_many_begin_as_keep_the_policy_bus
 
 def test_a_number_that_was_chosen_is_how_many_run_whatever_the_policy_can_do():
     admission, queue = Admission(10, generations=4), Queue(list(range(40)))
-    admission.announce(queue)
+    admission.enqueue(queue)
     assert len(queue.begun) == 10
 
 
 def test_training_that_keeps_the_policy_busy_does_not_keep_evaluation_from_beginning():
     admission, training, evaluation = Admission(generations=2), Queue(list(range(9))), Queue([9, 10], priority=1)
-    admission.announce(training)
-    admission.announce(evaluation)
+    admission.enqueue(training)
+    admission.enqueue(evaluation)
     assert (training.begun, evaluation.begun) == ([0, 1, 2], [9, 10])
 
 
 def test_the_time_is_told_in_which_rollouts_were_held_back_and_by_what():
     clock, box = Clock(), spec("box", capacity=1)
     admission, queue = Admission(3, generations=2, clock=clock), Queue(list(range(6)))
-    admission.announce(queue)  # three begin, and are on their way to the policy
+    admission.enqueue(queue)  # three begin, and are on their way to the policy
     clock.now = 1.0
     queue.guests[0].generation.__enter__()
     queue.guests[1].generation.__enter__()
@@ -198,18 +197,21 @@ def test_the_time_is_told_in_which_rollouts_were_held_back_and_by_what():
     queue.guests[0].generation.__exit__(None, None, None)
     queue.guests[1].generation.__exit__(None, None, None)
     clock.now = 7.0  # the third is alone on its way, where there would be room for two
-    with queue.guests[0].notice((box,), Scope.ROLLOUT), queue.guests[1].notice((box,), Scope.ROLLOUT):
-        queue.guests[2].leave()
+    with (
+        queue.guests[0].waiting_for_resources((box,), Scope.ROLLOUT),
+        queue.guests[1].waiting_for_resources((box,), Scope.ROLLOUT),
+    ):
+        queue.guests[2].release()
         clock.now = 15.0
     found = admission.meter.read()
     assert (found.seconds, found.rollout_seconds, found.generation_seconds) == (15.0, 7.0 * 3 + 8.0 * 2, 4.0)
-    assert found.held_seconds == {Obstacle.POLICY: 3.0, Obstacle.LIMIT: 4.0, Obstacle.RESOURCES: 8.0}
+    assert found.blocked_seconds == {BlockReason.POLICY: 3.0, BlockReason.LIMIT: 4.0, BlockReason.RESOURCES: 8.0}
     assert found.metrics()["concurrency/held_by_resources"] == pytest.approx(8 / 15)
     for number in range(6):
         if number in queue.guests:
-            queue.guests[number].leave()
+            queue.guests[number].release()
     clock.now = 100.0
-    assert (admission.meter.read() - found).held_seconds == dict.fromkeys(Obstacle, 0.0)  # nobody waits
+    assert (admission.meter.read() - found).blocked_seconds == dict.fromkeys(BlockReason, 0.0)  # nobody waits
 
 
 @pytest.mark.parametrize(("free", "limit"), [(None, 4096), (2**40, 4096), (2**30, 512), (0, 64)])
@@ -365,7 +367,7 @@ def test_evaluation_on_the_same_runner_goes_before_training_that_holds_every_res
             held_out = [Task(f"e{number}") for number in range(8)]
             began = asyncio.get_running_loop().time()
             results = await runner.collect(held_out, priority=1)
-            return asyncio.get_running_loop().time() - began, training.state, results
+            return asyncio.get_running_loop().time() - began, training.progress, results
 
     took, training, results = in_virtual_time(scene, tmp_path)
     assert [result.finish for result in results] == ["answered"] * 8
@@ -407,7 +409,7 @@ def test_many_rollouts_that_need_two_pools_in_opposite_order_all_finish_if_the_t
 
 
 def test_needs_may_come_from_the_task_and_the_reward_and_are_got_in_one_step(tmp_path):
-    world = FakeWorld()
+    world = FakeBackend()
     grader = spec("grader")
 
     def image_of(task):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import agentfly as af
-from agentfly.errors import UsageError
+from agentfly.core.errors import UsageError
 
 AGENT = af.Agent(model="scripted")
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentfly as af
+from agentfly.core.tokens import Origin, TokenSequence
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.evaluation.token_audit import audit_tokens
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
-from agentfly.rollouts.audit import audit_tokens
-from agentfly.tokens import Origin, TokenSequence
-from agentfly.trajectory import Trajectory, Turn
 
 IM_END = 257
 

@@ -11,22 +11,22 @@ from dataclasses import replace
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, UsageError
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.batch import Batch, BatchState
-from agentfly.rollouts.crew import GRACE_S
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.batch import Batch, BatchProgress
+from agentfly.rollouts.rollout_tasks import CANCEL_GRACE_S
 from agentfly.rollouts.runner import Runner
-from agentfly.rollouts.token_speaker import TokenSpeaker
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.rollouts.turn_generator import TokenTurnGenerator
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
-from agentfly.trajectory import FinishReason
 
-BOX = FakeSpec(world=FakeWorld(), name="box", capacity=100)
+BOX = FakeSpec(world=FakeBackend(), name="box", capacity=100)
 
 
 @tool
@@ -70,7 +70,7 @@ def test_more_can_be_added_while_what_there_is_runs_and_comes_later(tmp_path):
                 order.append(trajectory.rollout_id)
                 if len(order) == 1:
                     batch.add(tasks(1), attempts=2)
-            assert batch.state == BatchState(waiting=0, running=0, ready=0, handed_out=4, cancelled=0)
+            assert batch.state == BatchProgress(waiting=0, running=0, ready=0, delivered=4, cancelled=0)
             batch.add(tasks(1))  # also after the iteration has ended
             order += [trajectory.rollout_id async for trajectory in batch]
         return order
@@ -90,7 +90,7 @@ def test_the_first_groups_to_become_whole_are_enough_and_the_rest_comes_first_ne
 
     taken, state = in_virtual_time(scene, tmp_path)
     assert taken == [["b-1.0", "b-1.1", "b-3.0", "b-3.1"], ["b-4.0", "b-4.1", "b-0.0", "b-0.1"], ["b-2.0", "b-2.1"]]
-    assert (state.running, state.ready, state.handed_out, state.kept) == (4, 0, 4, 4)
+    assert (state.running, state.ready, state.delivered, state.kept) == (4, 0, 4, 4)
 
 
 def test_what_is_more_than_enough_can_be_cancelled_and_is_never_trained(tmp_path):
@@ -240,7 +240,7 @@ def test_cancelling_whoever_waits_for_a_stream_at_any_moment_gives_everything_ba
 
 
 def test_leaving_the_runner_ends_the_batches_that_were_left_open(tmp_path):
-    world, spec = FakeWorld(), None
+    world, spec = FakeBackend(), None
     spec = FakeSpec(world=world, name="own")
 
     @tool
@@ -284,7 +284,7 @@ def test_a_tool_that_takes_no_notice_of_being_cancelled_does_not_keep_the_others
 
     found, took = run_in_virtual_time(main())
     assert found == [("b-0.0", "cancelled")]
-    assert took < 2 * GRACE_S + 2
+    assert took < 2 * CANCEL_GRACE_S + 2
     assert "take no notice of being cancelled" in caplog.text
 
 
@@ -330,14 +330,14 @@ def test_thirty_of_thirty_two_rollouts_are_kept_where_one_raises_and_one_breaks_
                 raise RuntimeError("the sampler broke")
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
 
-    finish, calls = TokenSpeaker.finish, itertools.count()
+    finish, calls = TokenTurnGenerator.finish, itertools.count()
 
     def break_once(speaker):
         if next(calls) == 20:
             raise ValueError("tokens cannot be merged")
         finish(speaker)
 
-    monkeypatch.setattr(TokenSpeaker, "finish", break_once)
+    monkeypatch.setattr(TokenTurnGenerator, "finish", break_once)
 
     async def scene(runner):
         return await runner.collect(tasks(*[2] * 32), label="b")
@@ -352,7 +352,7 @@ def test_thirty_of_thirty_two_rollouts_are_kept_where_one_raises_and_one_breaks_
 @pytest.mark.parametrize("error", [ValueError("no room"), asyncio.CancelledError(), BaseException("unheard of")])
 def test_what_breaks_outside_a_rollouts_own_care_ends_it_alone(tmp_path, error):
     class Forgetful(ScriptedPolicy):
-        def forget(self, rollout_id):
+        def release_rollout(self, rollout_id):
             if rollout_id == "b-1.0":
                 raise error
 

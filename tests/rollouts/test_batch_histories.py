@@ -11,17 +11,17 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
-from agentfly.agents.tool import tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ResourceStartError, UsageError
-from agentfly.events import EventStream, RolloutFinished, RolloutStarted
+from agentfly.core.errors import ResourceStartError, UsageError
+from agentfly.core.events import EventStream, RolloutFinished, RolloutStarted
+from agentfly.core.task import Task
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.rollouts.record import RolloutRecord
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.rollouts.rollout_record import RolloutRecord
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
@@ -42,7 +42,7 @@ class History:
         chance = self.chance
         settings = {"attempts": chance.randint(1, 3), "priority": chance.randrange(2), "label": name}
         async with self.runner.batch(self.tasks(), record=record, **settings) as batch:
-            with contextlib.suppress(TooManyFailures):  # where every rollout so far failed
+            with contextlib.suppress(FailureBudgetExceeded):  # where every rollout so far failed
                 await self.use(batch, name)
 
     async def use(self, batch, name):
@@ -53,7 +53,7 @@ class History:
             self.take(rest)
             state = batch.state
             assert (state.waiting, state.running, state.ready) == (0, 0, 0)
-            assert state.handed_out == sum(count for who, count in self.taken.items() if who.startswith(name))
+            assert state.delivered == sum(count for who, count in self.taken.items() if who.startswith(name))
 
     async def act(self, batch, name):
         chance = self.chance
@@ -92,7 +92,7 @@ class History:
 @pytest.mark.parametrize("seed", range(24))
 def test_each_rollout_is_handed_out_once_at_most_and_ends_with_everything_given_back(seed, tmp_path):
     chance = random.Random(seed)
-    box = FakeSpec(world=FakeWorld(), name="box", capacity=3)
+    box = FakeSpec(world=FakeBackend(), name="box", capacity=3)
 
     @tool
     async def use(context: Context) -> str:

@@ -10,19 +10,19 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.events import EventStream, RolloutFinished
+from agentfly.core.events import EventStream, RolloutFinished
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts import crew
-from agentfly.rollouts.crew import GRACE_S
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts import rollout_tasks
+from agentfly.rollouts.rollout_tasks import CANCEL_GRACE_S
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
-from agentfly.trajectory import FinishReason
 
 TURNS = [HermesFormat().write("use", {}), HermesFormat().write("use", {}), "Done."]
 
@@ -105,7 +105,7 @@ def test_whoever_swallows_a_cancellation_the_rollout_is_cancelled_and_has_no_rew
         assert {len(trajectory.turns) for trajectory in trajectories} == {1}  # and nothing more was sampled
 
 
-BOX = FakeSpec(world=FakeWorld(), name="box", capacity=1)
+BOX = FakeSpec(world=FakeBackend(), name="box", capacity=1)
 
 
 @tool(name="use")
@@ -143,12 +143,12 @@ def test_a_cancelled_group_that_takes_no_notice_is_handed_out_in_bounded_time_an
 
     found, told, took = run_in_virtual_time(main())
     assert found == told == [("r-0.0", "cancelled"), ("r-1.0", "answered")]
-    assert took < 1 + GRACE_S + 1
+    assert took < 1 + CANCEL_GRACE_S + 1
     assert "1 rollouts take no notice" in caplog.text
 
 
 def test_the_end_of_the_event_loop_does_not_wait_for_a_rollout_that_takes_no_notice(monkeypatch):
-    monkeypatch.setattr(crew, "GRACE_S", 0.05)
+    monkeypatch.setattr(rollout_tasks, "CANCEL_GRACE_S", 0.05)
     over = False
     noticed = 0
 

@@ -2,16 +2,14 @@
 
 import pytest
 
-from agentfly.errors import TokenInvariantError
-from agentfly.images import Image, PlacedImage
+from agentfly.core.errors import TokenInvariantError
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.formats.chat.chat_format import RenderedTokens
+from agentfly.formats.chat.prefix_stability import ProbeExchange
+from agentfly.formats.chat.template_format import TemplateChatFormat
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chain import Chain
-from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
-from agentfly.rollouts.step import Step
-from agentfly.rollouts.tape import Tape
+from agentfly.rollouts.token_recorder import ChainStrategy, StepStrategy, TokenRecorder
 
 IM_END = 257
 ASKED = {"role": "user", "content": "greet"}
@@ -39,22 +37,22 @@ def generation(ids, logprobs=None, finish="stop", version=0):
 class Conversation:
     """A conversation under a strategy, its turns given by hand."""
 
-    def __init__(self, strategy=Chain, *, limit=10_000, tokenizer=None, chat=None):
-        self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), [Exchange(SAID, (ANSWER,))])
+    def __init__(self, strategy=ChainStrategy, *, limit=10_000, tokenizer=None, chat=None):
+        self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), [ProbeExchange(SAID, (ANSWER,))])
         self.sequences = []
-        self.tape = Tape(self.sequences, max_tokens=limit, stop_ids=[IM_END])
+        self.tape = TokenRecorder(self.sequences, max_tokens=limit, stop_ids=[IM_END])
         self.strategy = strategy(self.chat, self.tape)
         self.view = []
 
     def sees(self, *messages):
         self.view += messages
-        self.strategy.show(self.view)
-        return list(self.tape.prompt())
+        self.strategy.render_view(self.view)
+        return list(self.tape.prompt_ids())
 
     def says(self, made, message=SAID):
-        place = self.tape.sampled(made)
+        place = self.tape.append_sampled(made)
         self.view.append(message)
-        self.strategy.replied(message)
+        self.strategy.add_reply(message)
         return place
 
 
@@ -63,7 +61,7 @@ def test_the_next_turns_prompt_is_the_sent_ids_plus_the_sampled_ids_plus_the_ren
     first = talk.sees(ASKED)
     sampled = [*b"he", *b"llo", IM_END]
     talk.says(generation(sampled))
-    after = talk.chat.continuation([ANSWER], after=[IM_END], conversation=[]).ids
+    after = talk.chat.render_continuation([ANSWER], after=[IM_END], conversation=[]).ids
     assert talk.sees(ANSWER) == first + sampled + list(after)
 
 
@@ -87,10 +85,10 @@ class FixedChat:
         self._prompt, self._observation = [1] * prompt_tokens, [2] * observation_tokens
 
     def prompt(self, messages, tools=()):
-        return Rendered(self._prompt)
+        return RenderedTokens(self._prompt)
 
     def continuation(self, messages, *, after, conversation, tools=()):
-        return Rendered(self._observation)
+        return RenderedTokens(self._observation)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +100,8 @@ def test_what_does_not_fit_the_total_is_cut_at_one_index(limit, mask, truncated)
     talk.sees(ASKED)
     talk.says(generation([3, 3, 3, IM_END]))
     talk.sees(ANSWER)
-    if talk.tape.room > 0:
-        room = min(4, talk.tape.room)
+    if talk.tape.remaining > 0:
+        room = min(4, talk.tape.remaining)
         talk.says(generation([4] * room, finish="stop" if room == 4 else "length"))
     talk.tape.finish()
     [sequence] = talk.sequences
@@ -139,13 +137,13 @@ def test_a_format_that_would_rewrite_what_was_sent_begins_a_new_sequence():
 
 
 def test_under_the_step_strategy_every_turn_is_a_sequence_of_its_own_with_the_whole_view_as_its_prompt():
-    talk = Conversation(Step)
+    talk = Conversation(StepStrategy)
     talk.sees(ASKED)
     talk.says(generation([*b"hello", IM_END]))
     second = talk.sees(ANSWER)
     talk.says(generation([*b"c", IM_END]))
     talk.tape.finish()
-    assert second == list(talk.chat.prompt([ASKED, SAID, ANSWER]).ids)
+    assert second == list(talk.chat.render_prompt([ASKED, SAID, ANSWER]).ids)
     assert [sequence.sampled_count for sequence in talk.sequences] == [6, 2]
 
 
@@ -183,13 +181,13 @@ def test_a_mask_that_covers_something_rendered_is_noticed_at_the_end():
 
 def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_begins_a_new_one():
     sequences = []
-    tape = Tape(sequences, max_tokens=100, stop_ids=[9])
-    tape.follow(Rendered([1, 2]))
-    tape.sampled(generation([3, 9]))
-    tape.follow(Rendered([1, 2, 3, 9, 4]))
-    tape.sampled(generation([5, 9]))
-    tape.follow(Rendered([1, 2, 3, 4]))
-    tape.sampled(generation([6, 9]))
+    tape = TokenRecorder(sequences, max_tokens=100, stop_ids=[9])
+    tape.continue_or_begin(RenderedTokens([1, 2]))
+    tape.append_sampled(generation([3, 9]))
+    tape.continue_or_begin(RenderedTokens([1, 2, 3, 9, 4]))
+    tape.append_sampled(generation([5, 9]))
+    tape.continue_or_begin(RenderedTokens([1, 2, 3, 4]))
+    tape.append_sampled(generation([6, 9]))
     tape.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 3, 9, 4, 5, 9], [1, 2, 3, 4, 6, 9]]
     assert [sequence.loss_mask for sequence in sequences] == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
@@ -197,23 +195,23 @@ def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_be
 
 def test_nothing_is_sampled_after_a_cut_even_where_an_image_left_room_by_going_whole():
     image = PlacedImage(Image(b"png", "image/png"), 1, 6)
-    tape = Tape([], max_tokens=6, stop_ids=[9])
-    tape.begin(Rendered([1]))
-    tape.sampled(generation([9]))
-    tape.extend(Rendered([2, 7, 7, 7, 7, 7, 3], (image,)))
-    assert (list(tape.ids), list(tape.images), tape.room) == ([1, 9, 2], [], 0)
-    tape.begin(Rendered([1, 2]))
-    assert tape.room == 4
+    tape = TokenRecorder([], max_tokens=6, stop_ids=[9])
+    tape.begin_sequence(RenderedTokens([1]))
+    tape.append_sampled(generation([9]))
+    tape.append_rendered(RenderedTokens([2, 7, 7, 7, 7, 7, 3], (image,)))
+    assert (list(tape.ids), list(tape.images), tape.remaining) == ([1, 9, 2], [], 0)
+    tape.begin_sequence(RenderedTokens([1, 2]))
+    assert tape.remaining == 4
 
 
 def test_a_prompt_that_left_no_room_gives_its_place_to_the_next():
     sequences = []
-    tape = Tape(sequences, max_tokens=4, stop_ids=[9])
-    tape.begin(Rendered([1, 2, 3, 4, 5]))
-    tape.begin(Rendered([1, 2]))
-    tape.sampled(generation([9]))
+    tape = TokenRecorder(sequences, max_tokens=4, stop_ids=[9])
+    tape.begin_sequence(RenderedTokens([1, 2, 3, 4, 5]))
+    tape.begin_sequence(RenderedTokens([1, 2]))
+    tape.append_sampled(generation([9]))
     tape.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 9]]
-    tape.begin(Rendered([1]))
+    tape.begin_sequence(RenderedTokens([1]))
     with pytest.raises(TokenInvariantError, match="nothing had answered"):
-        tape.begin(Rendered([2]))
+        tape.begin_sequence(RenderedTokens([2]))

@@ -17,17 +17,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import agentfly as af
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ChatFormatError
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.tokens import Origin
+from agentfly.core.trajectory import Trajectory
+from agentfly.formats.chat.control_tokens import ESCAPE_MARK, SLOT_MARK, pattern_of
+from agentfly.formats.chat.prefix_stability import ANSWER_EXCHANGE, ProbeExchange
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation
-from agentfly.rollouts.chat.disarming import MARK, PLACE, pattern_of
-from agentfly.rollouts.chat.proof import ANSWERED, Exchange
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.tokens import Origin
-from agentfly.trajectory import Trajectory
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from tests.support.chat_templates import (
     HOME,
     Tamer,
@@ -87,15 +87,15 @@ TEMPLATES = {
     "calls as parameters": CHATML.replace("CONTENT", "| trim").replace("CALL", AS_PARAMETERS),
     "texts side by side": CHATML.replace("CONTENT", "+ messages[0].content").replace("CALL", GLUED),
     "refusing": CHATML.replace(WRITING, REFUSING).replace("CONTENT", "").replace("CALL", AS_JSON),
-    "tiny": (find_model("tiny") / "chat_template.jinja").read_text(),
+    "tiny": (resolve_model("tiny") / "chat_template.jinja").read_text(),
 }
 """Kinds of templates; some write beside texts what texts could make control tokens of."""
 
-CALLED = Exchange(assistant("", call(0, {"command": "ls"})), [result(0, "result 0")])
-UNCALLED = Exchange(assistant("call"), [result(0, "result 0")])
+CALLED = ProbeExchange(assistant("", call(0, {"command": "ls"})), [result(0, "result 0")])
+UNCALLED = ProbeExchange(assistant("call"), [result(0, "result 0")])
 
 
-WAYS = {"calls": (CALLED, [shell()]), "results": (UNCALLED, []), "words": (ANSWERED, [])}
+WAYS = {"calls": (CALLED, [shell()]), "results": (UNCALLED, []), "words": (ANSWER_EXCHANGE, [])}
 
 
 @cache
@@ -133,17 +133,17 @@ def require_no_control_token_of_texts(
     tokenizer, tamer, messages = tokenizer_of(template), Tamer(), in_way(messages, way)
     tame, tools = tamer.messages(messages), [tool] if way == "calls" else []
     try:
-        expected = chat.prompt(tame, tame_tools := [tamer.tool(each) for each in tools]).ids
+        expected = chat.render_prompt(tame, tame_tools := [tamer.tool(each) for each in tools]).ids
     except ChatFormatError:
         return  # some want other things of a conversation, such as an assistant's turn between two users' messages
-    ids = chat.prompt(messages, tools).ids
+    ids = chat.render_prompt(messages, tools).ids
     assert controls_in(tokenizer, ids) == controls_in(tokenizer, expected)
-    assert MARK not in tokenizer.decode(ids)
-    assert PLACE not in tokenizer.decode(ids)
+    assert ESCAPE_MARK not in tokenizer.decode(ids)
+    assert SLOT_MARK not in tokenizer.decode(ids)
     last = max(at for at, one in enumerate(messages) if one["role"] == "assistant")
     after = [65, chat.stop_ids[0]]
     following = [
-        chat.continuation(talk[last + 1 :], after=after, conversation=talk, tools=described)
+        chat.render_continuation(talk[last + 1 :], after=after, conversation=talk, tools=described)
         for talk, described in ((messages, tools), (tame, tame_tools))
     ]
     assert (following[0] is None) == (following[1] is None)
@@ -241,7 +241,7 @@ class Typist:
         self.sent.append((list(prompt_ids), generation))
         return generation
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         """Nothing is kept."""
 
     async def __aenter__(self):  # type: ignore[no-untyped-def]
@@ -295,7 +295,9 @@ class Player:
         agent = af.Agent(
             model="m",
             tools=[shell],
-            tool_call_format=HermesFormat(in_template=made is not None and made[1] == "calls" and "tools" in template),
+            tool_call_format=HermesFormat(
+                uses_chat_template=made is not None and made[1] == "calls" and "tools" in template
+            ),
             chat_format="template",
             history=history,
             max_turns=4,
@@ -434,5 +436,5 @@ def test_a_rollout_whose_model_says_what_cannot_be_written_again_ends_with_that_
 
 @pytest.mark.parametrize("strategy", ["chain", "step"])
 def test_what_a_tool_says_and_a_template_refuses_is_no_doing_of_the_model(strategy):
-    with pytest.raises(TooManyFailures, match="that is not said here"):
+    with pytest.raises(FailureBudgetExceeded, match="that is not said here"):
         rolled_out("keep", strategy, "fine", "unspeakable")

@@ -1,16 +1,16 @@
 """Rollouts by a policy that takes and returns messages: what is said, and what is known of the tokens."""
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import PromptTooLong
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import PromptTooLong
+from agentfly.core.messages import ToolCall
+from agentfly.core.trajectory import FinishReason
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.policy import ChatGeneration
 from agentfly.rollouts.run import run
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import FinishReason
 
-NATIVE = HermesFormat(in_template=True)
+NATIVE = HermesFormat(uses_chat_template=True)
 
 
 @tool
@@ -104,14 +104,14 @@ async def test_without_ids_there_are_no_sequences_and_no_row_for_a_cause_of_its_
     trajectory.reward = 1.0
     assert trajectory.sequences == []
     assert not trajectory.trainable
-    assert rows_from_trajectories([trajectory]).left_out == {"no_tokens": 1}
+    assert rows_from_trajectories([trajectory]).excluded == {"no_tokens": 1}
 
 
 async def test_one_turn_without_ids_makes_the_whole_trajectory_untrainable():
     told = {"prompt_ids": [1, 2], "ids": [3, 9], "logprobs": [-0.1, -0.2]}
     trajectory = await play(FarSide(call("x", **told), words("hello")))
     trajectory.reward = 1.0
-    assert rows_from_trajectories([trajectory]).left_out == {"no_tokens": 1}
+    assert rows_from_trajectories([trajectory]).excluded == {"no_tokens": 1}
 
 
 async def test_ids_that_go_on_from_those_before_make_one_sequence_and_others_a_new_one():

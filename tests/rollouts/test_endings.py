@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import agentfly as af
-from agentfly.policies.catalog import find_model
+from agentfly.formats.chat.chat_format import ChatFormat
+from agentfly.formats.chat.prefix_stability import ANSWER_EXCHANGE
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chat.agent_format import chat_format_of
-from agentfly.rollouts.chat.chat_format import ChatFormat
-from agentfly.rollouts.chat.proof import ANSWERED
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.agent_runtime import chat_format_of
 
 AGENT = af.Agent(model="tiny", tool_prompt="", max_turns=1, temperature=0)
 ASKED = af.Task("What to do about eggs?")
@@ -25,7 +25,7 @@ ASKED = af.Task("What to do about eggs?")
 
 def tiny_that_stops_at(folder: Path, ids: object, *, told_by: str = "generation_config.json") -> Path:
     """The model tiny, with other ids at which it is to stop."""
-    shutil.copytree(find_model("tiny"), folder)
+    shutil.copytree(resolve_model("tiny"), folder)
     for name in ("generation_config.json", "config.json"):
         settings = json.loads((folder / name).read_text())
         if name == told_by:
@@ -75,7 +75,7 @@ class Stopping(ByteTokenizer):
 
 @pytest.fixture
 def chat() -> ChatFormat:
-    return TemplateChatFormat(Stopping(), [ANSWERED])
+    return TemplateChatFormat(Stopping(), [ANSWER_EXCHANGE])
 
 
 @pytest.mark.parametrize(

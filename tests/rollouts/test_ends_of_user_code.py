@@ -8,24 +8,24 @@ import signal
 
 import pytest
 
-from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
-from agentfly.agents.memory.memory import Past
+from agentfly.agents.memory import Past
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
+from agentfly.core import signals
+from agentfly.core.task import Task
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.health import TooManyFailures
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 ERRORS = [GeneratorExit, SystemExit, KeyboardInterrupt, asyncio.CancelledError, BaseException]
 
-BOX = FakeSpec(world=FakeWorld(), name="box")
+BOX = FakeSpec(world=FakeBackend(), name="box")
 
 
 def script(first: str) -> ScriptedPolicy:
@@ -124,7 +124,7 @@ async def rolled_out(place, error, tmp_path):
         runner.batch([Task("a"), Task("b")]) as batch,
     ):
         found = []
-        with contextlib.suppress(TooManyFailures):  # if each of them was spoiled
+        with contextlib.suppress(FailureBudgetExceeded):  # if each of them was spoiled
             async for trajectory in batch:
                 found.append(trajectory)
         held = [instance for pool in engine.snapshot().pools for instance in pool.instances if instance.owners]
@@ -166,5 +166,5 @@ def ctrl_c(request):
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", places(Exception))
 def test_where_ctrl_c_is_handled_an_interruption_that_users_code_raises_is_its_failure(place, tmp_path):
-    for trajectory in interruption.run(rolled_out(place, KeyboardInterrupt, tmp_path)):
+    for trajectory in signals.run_until_signal(rolled_out(place, KeyboardInterrupt, tmp_path)):
         assert trajectory.finish in ("answered", "failed")

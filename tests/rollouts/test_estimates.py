@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.rollouts.estimates import (
+from agentfly.evaluation.statistics import (
     difference_of_shares,
     mean_over_tasks,
     pass_at_k,
     pass_hat_k,
-    share_over_tasks,
-    student_quantile,
+    proportion_over_tasks,
+    student_t_quantile,
 )
 
 
@@ -51,7 +51,7 @@ def test_pass_at_k_of_what_cannot_be_is_refused(attempts, successes, k):
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (10, 2.2281), (29, 2.0452), (120, 1.9799), (5000, 1.9600)],
 )
 def test_students_quantile_is_that_of_the_tables(degrees, table):
-    assert student_quantile(degrees) == pytest.approx(table, abs=1e-3)
+    assert student_t_quantile(degrees) == pytest.approx(table, abs=1e-3)
 
 
 def test_the_interval_of_a_mean_is_students_over_the_means_of_the_tasks():
@@ -75,7 +75,7 @@ def test_tasks_of_one_mean_tell_no_interval(value):
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=12))
 def test_a_mean_of_numbers_within_0_and_1_lies_in_an_interval_of_some_width(scores):
-    estimate = share_over_tasks(scores)
+    estimate = proportion_over_tasks(scores)
     assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
     assert estimate.high > estimate.low
 
@@ -98,13 +98,13 @@ def test_an_attempt_that_is_made_twice_changes_nothing(scores):
     ],
 )
 def test_the_interval_of_a_share_is_wilsons_of_as_many_attempts_as_are_independent(successes, interval):
-    estimate = share_over_tasks(successes)
+    estimate = proportion_over_tasks(successes)
     assert (estimate.low, estimate.high) == pytest.approx(interval, abs=1e-4)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=12))
 def test_a_share_lies_in_its_interval_and_that_within_0_and_1(successes):
-    estimate = share_over_tasks(successes)
+    estimate = proportion_over_tasks(successes)
     assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
     assert estimate.high > estimate.low
 
@@ -116,7 +116,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say_though_attempts_at_
     for _ in range(600):
         # Half of the kind's tasks are solved nine times in ten, half one time in ten: the truth is 0.5.
         tasks = [[chance.random() < rate for _ in range(8)] for rate in chance.choices([0.9, 0.1], k=20)]
-        estimate = share_over_tasks(tasks) if kind == "share" else mean_over_tasks(tasks)
+        estimate = proportion_over_tasks(tasks) if kind == "share" else mean_over_tasks(tasks)
         held.append(estimate.low <= 0.5 <= estimate.high)
     assert 0.92 <= mean(held) <= 0.985
 

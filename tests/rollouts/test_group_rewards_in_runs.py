@@ -8,16 +8,16 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
-from agentfly.errors import ResourceStartError
-from agentfly.events import EventStream, RolloutFinished
+from agentfly.core.errors import ResourceStartError
+from agentfly.core.events import EventStream, RolloutFinished
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.health import TooManyFailures
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from agentfly.rollouts.run import run
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.trajectory import FinishReason
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 AGENT = Agent(model="scripted")
 
@@ -76,7 +76,7 @@ async def test_an_attempt_that_infrastructure_spoils_shifts_no_score_to_its_sibl
 
 
 async def test_what_comes_first_sees_what_the_agent_left_and_the_group_sees_its_scores():
-    world = FakeWorld()
+    world = FakeBackend()
     box = FakeSpec(world=world, capacity=4)
 
     @reward(resources=[box])
@@ -131,7 +131,7 @@ async def test_a_group_reward_that_always_fails_stops_the_run_and_says_why():
     def failing(trajectories) -> list[float]:
         raise OSError("judge unreachable")
 
-    with pytest.raises(TooManyFailures, match="judge unreachable"):
+    with pytest.raises(FailureBudgetExceeded, match="judge unreachable"):
         await run(AGENT, ["a", "b"], reward=failing, attempts=2, policy=ScriptedPolicy(["hi"]))
 
 
@@ -165,7 +165,7 @@ async def test_groups_that_are_cancelled_while_they_are_scored_are_cancelled_and
         assert len(taken) == 8
         cut = [one for one in taken if one.finish is FinishReason.CANCELLED]
         assert not any(one.infrastructure_failed or one.reward is not None for one in cut)
-        assert (batch.state.cancelled, batch.state.kept) == (6, 0)
+        assert (batch.progress.cancelled, batch.progress.unclaimed) == (6, 0)
 
 
 async def test_a_group_that_was_cancelled_while_it_was_scored_is_only_scored_when_the_run_goes_on(tmp_path):

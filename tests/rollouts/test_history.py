@@ -5,16 +5,14 @@ import copy
 import jinja2
 import pytest
 
-from agentfly.errors import ChatFormatError
-from agentfly.policies.chat_template import ChatTemplate
+from agentfly.core.errors import ChatFormatError
+from agentfly.formats.chat.prefix_stability import ProbeExchange, drift_from_whole
+from agentfly.formats.chat.template_capabilities import detect_capabilities
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.policies.hf_tokenizer import ChatTemplate
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chain import Chain
-from agentfly.rollouts.chat.drift import drift_from_whole
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.shape import shape_wanted_by
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
-from agentfly.rollouts.tape import Tape
+from agentfly.rollouts.token_recorder import ChainStrategy, TokenRecorder
 
 IM_START, IM_END = 256, 257
 
@@ -25,7 +23,7 @@ class TemplateTokenizer(ByteTokenizer):
     def __init__(self, template: str) -> None:
         self._template = ChatTemplate(template, {})
 
-    def render(self, messages, *, tools=(), add_generation_prompt=False):
+    def apply_chat_template(self, messages, *, tools=(), add_generation_prompt=False):
         try:
             return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, TypeError) as error:
@@ -73,20 +71,20 @@ class Talk:
 
     def __init__(self, template, history, answer=user):
         self.tokenizer = TemplateTokenizer(template)
-        exchange = Exchange(assistant("said"), [answer("answered")])
+        exchange = ProbeExchange(assistant("said"), [answer("answered")])
         self.chat = TemplateChatFormat(self.tokenizer, [exchange], history=history)
         self.sequences = []
-        self.tape = Tape(self.sequences, max_tokens=10_000, stop_ids=self.chat.stop_ids)
-        self.strategy = Chain(self.chat, self.tape)
+        self.tape = TokenRecorder(self.sequences, max_tokens=10_000, stop_ids=self.chat.stop_ids)
+        self.strategy = ChainStrategy(self.chat, self.tape)
         self.view = []
 
     def turn(self, seen, said):
         self.view.append(seen)
-        self.strategy.show(self.view)
-        self.tape.prompt()
-        self.tape.sampled(generation(said))
+        self.strategy.render_view(self.view)
+        self.tape.prompt_ids()
+        self.tape.append_sampled(generation(said))
         self.view.append(assistant(said))
-        self.strategy.replied(self.view[-1])
+        self.strategy.add_reply(self.view[-1])
         return self
 
     @property
@@ -162,8 +160,8 @@ def test_a_turn_has_one_block_of_thoughts_whether_or_not_the_header_opens_it(tem
 
 def test_thoughts_that_are_never_closed_go_on_to_the_end():
     talk = Talk(OPENING, "keep", tool)
-    assert talk.chat.reply(list(b"2+2 is")) == talk.chat.reply(list(b"2+2 is"))
-    assert (talk.chat.reply(list(b"2+2 is")).reasoning, talk.chat.reply(list(b"2+2 is")).content) == ("2+2 is", "")
+    assert talk.chat.parse_reply(list(b"2+2 is")) == talk.chat.parse_reply(list(b"2+2 is"))
+    assert (talk.chat.parse_reply(list(b"2+2 is")).reasoning, talk.chat.parse_reply(list(b"2+2 is")).content) == ("2+2 is", "")
 
 
 CALLING = """\
@@ -193,7 +191,7 @@ def test_arguments_come_as_the_template_wants_them_in_whichever_shape_they_are_g
     called = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [user("q"), {"role": "assistant", "content": "", "tool_calls": [called]}]
     before = copy.deepcopy(messages)
-    assert f"weather {written}<|im_end|>" in tokenizer.render(shape_wanted_by(tokenizer).fit(messages))
+    assert f"weather {written}<|im_end|>" in tokenizer.apply_chat_template(detect_capabilities(tokenizer).adapt_messages(messages))
     assert messages == before
 
 
@@ -212,7 +210,7 @@ def test_user_messages_in_a_row_are_one_where_the_template_wants_them_to_alterna
 def test_the_tools_that_a_template_describes_count_in_the_prompt():
     described = {"type": "function", "function": {"name": "weather", "description": "d" * 40, "parameters": {}}}
     chat = Talk(THINKING.replace("{% set last", "{{ tools | tojson if tools else '' }}{% set last", 1), "keep").chat
-    bare, full = chat.prompt([user("q")]), chat.prompt([user("q")], [described])
+    bare, full = chat.render_prompt([user("q")]), chat.render_prompt([user("q")], [described])
     assert len(full.ids) > len(bare.ids) + 40
 
 

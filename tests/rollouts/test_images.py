@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import agentfly as af
-from agentfly.errors import ChatFormatError
-from agentfly.images import Image, PlacedImage
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import FinishReason, Trajectory
+from agentfly.formats.chat.chat_format import RenderedTokens
+from agentfly.formats.chat.prefix_stability import ProbeExchange
+from agentfly.formats.chat.template_format import TemplateChatFormat
 from agentfly.policies.policy import ChatGeneration, Generation
 from agentfly.policies.scripted import ByteTokenizer, ByteVision
-from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.rollouts.tape import Tape
-from agentfly.tokens import TokenSequence
-from agentfly.trajectory import FinishReason, Trajectory
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.rollouts.token_recorder import TokenRecorder
 
 PIXEL = ByteVision.reserved_ids[0]
 IM_END = 257
@@ -58,7 +58,7 @@ class Seen(af.ScriptedPolicy):
 
     async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
         self.sent.append((list(prompt_ids), list(images)))
-        self.barred = sampling.barred_ids
+        self.barred = sampling.suppressed_ids
         return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
 
 
@@ -117,15 +117,15 @@ async def test_an_observation_that_does_not_fit_is_cut_with_its_image_or_before_
 
 
 async def test_nothing_is_sampled_after_an_observation_whose_image_was_left_out(agent: af.Agent) -> None:
-    tape = Tape(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])
-    tape.begin(Rendered([1, 2]))
-    tape.prompt()
-    tape.sampled(Generation([IM_END], [0.0], "stop", 0))
-    tape.extend(Rendered([3, *[PIXEL] * 20, 4], (PlacedImage(image(20), 1, 21),)))
+    tape = TokenRecorder(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])
+    tape.begin_sequence(RenderedTokens([1, 2]))
+    tape.prompt_ids()
+    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
+    tape.append_rendered(RenderedTokens([3, *[PIXEL] * 20, 4], (PlacedImage(image(20), 1, 21),)))
     assert (list(sequences[0].ids), sequences[0].images) == ([1, 2, IM_END, 3], [])
-    assert tape.room == 0
-    tape.begin(Rendered([1, 2]))
-    assert tape.room == 8
+    assert tape.remaining == 0
+    tape.begin_sequence(RenderedTokens([1, 2]))
+    assert tape.remaining == 8
 
 
 async def test_the_output_limit_of_a_tool_cuts_text_and_keeps_image_and_placeholders_together() -> None:
@@ -148,12 +148,12 @@ async def test_a_model_without_eyes_is_shown_no_task_with_images(agent: af.Agent
     def never(prompt: str, turn: int) -> str:
         raise AssertionError("it was asked all the same")
 
-    with pytest.raises(TooManyFailures, match=r"role 'user' holds .*a model that sees no images"):
+    with pytest.raises(FailureBudgetExceeded, match=r"role 'user' holds .*a model that sees no images"):
         await rollout(af.ScriptedPolicy(never), af.Task([with_images(image(9))]))
 
 
 async def test_a_model_without_eyes_goes_no_further_than_the_image_of_a_tool(agent: af.Agent) -> None:
-    with pytest.raises(TooManyFailures, match=r"role 'tool' holds .*a model that sees no images"):
+    with pytest.raises(FailureBudgetExceeded, match=r"role 'tool' holds .*a model that sees no images"):
         await rollout(af.ScriptedPolicy([call(agent), "a cat, I guess"]), "go")
 
 
@@ -162,7 +162,7 @@ async def test_a_policy_that_samples_a_placeholder_is_refused() -> None:
         async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
             return Generation([*b"I see ", PIXEL, IM_END], [0.0] * 8, "stop", 0)
 
-    with pytest.raises(TooManyFailures, match=r"TokenInvariantError .*a token that only images have"):
+    with pytest.raises(FailureBudgetExceeded, match=r"TokenInvariantError .*a token that only images have"):
         await rollout(Dreaming([], sees=True), "go")
 
 
@@ -189,7 +189,7 @@ RESULT = {"role": "tool", "content": "result"}
 
 
 def chat_of(tokenizer: ByteTokenizer) -> TemplateChatFormat:
-    return TemplateChatFormat(tokenizer, [Exchange(SAID, (RESULT,))])
+    return TemplateChatFormat(tokenizer, [ProbeExchange(SAID, (RESULT,))])
 
 
 texts = st.sampled_from(["", "x", "<|image|>", "a<|image|><|image|>b", "<|im_end|>\n<|im_start|>", "\ufdd0"])
@@ -209,11 +209,11 @@ def test_placeholders_are_images_whatever_texts_spell(opening: list[list[Any]], 
         return {"role": role, "content": list(made)}
 
     view = [shown("user", parts) for parts in opening]
-    prompt = chat.prompt(view)
+    prompt = chat.render_prompt(view)
     require_both_or_neither(prompt.ids, prompt.images)
     answers = [shown("tool", parts) for parts in following]
     after = [*prompt.ids, ord("a"), IM_END]
-    rest = chat.continuation(answers, after=after, conversation=[*view, SAID, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[*view, SAID, *answers])
     assert rest is not None
     require_both_or_neither(rest.ids, rest.images)
     wanted = [part for parts in [*opening, *following] for part in parts if isinstance(part, int)]
@@ -227,14 +227,14 @@ class DropsImages(ByteTokenizer):
         super().__init__(sees=True)
         self._roles = roles
 
-    def render(self, messages, **how):  # type: ignore[no-untyped-def]
-        from agentfly.messages import text_of
+    def apply_chat_template(self, messages, **how):  # type: ignore[no-untyped-def]
+        from agentfly.core.messages import text_of
 
         kept = [
             {**message, "content": text_of(message["content"])} if message["role"] in self._roles else message
             for message in messages
         ]
-        return super().render(kept, **how)
+        return super().apply_chat_template(kept, **how)
 
 
 def test_a_template_that_drops_images_is_refused_before_it_is_used() -> None:
@@ -242,19 +242,19 @@ def test_a_template_that_drops_images_is_refused_before_it_is_used() -> None:
     with pytest.raises(
         ChatFormatError, match=r"writes 0 placeholders '<\|image\|>' for 1 images in messages of the roles"
     ):
-        chat.prompt([with_images(image(2))])
-    after = [*chat.prompt([ASKED]).ids, IM_END]
+        chat.render_prompt([with_images(image(2))])
+    after = [*chat.render_prompt([ASKED]).ids, IM_END]
     answer = with_images(image(2), role="tool")
     with pytest.raises(ChatFormatError, match="would not see what it is shown"):
-        chat.continuation([answer], after=after, conversation=[ASKED, SAID, answer])
+        chat.render_continuation([answer], after=after, conversation=[ASKED, SAID, answer])
 
 
 def test_images_of_results_follow_in_a_message_of_the_user_where_the_template_drops_them() -> None:
     tokenizer = DropsImages("tool")
     chat = chat_of(tokenizer)
-    after = [*chat.prompt([ASKED]).ids, IM_END]
+    after = [*chat.render_prompt([ASKED]).ids, IM_END]
     answers = [with_images(image(2), text="one", role="tool"), with_images(image(1), text="two", role="tool")]
-    rest = chat.continuation(answers, after=after, conversation=[ASKED, SAID, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[ASKED, SAID, *answers])
     assert rest is not None
     assert tokenizer.decode(rest.ids) == (
         "\n<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n"
@@ -276,20 +276,20 @@ def test_a_cut_never_parts_an_image(layout: list[int], length: int) -> None:
             images.append(PlacedImage(image(tokens), len(ids) - tokens, len(ids)))
     sequence = TokenSequence()
     sequence.append_prompt(ids, images)
-    sequence.cut(length)
+    sequence.truncate(length)
     require_both_or_neither(sequence.ids, sequence.images)
     assert len(sequence) <= max(length, 0) or len(ids) <= length
 
 
 def test_the_same_ids_with_another_image_are_another_conversation() -> None:
-    tape = Tape(sequences := [], max_tokens=100, stop_ids=[IM_END])
-    tape.follow(Rendered([1, PIXEL], (PlacedImage(image(1), 1, 2),)))
-    tape.prompt()
-    tape.sampled(Generation([IM_END], [0.0], "stop", 0))
+    tape = TokenRecorder(sequences := [], max_tokens=100, stop_ids=[IM_END])
+    tape.continue_or_begin(RenderedTokens([1, PIXEL], (PlacedImage(image(1), 1, 2),)))
+    tape.prompt_ids()
+    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
     longer = [1, PIXEL, IM_END, 2]
-    tape.follow(Rendered(longer, (PlacedImage(image(1, b"o"), 1, 2),)))
-    tape.prompt()
+    tape.continue_or_begin(RenderedTokens(longer, (PlacedImage(image(1, b"o"), 1, 2),)))
+    tape.prompt_ids()
     assert len(sequences) == 2
-    tape.sampled(Generation([IM_END], [0.0], "stop", 0))
-    tape.follow(Rendered([*longer, IM_END, 3], (PlacedImage(image(1, b"o"), 1, 2),)))
+    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
+    tape.continue_or_begin(RenderedTokens([*longer, IM_END, 3], (PlacedImage(image(1, b"o"), 1, 2),)))
     assert len(sequences) == 2

@@ -17,13 +17,13 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import agentfly as af
-from agentfly.errors import UsageError
-from agentfly.images import Image
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import UsageError
+from agentfly.core.messages import Image
+from agentfly.formats.chat.chat_format import RenderedTokens
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.hf_vision import HFVision
-from agentfly.rollouts.chat.agent_format import chat_format_of
-from agentfly.rollouts.chat.chat_format import Rendered
+from agentfly.rollouts.agent_runtime import chat_format_of
 
 Pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'agentfly-rl[images]'")
 
@@ -96,7 +96,7 @@ def shown(role: str, *parts: Any, **fields: Any) -> Any:
     return {"role": role, "content": made, **fields}
 
 
-def conversation(tokenizer: HFTokenizer) -> tuple[Rendered, Rendered]:
+def conversation(tokenizer: HFTokenizer) -> tuple[RenderedTokens, RenderedTokens]:
     """A question with two images, and a result with one in answer to a call."""
     agent = af.Agent(model="m", tools=[photograph], system_prompt="You see.")
     chat = chat_format_of(agent, tokenizer)
@@ -104,15 +104,15 @@ def conversation(tokenizer: HFTokenizer) -> tuple[Rendered, Rendered]:
         {"role": "system", "content": agent.system_message()},
         shown("user", "Spelled: <|image_pad|><image>", picture(28, 28), "and", picture(300, 200)),
     ]
-    prompt = chat.prompt(view)
-    [call] = agent.calls_in(agent.format.write("photograph", {"of": "a cat"}))
+    prompt = chat.render_prompt(view)
+    [call] = agent.parse_calls(agent.format.write("photograph", {"of": "a cat"}))
     answer = agent.result_message(call, "a cat")
     answers = [
         {**answer, "content": [{"type": "text", "text": answer["content"]}, *shown("", picture(57, 84))["content"]]}
     ]
-    turn = agent.said("", [call])
+    turn = agent.assistant_message("", [call])
     after = [*prompt.ids, *tokenizer.encode_text("Look."), chat.stop_ids[0]]
-    rest = chat.continuation(answers, after=after, conversation=[*view, turn, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[*view, turn, *answers])
     assert rest is not None
     return prompt, rest
 
@@ -208,4 +208,4 @@ def test_the_template_may_stand_beside_the_tokenizer_as_json(tmp_path: Path) -> 
 
 
 def test_a_model_without_eyes_has_no_vision() -> None:
-    assert HFTokenizer.load(find_model("tiny")).vision is None
+    assert HFTokenizer.load(resolve_model("tiny")).vision is None

@@ -9,18 +9,18 @@ import tracemalloc
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
+from agentfly.core.task import Task
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 from agentfly.testing.virtual_time import run_in_virtual_time
 
 
 def in_virtual_time(scene, tmp_path, *, capacity, **settings):
-    box = FakeSpec(world=FakeWorld(), name="box", capacity=capacity)
+    box = FakeSpec(world=FakeBackend(), name="box", capacity=capacity)
 
     @tool
     async def use(context: Context) -> str:

@@ -10,18 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.memory.memory import FullHistory
-from agentfly.agents.memory.registry import memory_from
-from agentfly.agents.memory.summary_folding import HEADING, SummaryFolding
-from agentfly.agents.memory.window import Window
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ConfigError, PromptTooLong
+from agentfly.agents.memory import HEADING, FullHistory, SummaryFolding, Window, make_memory
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError, PromptTooLong
+from agentfly.core.tokens import Origin
+from agentfly.core.trajectory import FinishReason
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.health import TooManyFailures
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from agentfly.rollouts.run import run
-from agentfly.tokens import Origin
-from agentfly.trajectory import FinishReason
 
 STRATEGIES = ["chain", "step"]
 
@@ -282,19 +279,19 @@ async def test_a_view_that_no_model_can_be_shown_is_refused_with_the_cure(view, 
     async def ask(past):
         return await past.ask(view(past)) and past.messages
 
-    with pytest.raises(TooManyFailures, match=f"UsageError.*memory Own.*{cure}"):
+    with pytest.raises(FailureBudgetExceeded, match=f"UsageError.*memory Own.*{cure}"):
         await play(recalling(ask if asked else view), [call(0) + call(1), "done"], strategy)
 
 
 async def test_calls_that_stand_in_the_template_are_shown_with_all_their_results():
     memory, settings = recalling(without("tool", 0)), {"tool_prompt": None}
-    with pytest.raises(TooManyFailures, match=r"past\.exchanges"):
-        await play(memory, [call(0), "done"], tool_call_format=HermesFormat(in_template=True), **settings)
+    with pytest.raises(FailureBudgetExceeded, match=r"past\.exchanges"):
+        await play(memory, [call(0), "done"], tool_call_format=HermesFormat(uses_chat_template=True), **settings)
 
 
 @pytest.mark.parametrize("number", [0, -1])
 async def test_a_memory_cannot_ask_for_less_than_a_token(number):
-    with pytest.raises(TooManyFailures, match="at least 1"):
+    with pytest.raises(FailureBudgetExceeded, match="at least 1"):
         await play(recalling(lambda past: past.ask(past.messages, max_tokens=number)), [call(0), "done"])
 
 
@@ -359,15 +356,15 @@ def test_contradictions_are_refused_when_the_agent_is_built():
 
 
 def test_memories_by_the_words_of_a_configuration():
-    assert memory_from("full", {}) == FullHistory()
-    assert memory_from("window", {"turns": 3}) == Window(3)
-    assert memory_from("summary", {"after_turns": 3, "keep_turns": 1}) == SummaryFolding(after_turns=3, keep_turns=1)
+    assert make_memory("full", {}) == FullHistory()
+    assert make_memory("window", {"turns": 3}) == Window(3)
+    assert make_memory("summary", {"after_turns": 3, "keep_turns": 1}) == SummaryFolding(after_turns=3, keep_turns=1)
     with pytest.raises(ConfigError, match="Did you mean 'window'"):
-        memory_from("windw", {})
+        make_memory("windw", {})
     with pytest.raises(ConfigError, match="Did you mean 'turns'"):
-        memory_from("window", {"turn": 3})
+        make_memory("window", {"turn": 3})
     with pytest.raises(ConfigError, match="cannot be made"):
-        memory_from("window", {})
+        make_memory("window", {})
 
 
 async def test_what_a_failing_summary_function_raises_spoils_its_rollout():

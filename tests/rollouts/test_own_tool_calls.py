@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.agents.toolcalls.model_format import ModelFormat
-from agentfly.agents.toolcalls.qwen3_coder import Qwen3CoderFormat
-from agentfly.errors import ConfigError
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError
+from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
+from agentfly.formats.toolcalls.registry import ModelDefaultFormat
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
+from agentfly.rollouts.agent_runtime import AgentRuntime
 from agentfly.rollouts.run import run
-from agentfly.rollouts.voice import Voice
 
 
 @tool
@@ -52,14 +52,14 @@ async def test_the_model_s_own_format_reads_the_calls_and_the_template_writes_th
 
 def test_an_agent_whose_model_speaks_no_known_format_gets_no_voice() -> None:
     with pytest.raises(ConfigError, match="the chat template of 'some-model' speaks of no tool-call format"):
-        Voice.of(agent(), policy([]))
+        AgentRuntime.create(agent(), policy([]))
 
 
 def test_a_template_that_describes_no_tools_is_found_out_before_the_first_rollout() -> None:
     silent = SpeakingHermes()
     silent.chat_template = "{{ messages }}"
     with pytest.raises(ConfigError, match="HermesFormat"):
-        Voice.of(agent(tool_call_format=HermesFormat(in_template=True)), policy([], silent))
+        AgentRuntime.create(agent(tool_call_format=HermesFormat(uses_chat_template=True)), policy([], silent))
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_a_template_that_describes_no_tools_is_found_out_before_the_first_rollou
 )
 def test_an_agent_that_needs_no_other_format_keeps_its_own(settings: dict[str, Any]) -> None:
     asked = agent(**settings)
-    assert Voice.of(asked, policy([])).agent is asked
-    assert asked.format == settings.get("tool_call_format", ModelFormat())
+    assert AgentRuntime.create(asked, policy([])).agent is asked
+    assert asked.format == settings.get("tool_call_format", ModelDefaultFormat())

@@ -12,20 +12,20 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import FromTask, tool
-from agentfly.agents.weighted import weighted
+from agentfly.agents.tool_decorator import FromTask, tool
+from agentfly.agents.weighted_reward import weighted
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError, ToolError
+from agentfly.core.errors import PrerequisiteError, ToolError
+from agentfly.core.task import Task
+from agentfly.evaluation.preflight import check, check_definitions, preflight
 from agentfly.policies.openai import OpenAIPolicy
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.preflight import check, check_definitions, preflight
-from agentfly.task import Task
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.tasks import stockroom
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.testing.far_side import FarSide
+from agentfly.testing.fake_openai_server import FakeOpenAIServer
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
-WORLD = FakeWorld()
+WORLD = FakeBackend()
 BOX = FakeSpec(world=WORLD, name="box")
 TASKS = [Task("go", {"answer": "42"})]
 
@@ -64,7 +64,7 @@ def well():
     async def behave(operation, instance):
         pass
 
-    WORLD.behave = behave
+    WORLD.hook = behave
 
 
 async def found(tmp_path, agent=AGENT, tasks=TASKS, **settings):
@@ -75,8 +75,8 @@ async def found(tmp_path, agent=AGENT, tasks=TASKS, **settings):
         held = [instance for pool in engine.snapshot().pools for instance in pool.instances if instance.owners]
         assert not held
     return (
-        {finding.what: finding.said for finding in findings if not finding.ok},
-        {finding.what: finding.said for finding in findings if finding.ok},
+        {finding.subject: finding.detail for finding in findings if not finding.ok},
+        {finding.subject: finding.detail for finding in findings if finding.ok},
     )
 
 
@@ -117,9 +117,9 @@ async def test_an_agent_that_earns_its_reward_by_doing_nothing_is_told(tmp_path,
         settings = {"reward": generous, "policy": ScriptedPolicy(["fine"]), "engine": engine}
         findings = await check(AGENT, TASKS, oracle=oracle and asking(oracle), **settings)
     assert all(finding.ok for finding in findings)
-    doubts = [finding for finding in findings if finding.doubtful]
-    assert [finding.what for finding in doubts] == ["score of generous for an idle agent"] * (told is not None)
-    assert all(told in finding.said for finding in doubts)
+    doubts = [finding for finding in findings if finding.suspicious]
+    assert [finding.subject for finding in doubts] == ["score of generous for an idle agent"] * (told is not None)
+    assert all(told in finding.detail for finding in doubts)
 
 
 async def test_an_idle_agent_is_played_to_its_end_however_many_turns_that_takes(tmp_path):
@@ -158,7 +158,7 @@ async def test_a_resource_that_does_not_start_is_told_with_what_would_need_it(tm
         if operation == "start":
             raise PrerequisiteError("There is no such image. Pull it first.")
 
-    WORLD.behave = broken
+    WORLD.hook = broken
     failed, _ = await found(tmp_path, oracle=asking("what"))
     assert "There is no such image. Pull it first." in failed["resource box"]
     assert "There is no such image. Pull it first." in failed["rollout of the oracle"]
@@ -169,7 +169,7 @@ async def test_a_resource_that_never_starts_is_given_up_in_time(tmp_path):
         if operation == "start":
             await asyncio.sleep(1000)
 
-    WORLD.behave = hanging
+    WORLD.hook = hanging
     failed, _ = await found(tmp_path, limit_s=0.2)
     assert "longer than 0.2 s" in failed["resource box"]
 
@@ -221,8 +221,8 @@ def test_a_field_that_tasks_lack_is_found_without_starting_anything():
     tasks = [Task("a", {"rates": {}}), Task("b", {"rate": {}})]
     (finding,) = check_definitions(Agent(model="scripted", tools=[look]), tasks)
     assert not finding.ok
-    assert "'rates', which 1 of 2 tasks do not have" in finding.said
-    assert "['rate']" in finding.said
+    assert "'rates', which 1 of 2 tasks do not have" in finding.detail
+    assert "['rate']" in finding.detail
 
 
 async def test_what_is_written_wrongly_is_told_before_anything_is_started(tmp_path):
@@ -243,7 +243,7 @@ async def test_whoever_looks_at_the_first_findings_only_leaves_nothing_behind(tm
     async with ResourceEngine(ledger=tmp_path) as engine:
         findings = preflight(AGENT, TASKS, policy=ScriptedPolicy(["fine"]), engine=engine)
         async for finding in findings:
-            if finding.what == "resource box":
+            if finding.subject == "resource box":
                 break
         await findings.aclose()
         assert not [instance for pool in engine.snapshot().pools for instance in pool.instances if instance.owners]
@@ -278,7 +278,7 @@ async def test_the_oracle_of_the_stockroom_earns_the_full_reward_in_a_real_sandb
 def test_a_field_that_the_reward_asks_for_is_looked_for_in_every_task(asking_for_answers):
     tasks = [*TASKS, Task("go on", {"answers": "42"})]
     lacking = [finding for finding in check_definitions(AGENT, tasks, asking_for_answers) if not finding.ok]
-    assert ["'answer', which 1 of 2 tasks do not have" in finding.said for finding in lacking] == [True]
+    assert ["'answer', which 1 of 2 tasks do not have" in finding.detail for finding in lacking] == [True]
     assert all(finding.ok for finding in check_definitions(AGENT, TASKS, asking_for_answers))
 
 
@@ -289,6 +289,6 @@ async def test_an_agent_that_speaks_its_models_own_format_is_checked_against_an_
         return item
 
     agent = Agent(model="m", tools=[look], tool_call_format="model")
-    async with FarSide() as far_side:
+    async with FakeOpenAIServer() as far_side:
         findings = await check(agent, ["What about tea?"], policy=OpenAIPolicy(far_side.url, "m"))
-    assert [finding.said for finding in findings if not finding.ok] == []
+    assert [finding.detail for finding in findings if not finding.ok] == []

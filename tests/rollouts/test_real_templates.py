@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from agentfly.errors import ChatFormatError
+from agentfly.core.errors import ChatFormatError
+from agentfly.formats.chat.prefix_stability import ProbeExchange, drift_from_whole
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.formats.chat.template_renderer import TemplateRenderer
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chat.drift import drift_from_whole
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
-from agentfly.rollouts.chat.turns import Turns
 
 HOME = Path(__file__).parents[2] / ".test-tokenizers"
 
@@ -107,12 +106,14 @@ def tool(name="shell", description="Run a command.", argument="command"):
 TOOLS = [tool(), tool("search", "Search the web.", "query")]
 
 WAYS = {
-    "words": (Exchange(assistant("answer"), [user("the next question")]), []),
-    "results as words": (Exchange(assistant("call"), [user("result 0"), user("result 1")]), []),
-    "results": (Exchange(assistant("call"), [result(0, "result 0")]), []),
-    "calls": (Exchange(assistant("", call(0)), [result(0, "result 0")]), TOOLS),
+    "words": (ProbeExchange(assistant("answer"), [user("the next question")]), []),
+    "results as words": (ProbeExchange(assistant("call"), [user("result 0"), user("result 1")]), []),
+    "results": (ProbeExchange(assistant("call"), [result(0, "result 0")]), []),
+    "calls": (ProbeExchange(assistant("", call(0)), [result(0, "result 0")]), TOOLS),
     "two calls": (
-        Exchange(assistant("", call(0), call(1, "search")), [result(0, "result 0"), result(1, "result 1", "search")]),
+        ProbeExchange(
+            assistant("", call(0), call(1, "search")), [result(0, "result 0"), result(1, "result 1", "search")]
+        ),
         TOOLS,
     ),
 }
@@ -185,10 +186,10 @@ def said_by_template(turns, conversation, tools):
     made = conversation[-1].get("tool_calls", [])
     following = [{**result(0, "more"), "tool_call_id": call["id"]} for call in made] or [user("more")]
     rendered = turns.whole([*conversation, *following], tools, opens=False)
-    header = start if rendered.startswith(start) else turns.shape.thoughts.unopened(start)
+    header = start if rendered.startswith(start) else turns.shape.reasoning.without_opening_marker(start)
     if not rendered.startswith(header):  # what follows would have the past rewritten
         rendered = turns.whole(conversation, tools, opens=False)
-        header = start if rendered.startswith(start) else turns.shape.thoughts.unopened(start)
+        header = start if rendered.startswith(start) else turns.shape.reasoning.without_opening_marker(start)
     assert rendered.startswith(header)
     end = turns.control.first_in(rendered[len(header) :], turns.endings.ends)
     if end is None:  # the last turn of all ends where the next would begin
@@ -199,28 +200,28 @@ def said_by_template(turns, conversation, tools):
 
 @cache
 def turns_of(family):
-    return Turns(tokenizer_of(family))
+    return TemplateRenderer(tokenizer_of(family))
 
 
 def test_descriptions_of_the_same_tools_are_made_once_and_those_of_others_anew(monkeypatch):
     made = []
-    turns = Turns(ByteTokenizer())
-    describe = turns.control.disarm_tools
-    monkeypatch.setattr(turns.control, "disarm_tools", lambda tools: made.append(tools) or describe(tools))
+    turns = TemplateRenderer(ByteTokenizer())
+    describe = turns.control.escape_tools
+    monkeypatch.setattr(turns.control, "escape_tools", lambda tools: made.append(tools) or describe(tools))
 
     def tools(**more):
         return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}} | more}]
 
     for _ in range(3):
-        turns.whole([user("a")], tools())
-        turns.following([result(0, "b")], tools())
+        turns.render([user("a")], tools())
+        turns.render_continuation([result(0, "b")], tools())
     assert len(made) == 2  # those, and the stand-in
     given = tools()
-    before = turns.whole([user("a")], given)
+    before = turns.render([user("a")], given)
     given[0]["function"]["description"] = "Changed."
-    assert turns.whole([user("a")], given) != before
-    turns.whole([user("a")], tools(strict=True))
-    turns.whole([user("a")], tools(strict=1))
+    assert turns.render([user("a")], given) != before
+    turns.render([user("a")], tools(strict=True))
+    turns.render([user("a")], tools(strict=1))
     assert len(made) == 5
 
 
@@ -329,11 +330,11 @@ def test_a_template_that_moves_the_system_prompt_is_refused_unless_history_is_to
         TemplateChatFormat(tokenizer, [exchange], system=SYSTEM)
     chat = TemplateChatFormat(tokenizer, [exchange], system=SYSTEM, history="rewrite")
     talk = [SYSTEM, user("one"), assistant("two"), user("three")]
-    after = [*chat.prompt(talk[:2]).ids, chat.stop_ids[0]]
-    assert chat.continuation(talk[3:], after=after, conversation=talk) is None
-    after = [*chat.prompt(talk).ids, chat.stop_ids[0]]
+    after = [*chat.render_prompt(talk[:2]).ids, chat.stop_ids[0]]
+    assert chat.render_continuation(talk[3:], after=after, conversation=talk) is None
+    after = [*chat.render_prompt(talk).ids, chat.stop_ids[0]]
     longer = [*talk, assistant("four"), user("five")]
-    assert chat.continuation(longer[5:], after=after, conversation=longer) is None
+    assert chat.render_continuation(longer[5:], after=after, conversation=longer) is None
 
 
 @families("qwen2.5", "qwen3", "qwen3.5", "glm4.5")
@@ -345,16 +346,16 @@ def test_rewritten_history_is_what_the_template_writes_at_every_turn_and_breaks_
     turns, tools = turns_of(family), TOOLS
     chat = TemplateChatFormat(tokenizer_of(family), [WAYS["calls"][0]], tools=tools, history="rewrite")
     conversation = [user(asked)]
-    ids = list(chat.prompt(conversation, tools).ids)
+    ids = list(chat.render_prompt(conversation, tools).ids)
     for number, (thought, calls, answer) in enumerate(rounds):
         turn = assistant("", call(number)) if calls else assistant("So.")
         conversation.append({**turn, "reasoning_content": thought})
         ids += said_by_template(turns, conversation, tools)
         answers = [result(number, answer) if calls else user(answer)]
         conversation += answers
-        following = chat.continuation(answers, after=ids, conversation=conversation, tools=tools)
+        following = chat.render_continuation(answers, after=ids, conversation=conversation, tools=tools)
         assert following is not None or not calls
-        ids = [*ids, *following.ids] if following else list(chat.prompt(conversation, tools).ids)
+        ids = [*ids, *following.ids] if following else list(chat.render_prompt(conversation, tools).ids)
         assert drift_from_whole(chat, tokenizer_of(family), ids, conversation, tools) is None
 
 
@@ -380,11 +381,11 @@ def test_whatever_happens_between_calls_can_be_written_as_a_whole_and_gone_on_fr
     chat = TemplateChatFormat(tokenizer_of(family), [WAYS["calls"][0]], tools=TOOLS, history=history)
     for talk in MISHAPS.values():
         conversation = [user("the question"), *talk, *talk]
-        text = tokenizer_of(family).decode(chat.prompt(conversation, TOOLS).ids)
+        text = tokenizer_of(family).decode(chat.render_prompt(conversation, TOOLS).ids)
         answers = talk[1:]
         assert all(text.count(answer["content"]) == 2 for answer in answers)
-        after = [*chat.prompt(conversation[: -len(answers) - 1], TOOLS).ids, chat.stop_ids[0]]
-        following = chat.continuation(answers, after=after, conversation=conversation, tools=TOOLS)
+        after = [*chat.render_prompt(conversation[: -len(answers) - 1], TOOLS).ids, chat.stop_ids[0]]
+        following = chat.render_continuation(answers, after=after, conversation=conversation, tools=TOOLS)
         if following is not None:
             assert all(answer["content"] in tokenizer_of(family).decode(following.ids) for answer in answers)
 
@@ -394,19 +395,19 @@ def test_two_calls_of_a_turn_are_written_one_after_the_other_where_the_template_
     chat = TemplateChatFormat(tokenizer_of(family), [WAYS["two calls"][0]], tools=TOOLS)
     both, one_by_one = MISHAPS["two calls"], [assistant("", call(0)), told(0), assistant("", call(1, "search"))]
     ask = [user("the question")]
-    expected = chat.prompt([*ask, *one_by_one, told(1, "search")], TOOLS).ids
-    assert chat.prompt([*ask, *both], TOOLS).ids == expected
-    after = [*chat.prompt(ask, TOOLS).ids, chat.stop_ids[0]]
-    assert chat.continuation(both[1:], after=after, conversation=[*ask, *both], tools=TOOLS) is None
+    expected = chat.render_prompt([*ask, *one_by_one, told(1, "search")], TOOLS).ids
+    assert chat.render_prompt([*ask, *both], TOOLS).ids == expected
+    after = [*chat.render_prompt(ask, TOOLS).ids, chat.stop_ids[0]]
+    assert chat.render_continuation(both[1:], after=after, conversation=[*ask, *both], tools=TOOLS) is None
 
 
 def test_tools_that_a_template_moves_to_the_last_question_are_described_once():
     tokenizer, called = tokenizer_of("mistral"), MISHAPS["a call, its result, and words"]
     chat = TemplateChatFormat(tokenizer, [WAYS["calls"][0]], tools=TOOLS)
     ask = [user("the question")]
-    after = [*chat.prompt(ask, TOOLS).ids, chat.stop_ids[0]]
-    goes_on = chat.continuation(called[1:2], after=after, conversation=[*ask, *called[:2]], tools=TOOLS)
+    after = [*chat.render_prompt(ask, TOOLS).ids, chat.stop_ids[0]]
+    goes_on = chat.render_continuation(called[1:2], after=after, conversation=[*ask, *called[:2]], tools=TOOLS)
     assert "result 0" in tokenizer.decode(goes_on.ids)
     talk = [*ask, assistant("the answer"), user("another")]
-    assert chat.continuation(talk[2:], after=after, conversation=talk, tools=TOOLS) is None
-    assert tokenizer.decode(chat.prompt(talk, TOOLS).ids).count("[AVAILABLE_TOOLS]") == 1
+    assert chat.render_continuation(talk[2:], after=after, conversation=talk, tools=TOOLS) is None
+    assert tokenizer.decode(chat.render_prompt(talk, TOOLS).ids).count("[AVAILABLE_TOOLS]") == 1

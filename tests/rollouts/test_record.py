@@ -21,17 +21,17 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.errors import ConfigError, PrerequisiteError, ResourceStartError
-from agentfly.events import EventStream, RewardFinished
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError, PrerequisiteError, ResourceStartError
+from agentfly.core.events import EventStream, RewardFinished
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason, Trajectory, load_trajectories
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.group import Group
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.rollouts.record import RolloutRecord, held
+from agentfly.rollouts.backlog import AttemptGroup
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.rollouts.rollout_record import RolloutRecord, open_locked
 from agentfly.rollouts.run import evaluate, run
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
-from agentfly.trajectory import FinishReason, Trajectory, load_trajectories
 
 TASKS = [Task(f"task {number}", {"number": number}, id=f"t{number}") for number in range(6)]
 
@@ -125,7 +125,7 @@ async def test_tasks_of_the_same_id_are_told_apart_by_their_order(tmp_path):
 
 async def test_what_infrastructure_had_spoiled_is_run_again(tmp_path):
     broken = [f"r-{number}.0" for number in range(5)]
-    with pytest.raises(TooManyFailures):
+    with pytest.raises(FailureBudgetExceeded):
         await roll(tmp_path / "run", policy=Policy(broken), label="r")
     result, asked = await roll(tmp_path / "run", resume=True)
     assert set(asked) >= set(broken)
@@ -397,11 +397,11 @@ async def test_another_process_gets_the_file_only_once_it_is_in_its_final_place(
             gone.append(not path.exists() or path.stat().st_ino != inode)
             self._file.close()
 
-    monkeypatch.setattr("agentfly.rollouts.record.held", lambda path: Watched(held(path)))
+    monkeypatch.setattr("agentfly.rollouts.rollout_record.open_locked", lambda path: Watched(open_locked(path)))
     record = RolloutRecord(path)
     async with record.opened({}, {}):
         for number in (1, 0):
-            group = Group(f"run-{number}", TASKS[number], 1, 0)
+            group = AttemptGroup(f"run-{number}", TASKS[number], 1, 0)
             trajectory = Trajectory(f"run-{number}.0", f"run-{number}", TASKS[number], finish=FinishReason.ANSWERED)
             if not failing:
                 await record.append(group, [trajectory], scored=True)

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 import agentfly as af
-from agentfly.agents.memory.window import Window
-from agentfly.errors import ConfigError, ToolError
-from agentfly.messages import ToolCall
-from agentfly.policies.catalog import find_model
+from agentfly.agents.memory import Window
+from agentfly.core.errors import ConfigError, ToolError
+from agentfly.core.messages import ToolCall
+from agentfly.core.trajectory import Trajectory
+from agentfly.formats.chat.control_tokens import ControlTokens
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import Generation, Tokenizer
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
-from agentfly.rollouts.chat.rendered import ControlTokens
-from agentfly.rollouts.rendering import NotRendered, Renderer
 from agentfly.rollouts.run import run
-from agentfly.trajectory import Trajectory
+from agentfly.rollouts.trajectory_rendering import CannotRender, TrajectoryRenderer
 
 FAMILIES = Path(__file__).parents[2] / ".test-tokenizers"
 
@@ -67,7 +67,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if name == "tiny":
-        return HFTokenizer.load(find_model("tiny"))
+        return HFTokenizer.load(resolve_model("tiny"))
     if not (FAMILIES / name).is_dir():
         pytest.skip("needs tokenizers of well-known models: python scripts/fetch_tokenizers.py")
     return HFTokenizer.load(FAMILIES / name)
@@ -100,7 +100,7 @@ SCRIPTS = {
 async def test_what_a_model_said_is_rendered_with_the_ids_and_the_mask_it_was_sampled_with(script, family, strategy):
     tokenizer = tokenizer_of(family)
     trajectory = await played(script, tokenizer, strategy)
-    rendered = Renderer(agent(), tokenizer, strategy=strategy, max_tokens=10_000).render(trajectory)
+    rendered = TrajectoryRenderer(agent(), tokenizer, strategy=strategy, max_tokens=10_000).render(trajectory)
     assert as_seen(rendered) == as_seen(trajectory)
     assert trajectory.trainable
     assert rendered.trainable
@@ -110,7 +110,7 @@ async def test_what_one_model_said_is_rendered_for_another_as_if_it_had_said_it(
     tiny = tokenizer_of("tiny")
     script = SCRIPTS["several calls, one refused by its tool"]
     by_bytes = await played(script, ByteTokenizer())
-    rendered = Renderer(agent(), tiny, max_tokens=1000).render(by_bytes)
+    rendered = TrajectoryRenderer(agent(), tiny, max_tokens=1000).render(by_bytes)
     assert as_seen(rendered) == as_seen(await played(script, tiny))
     masked = [
         one for one, sampled in zip(rendered.sequences[0].ids, rendered.sequences[0].loss_mask, strict=True) if sampled
@@ -121,7 +121,7 @@ async def test_what_one_model_said_is_rendered_for_another_as_if_it_had_said_it(
 
 async def test_a_turn_that_a_limit_cut_has_no_end_to_learn():
     trajectory = await played(["It is low, " * 20], ByteTokenizer(), max_tokens_per_turn=40)
-    rendered = Renderer(agent(), ByteTokenizer(), max_tokens=10_000).render(trajectory)
+    rendered = TrajectoryRenderer(agent(), ByteTokenizer(), max_tokens=10_000).render(trajectory)
     assert as_seen(rendered) == as_seen(trajectory)
     assert rendered.sequences[0].loss_mask[-1] == 1
     assert rendered.sequences[0].ids[-1] not in ByteTokenizer().eos_ids
@@ -133,7 +133,7 @@ async def test_the_calls_and_thoughts_that_an_endpoint_told_apart_are_written_as
     told = replace(first, text="Let me see.", content=None, reasoning="Tea?", sequence=-1, start=0, stop=0)
     far = replace(trajectory, turns=[told, replace(last, sequence=-1, start=0, stop=0)], sequences=[])
     tiny = tokenizer_of("tiny")
-    (sequence,) = Renderer(agent(), tiny, max_tokens=1000).render(far).sequences
+    (sequence,) = TrajectoryRenderer(agent(), tiny, max_tokens=1000).render(far).sequences
     text = tiny.decode(sequence.ids)
     assert f"assistant\n<think>\nTea?\n</think>\n\nLet me see.\n{call('tea')}<|im_end|>" in text
 
@@ -158,15 +158,15 @@ async def test_the_calls_and_thoughts_that_an_endpoint_told_apart_are_written_as
 )
 async def test_what_cannot_be_rendered_is_told_by_its_cause(cause, spoil):
     trajectory = spoil(await played([call("tea"), "Low."], ByteTokenizer()))
-    renderer = Renderer(agent(), ByteTokenizer(), max_tokens=100 if cause == "too_long" else 10_000)
-    with pytest.raises(NotRendered) as refusal:
+    renderer = TrajectoryRenderer(agent(), ByteTokenizer(), max_tokens=100 if cause == "too_long" else 10_000)
+    with pytest.raises(CannotRender) as refusal:
         renderer.render(trajectory)
     assert refusal.value.cause == cause
 
 
 def test_an_agent_that_forgets_is_refused_since_nobody_knows_what_it_saw():
     with pytest.raises(ConfigError, match="remembers by Window"):
-        Renderer(agent(memory=Window(turns=2)), ByteTokenizer(), max_tokens=1000)
+        TrajectoryRenderer(agent(memory=Window(turns=2)), ByteTokenizer(), max_tokens=1000)
 
 
 async def test_a_subagents_turns_are_rendered_in_a_conversation_of_their_own():
@@ -178,7 +178,7 @@ async def test_a_subagents_turns_are_rendered_in_a_conversation_of_their_own():
     (trajectory,) = (await run(chief, ["What about tea?"], reward=fine, policy=policy)).trajectories
     assert trajectory.failure is None
     assert {turn.agent for turn in trajectory.turns} == {"", "help"}
-    rendered = Renderer(chief, ByteTokenizer(), max_tokens=10_000).render(trajectory)
+    rendered = TrajectoryRenderer(chief, ByteTokenizer(), max_tokens=10_000).render(trajectory)
     assert sorted(as_seen(rendered)[:2]) == sorted(as_seen(trajectory)[:2])
     for turn, again in zip(trajectory.turns, rendered.turns, strict=True):
         spoken = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]

@@ -7,16 +7,16 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, UsageError
+from agentfly.core.errors import Boundary, UsageError
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory, load_trajectories, save_trajectories
+from agentfly.evaluation.rescoring import ScoreChange, rescore
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.rescoring import ScoreChange, rescore
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.rollouts.run import run
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.trajectory import Failure, FinishReason, Trajectory, load_trajectories, save_trajectories
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 @tool
@@ -79,7 +79,7 @@ async def test_attempts_at_a_task_are_ranked_together(stored):
 
 
 async def test_what_cannot_be_scored_is_unscored_and_counted_by_cause(stored):
-    world = FakeWorld()
+    world = FakeBackend()
     box = FakeSpec(world=world, name="box")
     stored[0].failure, stored[0].finish = Failure.of(OSError("disk"), Boundary.MACHINE), FinishReason.FAILED
     stored[0].reward = None

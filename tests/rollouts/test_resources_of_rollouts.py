@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
+from agentfly.core.task import to_tasks
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.foresight import AHEAD
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.backlog import PREFETCH_TASKS
 from agentfly.rollouts.run import run
 from agentfly.rollouts.runner import Runner
-from agentfly.task import as_tasks
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def world():
         if operation == "use":
             await asyncio.sleep(0.05)
 
-    return FakeWorld(behave)
+    return FakeBackend(behave)
 
 
 def agent_using(spec):
@@ -69,7 +69,7 @@ async def test_a_run_says_how_many_resources_may_start_at_once(tmp_path, monkeyp
 
     for most, settings in ((2, {"max_concurrent_starts": 2}), (6, {})):
         starting[:] = 0, 0
-        agent = agent_using(FakeSpec(world=FakeWorld(behave), capacity=6))
+        agent = agent_using(FakeSpec(world=FakeBackend(behave), capacity=6))
         result = await run(agent, ["Go."] * 6, policy=ScriptedPolicy(SCRIPT), **settings)
         assert [trajectory.finish for trajectory in result.trajectories] == ["answered"] * 6
         assert starting == [0, most]
@@ -120,10 +120,10 @@ async def test_what_the_next_tasks_declare_is_prepared_while_the_ones_before_the
         ResourceEngine(ledger=tmp_path) as engine,
         Runner(agent, policy=script, engine=engine, max_concurrent_rollouts=1) as runner,
     ):
-        async for trajectory in runner.stream(as_tasks(tasks)):
+        async for trajectory in runner.stream(to_tasks(tasks)):
             prepared.append({image for operation, image in world.history if operation == "prepare"})
             assert trajectory.infrastructure_failed == (trajectory.task["image"] == "image-3")
-    assert len(prepared[0]) <= 1 + AHEAD
+    assert len(prepared[0]) <= 1 + PREFETCH_TASKS
     assert "image-1" in prepared[0]
     assert len(prepared[-1]) == 19
     assert world.count("prepare") == 19

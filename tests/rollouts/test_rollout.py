@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.memory.summary_folding import SummaryFolding
+from agentfly.agents.memory import SummaryFolding
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool import ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, ResourceStartError, ToolError
+from agentfly.core.errors import Boundary, ResourceStartError, ToolError
+from agentfly.core.task import Task
+from agentfly.core.tokens import Origin
+from agentfly.core.trajectory import FinishReason, Trajectory
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.policy import Generation
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
-from agentfly.task import Task
-from agentfly.tokens import Origin
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import FinishReason, Trajectory
 
 END = 257
 
@@ -552,4 +552,4 @@ async def test_a_sampled_id_that_no_token_has_spoils_its_rollout_which_is_counte
     assert (sound.reward, sound.trainable) == (1.0, True)
     assert (spoiled.reward, spoiled.trainable, spoiled.infrastructure_failed) == (None, False, True)
     assert "id 300, which no token of its tokenizer has" in spoiled.failure.message
-    assert rows_from_trajectories(result.trajectories).left_out == {"infrastructure": 1}
+    assert rows_from_trajectories(result.trajectories).excluded == {"infrastructure": 1}

@@ -5,16 +5,16 @@ import asyncio
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ResourceStartError
-from agentfly.events import EventStream, RolloutFinished
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ResourceStartError
+from agentfly.core.events import EventStream, RolloutFinished
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.health import TooManyFailures
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from agentfly.rollouts.run import run
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.trajectory import FinishReason
 
 
 @tool
@@ -33,7 +33,7 @@ def agent():
 
 async def test_a_run_that_infrastructure_spoils_stops_and_says_why():
     script = lambda prompt, turn: call("fail")  # noqa: E731
-    with pytest.raises(TooManyFailures, match="no disk space"):
+    with pytest.raises(FailureBudgetExceeded, match="no disk space"):
         await run(agent(), [f"task {i}" for i in range(40)], policy=ScriptedPolicy(script))
 
 
@@ -47,7 +47,7 @@ async def test_failures_that_come_first_do_not_stop_a_batch_that_is_sound():
 
 
 async def test_a_single_rollout_that_fails_is_reported_rather_than_returned_empty():
-    with pytest.raises(TooManyFailures, match="no disk space"):
+    with pytest.raises(FailureBudgetExceeded, match="no disk space"):
         await run(agent(), ["go"], policy=ScriptedPolicy([call("fail")]))
 
 
@@ -119,7 +119,7 @@ async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished(
             rollout.cancel()
             await asyncio.sleep(0)
         await asyncio.wait({running})
-    assert isinstance(running.exception(), TooManyFailures)
+    assert isinstance(running.exception(), FailureBudgetExceeded)
     assert [event.finish for event in told if isinstance(event, RolloutFinished)] == [FinishReason.CANCELLED]
 
 

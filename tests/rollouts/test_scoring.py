@@ -10,20 +10,19 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool import FromTask, ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.agents.weighted import weighted
+from agentfly.agents.tool_decorator import FromTask, ToolResult, tool
+from agentfly.agents.weighted_reward import weighted
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, LeaseOver
-from agentfly.events import EventStream, RewardFinished
+from agentfly.core.errors import Boundary, LeaseExpired
+from agentfly.core.events import EventStream, RewardFinished
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory, Turn, load_trajectories, save_trajectories
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.engine import ResourceEngine
-from agentfly.rollouts.group_scoring import group_scorer, score_group
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.rollouts.run import run
-from agentfly.rollouts.scoring import score_rollout
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.trajectory import Failure, FinishReason, Trajectory, Turn, load_trajectories, save_trajectories
+from agentfly.rollouts.scoring import group_scorer, score_group, score_rollout
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 
 @tool
@@ -273,7 +272,7 @@ async def test_a_group_whose_reward_fails_is_unscored_as_a_whole_with_the_cause(
 
 
 async def test_a_group_has_what_is_new_or_shared_and_not_what_the_attempts_had(engine):
-    world = FakeWorld()
+    world = FakeBackend()
     judge, new = FakeSpec(world=world, name="judge"), FakeSpec(world=world, name="new")
 
     @group_reward
@@ -282,7 +281,7 @@ async def test_a_group_has_what_is_new_or_shared_and_not_what_the_attempts_had(e
         await context.acquire(new, scope="call")
         async with context.lease(new):
             assert len(world.alive) == 3
-        with pytest.raises(LeaseOver, match=r"new was asked for as the agent left it.*has given it back"):
+        with pytest.raises(LeaseExpired, match=r"new was asked for as the agent left it.*has given it back"):
             await context.acquire(new)
         return [1.0]
 

@@ -7,15 +7,15 @@ import hashlib
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.memory.summary_folding import SummaryFolding
-from agentfly.agents.tool import ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.images import Image
+from agentfly.agents.memory import SummaryFolding
+from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.core.messages import Image
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.anchor import states_of
 from agentfly.rollouts.run import run
-from agentfly.task import Task
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.rollouts.trajectory_recorder import states_of
 
 
 @tool

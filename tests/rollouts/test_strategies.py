@@ -7,25 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
-from agentfly.errors import ConfigError, PromptTooLong
-from agentfly.images import Image
-from agentfly.messages import ToolCall
+from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.core.errors import ConfigError, PromptTooLong
+from agentfly.core.messages import Image, ToolCall
+from agentfly.core.trajectory import FinishReason, ToolRecord
+from agentfly.formats.chat.chat_format import ParsedReply, RenderedTokens
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.anchor import Situation, anchor_of
-from agentfly.rollouts.chain import Chain
-from agentfly.rollouts.chat.chat_format import Rendered, Reply
 from agentfly.rollouts.run import run
 from agentfly.rollouts.runner import Runner
-from agentfly.rollouts.speaker import CallNumbers
-from agentfly.rollouts.tape import Tape
-from agentfly.rollouts.token_speaker import TokenSpeaker
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.rollouts.token_recorder import ChainStrategy, TokenRecorder
+from agentfly.rollouts.trajectory_recorder import AnchorState, anchor_hash
+from agentfly.rollouts.turn_generator import CallIdAllocator, TokenTurnGenerator
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import FinishReason, ToolRecord
 
 STRATEGIES = ["chain", "step"]
 
@@ -92,7 +89,7 @@ async def test_a_long_rollout_counts_once_in_the_baseline_of_its_group_however_m
         trajectory.group_id, trajectory.reward = "group", reward
     rows = rows_from_trajectories(trajectories).rows
     assert len(rows) == 6
-    advantages = ALGORITHMS["dr_grpo"].estimate(Evidence(rows), AdvantageConfig())
+    advantages = ALGORITHMS["dr_grpo"].estimate(AdvantageInputs(rows), AdvantageConfig())
     assert [float(values[0]) for values in advantages.values] == [-0.5] + [0.5] * 5
 
 
@@ -119,8 +116,8 @@ def seen(text="", state=None, images=()):
 
 def test_without_a_state_it_is_the_observations_and_their_images_that_name_the_turn():
     def after(*results):
-        situation = Situation([{"role": "system", "content": "you"}, {"role": "user", "content": "go"}])
-        situation.changed(results)
+        situation = AnchorState([{"role": "system", "content": "you"}, {"role": "user", "content": "go"}])
+        situation.update(results)
         return situation.anchor
 
     assert after(seen("a")) == after(seen("a"))
@@ -133,7 +130,7 @@ def test_without_a_state_it_is_the_observations_and_their_images_that_name_the_t
 
 def test_the_first_turn_is_named_by_the_task_and_not_by_the_system_prompt():
     def first(system, user):
-        return Situation([{"role": "system", "content": system}, {"role": "user", "content": user}]).anchor
+        return AnchorState([{"role": "system", "content": system}, {"role": "user", "content": user}]).anchor
 
     assert first("a", "go") == first("b", "go") != first("a", "stop")
 
@@ -154,10 +151,10 @@ def turned(value):
 
 @given(json_values)
 def test_an_anchor_knows_no_order_of_keys_and_outlives_a_trip_through_json(value):
-    anchor = anchor_of(value)
-    assert anchor_of(turned(value)) == anchor
-    assert anchor_of(json.loads(json.dumps(value))) == anchor
-    assert anchor_of([value]) != anchor
+    anchor = anchor_hash(value)
+    assert anchor_hash(turned(value)) == anchor
+    assert anchor_hash(json.loads(json.dumps(value))) == anchor
+    assert anchor_hash([value]) != anchor
 
 
 # --- limits --------------------------------------------------------------------------------------------------------
@@ -214,9 +211,9 @@ async def test_an_unknown_strategy_is_refused_with_those_there_are():
 
 
 def test_calls_keep_their_ids_unless_they_are_missing_or_given_before():
-    numbers = CallNumbers()
-    first = numbers.claim([ToolCall("a", "f"), ToolCall("a", "f"), ToolCall("", "f")])
-    second = numbers.claim([ToolCall("call_1", "f"), ToolCall("b", "f"), ToolCall("a", "f")])
+    numbers = CallIdAllocator()
+    first = numbers.assign_ids([ToolCall("a", "f"), ToolCall("a", "f"), ToolCall("", "f")])
+    second = numbers.assign_ids([ToolCall("call_1", "f"), ToolCall("b", "f"), ToolCall("a", "f")])
     ids = [one.id for one in (*first, *second)]
     assert ids[0] == "a"
     assert ids[4] == "b"
@@ -230,17 +227,17 @@ async def test_calls_that_the_chat_format_reads_get_ids_and_stand_as_such_in_the
         stop_ids = (257,)
 
         def prompt(self, messages, tools=()):
-            return Rendered([1, 2, 3])
+            return RenderedTokens([1, 2, 3])
 
         def reply(self, ids):
             text = bytes(ids[:-1]).decode()
             calls = tuple(ToolCall("", "move", {"direction": word[1:-1]}) for word in text.split() if word[0] == "<")
-            return Reply(text, text.partition("<")[0].strip(), "thoughts", calls)
+            return ParsedReply(text, text.partition("<")[0].strip(), "thoughts", calls)
 
-    chat, tape = Reading(), Tape([], max_tokens=100, stop_ids=[257])
+    chat, tape = Reading(), TokenRecorder([], max_tokens=100, stop_ids=[257])
     policy = ScriptedPolicy(["I go <north> <south>"])
-    speaker = TokenSpeaker(agent(), policy, chat, Chain(chat, tape), tape, SamplingParams(), "rollout")
-    said = await speaker.speak([{"role": "user", "content": "go"}])
+    speaker = TokenTurnGenerator(agent(), policy, chat, ChainStrategy(chat, tape), tape, SamplingParams(), "rollout")
+    said = await speaker.generate_turn([{"role": "user", "content": "go"}])
     assert (said.content, said.reasoning) == ("I go", "thoughts")
     assert [one.arguments["direction"] for one in said.calls] == ["north", "south"]
     assert (said.message["content"], said.message["reasoning_content"]) == ("I go", "thoughts")

@@ -6,21 +6,20 @@ from dataclasses import replace
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.memory.window import Window
-from agentfly.agents.tool import ToolResult, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.memory import Window
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary, ConfigError, ResourceDied, ToolError
-from agentfly.images import Image
-from agentfly.messages import images_of
+from agentfly.core.errors import Boundary, ConfigError, ResourceDied, ToolError
+from agentfly.core.messages import Image, images_of
+from agentfly.core.trajectory import FinishReason, Trajectory
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.policy import ChatGeneration
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.health import TooManyFailures
+from agentfly.rollouts.agent_runtime import AgentRuntime
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.rollouts.rollout_record import agent_fingerprint
 from agentfly.rollouts.run import run
-from agentfly.rollouts.traits import agent_traits
-from agentfly.rollouts.voice import Voice
 from agentfly.training.rows import rows_from_trajectories
-from agentfly.trajectory import FinishReason, Trajectory
 
 HERMES = HermesFormat()
 
@@ -302,7 +301,7 @@ async def test_a_prompt_may_show_images_and_a_function_that_returns_more_than_a_
     trajectory = await play(boss(researcher().as_tool(research)), ScriptedPolicy(said, sees=True))
     assert list(images_of(trajectory.subagents["call_0"][1]["content"])) == [picture]
     scored = script(boss=[call("research", how="scored")], researcher=[])
-    with pytest.raises(TooManyFailures, match=r"ToolResult\(reward=…, done=…\), but a prompt is text and images"):
+    with pytest.raises(FailureBudgetExceeded, match=r"ToolResult\(reward=…, done=…\), but a prompt is text and images"):
         await play(boss(researcher().as_tool(research)), ScriptedPolicy(scored))
 
 
@@ -314,7 +313,7 @@ async def test_every_conversation_has_a_name_of_its_own_at_the_policy_which_forg
             self.names.append(rollout_id)
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
 
-        def forget(self, rollout_id):
+        def release_rollout(self, rollout_id):
             self.forgotten.append(rollout_id)
             super().forget(rollout_id)
 
@@ -379,7 +378,7 @@ def test_a_changed_model_is_that_of_the_subagents_which_had_the_same():
 
 def test_a_subagent_that_has_changed_is_noticed_when_a_run_is_gone_on_with():
     def traits(**settings):
-        return agent_traits(boss(research(**settings)))
+        return agent_fingerprint(boss(research(**settings)))
 
     assert traits() == traits()
     assert traits(memory=Window(2)) != traits(memory=Window(3)) != traits()
@@ -389,7 +388,7 @@ def test_a_subagent_that_has_changed_is_noticed_when_a_run_is_gone_on_with():
 def test_a_voice_without_a_policy_for_a_subagents_model_is_refused():
     other = Agent(model="other").as_tool("Finds.", name="research")
     with pytest.raises(ConfigError, match="'other'"):
-        Voice.of(boss(other), ScriptedPolicy([]))
+        AgentRuntime.create(boss(other), ScriptedPolicy([]))
 
 
 def test_an_agent_that_is_given_as_it_stands_is_refused_with_the_cure():
@@ -409,7 +408,7 @@ async def test_wall_time_of_the_rollout_ends_what_its_subagents_do_and_the_recor
     assert trajectory.finish is FinishReason.WALL_TIME
     assert [sequence.sampled_count > 0 for sequence in trajectory.sequences] == [True, False]
     with pytest.raises(Exception, match="finished"):
-        trajectory.sequences[1].cut(1)
+        trajectory.sequences[1].truncate(1)
 
 
 async def test_turns_of_parallel_subagents_follow_the_turn_that_called_them_and_lead_to_the_next_one():

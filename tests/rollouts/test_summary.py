@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from agentfly.errors import Boundary
-from agentfly.json_values import MAX_SCORE
-from agentfly.messages import ToolCall
-from agentfly.rollouts.scoreboard import Scoreboard
-from agentfly.rollouts.summary import summarize
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.core.errors import Boundary
+from agentfly.core.json_values import MAX_SCORE
+from agentfly.core.messages import ToolCall
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.evaluation.scores import EvaluationScores
+from agentfly.rollouts.metrics import summarize
 
 
 def sequence(sampled, *, truncated=False):
@@ -98,6 +98,6 @@ def test_the_largest_scores_that_are_taken_make_finite_numbers():
     metrics = summarize(far)
     assert metrics["reward/mean"] == MAX_SCORE / 2
     assert all(map(math.isfinite, metrics.values()))
-    estimate = Scoreboard.of(far).reward()
+    estimate = EvaluationScores.from_trajectories(far).reward()
     assert estimate is not None
     assert math.isfinite(estimate.mean)

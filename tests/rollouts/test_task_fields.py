@@ -9,13 +9,13 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import FromTask, tool
-from agentfly.agents.weighted import weighted
-from agentfly.errors import RewardDefinitionError, ToolDefinitionError
+from agentfly.agents.tool_decorator import FromTask, tool
+from agentfly.agents.weighted_reward import weighted
+from agentfly.core.errors import RewardDefinitionError, ToolDefinitionError
+from agentfly.core.task import Task
+from agentfly.evaluation.preflight import check_definitions
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.preflight import check_definitions
 from agentfly.rollouts.run import evaluate, run
-from agentfly.task import Task
 from agentfly.training.trainer import Trainer
 
 TASKS = [Task("go", {"answer": "42", "answr": "42"}), Task("go", {"answer": "42"})]
@@ -86,7 +86,7 @@ async def test_a_reward_that_asks_for_a_field_that_a_task_lacks_is_refused_befor
         await roll(PLAIN, TASKS, reward=asking, policy=ScriptedPolicy(script), run_dir=tmp_path / "run")
     assert not asked
     assert not (tmp_path / "run").exists()
-    assert [finding.what for finding in check_definitions(PLAIN, TASKS, asking) if not finding.ok] == [
+    assert [finding.subject for finding in check_definitions(PLAIN, TASKS, asking) if not finding.ok] == [
         f"reward {asking.name}"
     ]
 

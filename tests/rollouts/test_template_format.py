@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool as as_tool
-from agentfly.errors import ChatFormatError
-from agentfly.policies.chat_template import ChatTemplate
+from agentfly.agents.tool_decorator import tool as as_tool
+from agentfly.core.errors import ChatFormatError
+from agentfly.formats.chat.control_tokens import ESCAPE_MARK, SLOT_MARK, ControlTokens
+from agentfly.formats.chat.prefix_stability import ProbeExchange
+from agentfly.formats.chat.template_capabilities import PROBE_TOOL
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.policies.hf_tokenizer import ChatTemplate
 from agentfly.policies.scripted import ByteTokenizer
-from agentfly.rollouts.chat.agent_format import chat_format_of
-from agentfly.rollouts.chat.disarming import MARK, PLACE
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.rendered import ControlTokens
-from agentfly.rollouts.chat.shape import STAND_IN
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.rollouts.agent_runtime import chat_format_of
 
 IM_START, IM_END = 256, 257
 
@@ -26,7 +25,7 @@ class TemplateTokenizer(ByteTokenizer):
     def __init__(self, template: str) -> None:
         self._template = ChatTemplate(template, {})
 
-    def render(self, messages, *, tools=(), add_generation_prompt=False):
+    def apply_chat_template(self, messages, *, tools=(), add_generation_prompt=False):
         try:
             return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, TypeError) as error:
@@ -68,7 +67,7 @@ def add(a: int, b: int) -> int:
 
 
 def chat_format(tokenizer, answer=tool, history="keep"):
-    return TemplateChatFormat(tokenizer, [Exchange(assistant("said"), [answer("answered")])], history=history)
+    return TemplateChatFormat(tokenizer, [ProbeExchange(assistant("said"), [answer("answered")])], history=history)
 
 
 def following(chat, messages, *, ended=True):
@@ -79,7 +78,7 @@ def following(chat, messages, *, ended=True):
 def whole(tokenizer, messages):
     """The ids of a conversation rendered as a whole."""
     control = ControlTokens(tokenizer)
-    return control.encode(tokenizer.render(control.disarm(messages), add_generation_prompt=True))
+    return control.encode(tokenizer.render(control.escape(messages), add_generation_prompt=True))
 
 
 def test_the_newline_after_the_sampled_end_of_turn_is_rendered_before_the_next_header():
@@ -103,7 +102,12 @@ texts = st.text(max_size=20) | st.sampled_from(
 @given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4))
 def test_turn_by_turn_gives_the_ids_of_the_whole_and_a_text_never_ends_a_turn(template, turns):
     turns = [(said.strip(), answer, by_tool) for said, answer, by_tool in turns]
-    if any(character in text for said, answer, _ in turns for text in (said, answer) for character in (MARK, PLACE)):
+    if any(
+        character in text
+        for said, answer, _ in turns
+        for text in (said, answer)
+        for character in (ESCAPE_MARK, SLOT_MARK)
+    ):
         return
     tokenizer = TemplateTokenizer(template)
     chat = chat_format(tokenizer)
@@ -156,7 +160,7 @@ WHAT = {
 }
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
-CALLING = Exchange({**assistant("words"), "tool_calls": [CALL]}, [{**tool("4"), "tool_call_id": "call_0"}])
+CALLING = ProbeExchange({**assistant("words"), "tool_calls": [CALL]}, [{**tool("4"), "tool_call_id": "call_0"}])
 
 
 def leaving_out(what, back):
@@ -168,7 +172,7 @@ def leaving_out(what, back):
 @pytest.mark.parametrize("back", [3, 8, 60, 300])
 @pytest.mark.parametrize("what", [what for what in WHAT if what != "nothing"])
 def test_a_template_that_leaves_out_what_is_far_back_is_refused_before_the_first_rollout(what, back):
-    settings = {"tools": [STAND_IN], "longest": back}
+    settings = {"tools": [PROBE_TOOL], "longest": back}
     with pytest.raises(ChatFormatError, match=r"not prefix-stable.*history='rewrite'"):
         TemplateChatFormat(leaving_out(what, back), [CALLING], **settings)
     TemplateChatFormat(leaving_out(what, back), [CALLING], history="rewrite", **settings)
@@ -191,12 +195,12 @@ def test_a_template_that_leaves_out_results_once_a_user_goes_on_begins_a_new_seq
         "{% set asked = namespace(at=0) %}"
         "{% for message in messages if message.role == 'user' %}{% set asked.at = loop.index0 %}{% endfor %}" + template
     )
-    chat = TemplateChatFormat(TemplateTokenizer(template), [CALLING], tools=[STAND_IN])
+    chat = TemplateChatFormat(TemplateTokenizer(template), [CALLING], tools=[PROBE_TOOL])
     talk = [user("2+2?"), CALLING.turn, *CALLING.answers]
-    goes_on = chat.continuation(talk[2:], after=[IM_END], conversation=talk, tools=[STAND_IN])
+    goes_on = chat.render_continuation(talk[2:], after=[IM_END], conversation=talk, tools=[PROBE_TOOL])
     assert goes_on is not None
     more = [*talk, assistant("4"), user("3+3?")]
-    assert chat.continuation(more[4:], after=[IM_END], conversation=more, tools=[STAND_IN]) is None
+    assert chat.render_continuation(more[4:], after=[IM_END], conversation=more, tools=[PROBE_TOOL]) is None
 
 
 def test_a_template_without_an_end_of_turn_is_refused():
@@ -218,10 +222,10 @@ def test_where_a_template_has_no_tool_messages_results_are_words_of_the_user(tem
 
 def test_a_template_that_leaves_out_what_answers_its_calls_is_refused():
     call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
-    exchange = Exchange({**assistant("called"), "tool_calls": [call]}, [{**tool("4"), "tool_call_id": "call_0"}])
+    exchange = ProbeExchange({**assistant("called"), "tool_calls": [call]}, [{**tool("4"), "tool_call_id": "call_0"}])
     for history in ("keep", "rewrite"):
         with pytest.raises(ChatFormatError, match="leaves out messages"):
-            TemplateChatFormat(TemplateTokenizer(SKIPS_TOOLS), [exchange], tools=[STAND_IN], history=history)
+            TemplateChatFormat(TemplateTokenizer(SKIPS_TOOLS), [exchange], tools=[PROBE_TOOL], history=history)
 
 
 OPENS_THOUGHTS = CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'")
@@ -243,7 +247,7 @@ def test_sampled_thoughts_are_kept_whatever_the_template_does_with_them_later(te
 def test_the_characters_that_rendering_needs_for_itself_are_replaced_in_text():
     tokenizer = ByteTokenizer()
     chat = chat_format(tokenizer)
-    text = tokenizer.decode(following(chat, [tool(f"a{MARK}b{PLACE}c")]))
+    text = tokenizer.decode(following(chat, [tool(f"a{ESCAPE_MARK}b{SLOT_MARK}c")]))
     assert "a\ufffdb\ufffdc" in text
 
 
@@ -270,8 +274,8 @@ def test_a_mark_that_ends_thoughts_does_so_only_where_the_prompt_has_opened_them
 
     def turn(text):
         reply = chat.reply([*text.encode(), IM_END])
-        calls = agent.calls_in(reply.text, opened=reply.opened)
-        assert "<think>" not in agent.said(reply.text, calls, opened=reply.opened)["content"]
+        calls = agent.parse_calls(reply.text, opened=reply.opened)
+        assert "<think>" not in agent.assistant_message(reply.text, calls, opened=reply.opened)["content"]
         return reply.reasoning, reply.content, [call.arguments for call in calls]
 
     call = '[say(text="</think>")]'

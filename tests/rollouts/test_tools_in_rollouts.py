@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import agentfly as af
+from agentfly.core.trajectory import FinishReason, Trajectory
 from agentfly.rollouts.runner import Runner
-from agentfly.trajectory import FinishReason, Trajectory
 
 PNG = af.Image(b"\x89PNG...", "image/png")
 

@@ -9,10 +9,10 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from agentfly.resources.containers.archive_bytes import FileBytes
-from agentfly.resources.containers.tar_reader import TarReader
-from agentfly.resources.containers.unpacking import Unpacker, UnpackLimits
-from agentfly.threads.cancel_token import CancelToken
+from agentfly.core.threads.run import CancelToken
+from agentfly.resources.containers.archives.byte_readers import FileSlice
+from agentfly.resources.containers.archives.tar_reader import TarReader
+from agentfly.resources.containers.archives.unpacker import Unpacker, UnpackLimits
 
 DIRECTORY, SYMLINK, HARD_LINK = tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 What = bytes | tuple[bytes, str]  # the content of a file; or the type of something else, and its target
@@ -78,7 +78,7 @@ def sparse_map(blocks: int) -> bytes:
 
 def reader(content: bytes) -> TarReader:
     """A reader of an archive in memory."""
-    return TarReader(FileBytes(io.BytesIO(content), CancelToken()))
+    return TarReader(FileSlice(io.BytesIO(content), CancelToken()))
 
 
 def unpack(
@@ -87,8 +87,8 @@ def unpack(
     """Unpack an archive; what was left out."""
     with Unpacker(root, limits, leaving_links=leaving_links) as unpacker:
         unpacker.add(reader(content), layer=layer)
-        unpacker.finish()
-        return unpacker.left_out
+        unpacker.remove_escaping_links()
+        return unpacker.skipped
 
 
 def all_of(place: Path) -> dict[str, tuple[object, ...]]:

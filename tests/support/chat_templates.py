@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentfly.policies.chat_template import ChatTemplate
-from agentfly.policies.hf_tokenizer import HFTokenizer
-from agentfly.rollouts.chat.disarming import MARK, PLACE
+from agentfly.formats.chat.control_tokens import ESCAPE_MARK, SLOT_MARK
+from agentfly.policies.hf_tokenizer import ChatTemplate, HFTokenizer
 
 HOME = Path(__file__).parents[2] / ".test-tokenizers" / "templates"
 """Where `scripts/fetch_tokenizers.py` puts the templates of well-known models."""
@@ -34,7 +33,7 @@ _SWITCH = re.compile("/(no_)?think")
 
 def byte_tokenizer(template: str) -> HFTokenizer:
     """A tokenizer of bytes, with all that looks like markup in a template as control tokens."""
-    found = _MARKUP.findall("".join(ChatTemplate(template, {}).written()))
+    found = _MARKUP.findall("".join(ChatTemplate(template, {}).literal_texts()))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -70,10 +69,12 @@ def evil_texts(template: str) -> st.SearchStrategy[str]:
             cut.map(lambda one: one[0][: one[1]]),
             cut.map(lambda one: one[0][one[1] :]),
             cut.map(lambda one: one[0][one[1] : one[1] + one[2]]),
-            st.tuples(cut, st.sampled_from([*literals, MARK, PLACE, "\n", " "])).map(
+            st.tuples(cut, st.sampled_from([*literals, ESCAPE_MARK, SLOT_MARK, "\n", " "])).map(
                 lambda both: both[0][0][: both[0][1]] + both[1] + both[0][0][both[0][1] :]
             ),
-            st.sampled_from([MARK, PLACE, " ", "\n", "{{ messages }}", "{% endif %}", "\\n", "'", '"', "\u200b", "＜"]),  # noqa: RUF001
+            st.sampled_from(
+                [ESCAPE_MARK, SLOT_MARK, " ", "\n", "{{ messages }}", "{% endif %}", "\\n", "'", '"', "\u200b", "＜"]
+            ),  # noqa: RUF001
             st.sampled_from(literals),
             st.sampled_from(["a", "b c", "é", "1", ".", "👩\u200d👧"]),
         ),

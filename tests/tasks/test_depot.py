@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 
+from agentfly.core.trajectory import FinishReason, Trajectory
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
-from agentfly.tasks.depot import depot_agent, depot_reward, eval_tasks, forgetful_depot_agent, oracle, train_tasks
-from agentfly.tasks.depot.errands import ITEMS
-from agentfly.tasks.depot.oracle import PARAMETERS
-from agentfly.tasks.depot.world import ROOMS, WAYS, Depot, neighbours, ways_towards
-from agentfly.trajectory import FinishReason, Trajectory
+from agentfly.tasks.depot import agent as oracle
+from agentfly.tasks.depot import depot_agent, depot_reward, eval_tasks, forgetful_depot_agent, train_tasks
+from agentfly.tasks.depot.agent import PARAMETERS
+from agentfly.tasks.depot.environment import ROOMS, WAYS, Depot, neighbours, ways_towards
+from agentfly.tasks.depot.tasks import ITEMS
 
 
 async def play(*actions: tuple[str, str], start: str = "hall") -> Trajectory:

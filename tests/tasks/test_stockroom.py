@@ -6,23 +6,22 @@ import dataclasses
 
 import pytest
 
-from agentfly.agents.memory.memory import FullHistory
-from agentfly.agents.memory.window import Window
+from agentfly.agents.memory import FullHistory, Window
+from agentfly.core.trajectory import FinishReason, Trajectory
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.rollouts.run import run
 from agentfly.tasks.stockroom import (
     action_agent,
     eval_tasks,
     eval_tasks_with_examples,
     hermes_agent,
-    oracle,
     stockroom_reward,
     train_tasks,
     train_tasks_with_examples,
 )
-from agentfly.tasks.stockroom.shop import ITEMS, ORDERS
-from agentfly.trajectory import FinishReason, Trajectory
+from agentfly.tasks.stockroom import agent as oracle
+from agentfly.tasks.stockroom.tasks import ITEMS, ORDERS
 
 needs_sandbox = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))
 

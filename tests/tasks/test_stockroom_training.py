@@ -10,14 +10,14 @@ import pytest
 
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.resources.containers.bubblewrap.tiers import probe
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.training.trainer import Trainer, TrainResult
 
 
 async def train(configuration: str, run_dir: Path, *overrides: str) -> TrainResult:
     with as_file(files("agentfly.tasks.stockroom").joinpath(configuration)) as path:
         config = load_config(path, overrides)
-    experiment = Experiment.of(config)
+    experiment = Experiment.load(config)
     trainer = Trainer(
         experiment.agent,
         experiment.tasks,

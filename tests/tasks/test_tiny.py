@@ -10,14 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from agentfly.messages import Message
-from agentfly.policies.catalog import find_model
+from agentfly.core.messages import Message
+from agentfly.formats.chat.control_tokens import ControlTokens
+from agentfly.formats.chat.prefix_stability import ProbeExchange
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
-from agentfly.resources.containers.bubblewrap.tiers import probe
-from agentfly.rollouts.chat.proof import Exchange
-from agentfly.rollouts.chat.rendered import ControlTokens
-from agentfly.rollouts.chat.template_format import TemplateChatFormat
+from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.rollouts.run import evaluate
 from agentfly.tasks.stockroom import eval_tasks, hermes_agent, stockroom_reward
 
@@ -39,11 +39,11 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> HFTokenizer:
-    return HFTokenizer.load(find_model("tiny"))
+    return HFTokenizer.load(resolve_model("tiny"))
 
 
 def test_the_model_is_a_few_megabytes():
-    assert sum(file.stat().st_size for file in find_model("tiny").iterdir()) < 4e6
+    assert sum(file.stat().st_size for file in resolve_model("tiny").iterdir()) < 4e6
 
 
 def test_the_markers_of_turns_and_calls_are_control_tokens(tokenizer):
@@ -84,7 +84,7 @@ def test_the_dialogues_it_was_made_from_have_the_ids_of_rollouts(tokenizer, scri
         assert not any(sampled[len(as_sampled) :])
 
 
-EXCHANGE = Exchange({"role": "assistant", "content": "call"}, ({"role": "tool", "content": "result"},))
+EXCHANGE = ProbeExchange({"role": "assistant", "content": "call"}, ({"role": "tool", "content": "result"},))
 
 
 def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int], list[bool]]:
@@ -98,7 +98,7 @@ def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int]
             unanswered.append(message)
             continue
         rendered = (
-            chat.continuation(unanswered, after=ids, conversation=unanswered) if ids else chat.prompt(unanswered)
+            chat.render_continuation(unanswered, after=ids, conversation=unanswered) if ids else chat.render_prompt(unanswered)
         ).ids
         said = [*ControlTokens(tokenizer).encode(message["content"]), *tokenizer.eos_ids]
         ids += [*rendered, *said]

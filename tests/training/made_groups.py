@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentfly.errors import Boundary
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.training.feed import Attempted
-from agentfly.trajectory import Failure, FinishReason, Trajectory
+from agentfly.core.errors import Boundary
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory
+from agentfly.training.rollout_queue import RolloutGroup
 
 
-def attempted(number: int, rewards: Iterable[float | None]) -> Attempted:
+def attempted(number: int, rewards: Iterable[float | None]) -> RolloutGroup:
     trajectories = []
     for attempt, value in enumerate(rewards):
         trajectory = Trajectory(f"train-{number}.{attempt}", f"train-{number}", Task(f"task {number}"), attempt)
@@ -23,4 +23,4 @@ def attempted(number: int, rewards: Iterable[float | None]) -> Attempted:
         if value is None:
             trajectory.failure = Failure(Boundary.RESOURCE, "Lost", "the box is gone", by_policy=False)
         trajectories.append(trajectory)
-    return Attempted(number, tuple(trajectories))
+    return RolloutGroup(number, tuple(trajectories))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.embedded.adapters import merged_weights
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.policies.embedded.loading import merged_weights
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import SamplingParams
 from agentfly.training.checkpoints import load_weights, write_model
-from agentfly.training.learning.adapters import adapters_disabled
+from agentfly.training.learning.trainable_model import adapters_disabled
 from agentfly.training.rows import Row
 from tests.training.small_learning import constant, learn, learner_of, own_logprobs, rows_of, small_model, weights
 
@@ -95,7 +95,7 @@ async def test_the_policy_samples_with_the_very_adapters_that_are_trained(temper
                     truncated=False,
                 )
             ]
-            async with policy.exclusive():
+            async with policy.exclusive_access():
                 metrics = learn(learner, rows, constant(rows, [1.0]))
                 policy.weights_updated()
             assert metrics["mismatch/logprob_diff_max"] < 1e-4

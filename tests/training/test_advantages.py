@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.resources.apis.ranking import scores_of
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.training.advantages import ALGORITHMS, Advantages, Algorithm, Evidence
-from agentfly.training.advantages.outcome import by_group
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Trajectory
+from agentfly.resources.model_api.judge import scores_of
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages, Algorithm
+from agentfly.training.advantages.outcome import group_estimator
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row, RowTurn, rows_from_trajectories
-from agentfly.trajectory import Trajectory
 
 GROUP_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "ranking"]
 OUTCOME_ESTIMATORS = [*GROUP_ESTIMATORS, "reinforce", "reinforce_plus_plus_baseline"]
@@ -46,7 +46,7 @@ def group_of(rewards: Sequence[float], group: str = "g") -> list[Row]:
 
 
 def estimate(name: str, rows: Sequence[Row]) -> list[np.ndarray]:
-    return ALGORITHMS[name].estimate(Evidence(rows), AdvantageConfig()).values
+    return ALGORITHMS[name].estimate(AdvantageInputs(rows), AdvantageConfig()).values
 
 
 def first_values(name: str, rows: Sequence[Row]) -> list[float]:
@@ -112,7 +112,7 @@ def judged_by_name() -> dict[str, Callable[[Sequence[float], float], list[np.nda
             turns = (RowTurn(0, 1, 2, anchor="hall"), RowTurn(1, 2, 3, anchor="attic"))
             rows = [replace(one, turns=turns) for one in group_of(rewards)]
             values = [np.full(2, expected) for _ in rows]
-            return judge(name, Evidence(rows, values=values, baselines={"g": expected})).values
+            return judge(name, AdvantageInputs(rows, values=values, baselines={"g": expected})).values
 
         return judged
 
@@ -192,7 +192,7 @@ def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_hol
 # --- from token to token ----------------------------------------------------------------------------------------------
 
 
-def judge(name: str, evidence: Evidence, **config: float) -> Advantages:
+def judge(name: str, evidence: AdvantageInputs, **config: float) -> Advantages:
     return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))
 
 
@@ -203,7 +203,7 @@ def turn_row(rollout: str, reward: float, turn: int, mask: Sequence[int], group:
 def test_reinforce_plus_plus_takes_the_penalties_from_each_token_on() -> None:
     rows = [row("g", "a", 1.0, (0, 1, 0, 1)), row("h", "b", 0.0, (0, 1))]
     penalties = [np.array([-0.25, -0.5]), np.array([-0.5])]
-    found = judge("reinforce_plus_plus", Evidence(rows, token_rewards=penalties), discount=0.5)
+    found = judge("reinforce_plus_plus", AdvantageInputs(rows, token_rewards=penalties), discount=0.5)
     returns = np.array([-0.25 + 0.5 * 0.5, 1.0 - 0.5, -0.5])  # of mean 0 and sample variance 1/4
     assert np.concatenate(found.values).tolist() == pytest.approx((returns / 0.5).tolist())
 
@@ -227,17 +227,17 @@ def test_whitening_makes_equal_values_and_a_single_token_zero(name: str) -> None
 
 def test_remax_compares_with_the_greedy_rollout_of_the_same_task() -> None:
     rows = [row("g", "a", 1.0), row("g", "b", 0.0), row("h", "c", 1.0)]
-    found = judge("remax", Evidence(rows, baselines={"g": 0.75, "h": 1.0}))
+    found = judge("remax", AdvantageInputs(rows, baselines={"g": 0.75, "h": 1.0}))
     assert [values.tolist() for values in found.values] == [[0.25, 0.25], [-0.75, -0.75], [0.0, 0.0]]
     with pytest.raises(UsageError, match="group 'h'"):
-        judge("remax", Evidence(rows, baselines={"g": 0.75}))
+        judge("remax", AdvantageInputs(rows, baselines={"g": 0.75}))
 
 
 def test_gae_looks_from_the_last_token_of_a_row_to_the_first_of_the_next_turn() -> None:
     """The later turn's row comes first in the batch; what was read between the sampled tokens takes no time."""
     rows = [turn_row("a", 1.0, 1, (0, 0, 1)), turn_row("a", 1.0, 0, (0, 1, 0, 1))]
     values = [np.array([0.5]), np.array([0.25, 0.0])]
-    found = judge("gae", Evidence(rows, values=values), discount=0.5, gae_lambda=0.5)
+    found = judge("gae", AdvantageInputs(rows, values=values), discount=0.5, gae_lambda=0.5)
     # Surprises in time: 0.5 * 0 - 0.25, 0.5 * 0.5 - 0, 1 - 0.5. To each comes a quarter of the next advantage.
     last, second, first = 0.5, 0.25 + 0.5 / 4, -0.25 + 0.375 / 4
     assert found.returns is not None
@@ -250,14 +250,14 @@ def test_turns_of_a_subagent_stand_where_they_were_taken() -> None:
     """The agent's row holds turns 0 and 2, its subagent's turn 1: the reward comes at the end of turn 2."""
     own = replace(row("g", "a", 1.0, (0, 1, 0, 1)), turns=(RowTurn(0, 1, 2), RowTurn(2, 3, 4)))
     subagent = replace(turn_row("a", 1.0, 1, (0, 1)), agent="helper")
-    found = judge("gae", Evidence([own, subagent], values=[np.zeros(2), np.zeros(1)]), discount=0.5)
+    found = judge("gae", AdvantageInputs([own, subagent], values=[np.zeros(2), np.zeros(1)]), discount=0.5)
     assert found.returns is not None
     assert [one.tolist() for one in found.returns] == [[0.25, 1.0], [0.5]]
 
 
 def test_gae_needs_values() -> None:
     with pytest.raises(UsageError, match="critic"):
-        judge("gae", Evidence([row("g", "a", 1.0)]))
+        judge("gae", AdvantageInputs([row("g", "a", 1.0)]))
 
 
 # --- what is judged ---------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_unscored_attempts_are_in_no_baseline() -> None:
     batch = rows_from_trajectories([trajectory(n, reward) for n, reward in enumerate([1.0, None, 0.0, math.nan])])
     assert [row.rollout_id for row in batch.rows] == ["r0", "r2"]
     assert first_values("dr_grpo", batch.rows) == [0.5, -0.5]
-    assert batch.left_out == {"unscored": 2}
+    assert batch.excluded == {"unscored": 2}
 
 
 def test_a_group_without_any_score_gives_no_row() -> None:
@@ -288,7 +288,7 @@ def test_a_group_without_any_score_gives_no_row() -> None:
 def test_an_attempt_without_sampled_tokens_does_not_move_the_baseline() -> None:
     batch = rows_from_trajectories([trajectory(0, 100.0, sampled=0), trajectory(1, 1.0), trajectory(2, 0.0)])
     assert first_values("dr_grpo", batch.rows) == [0.5, -0.5]
-    assert batch.left_out == {"no_sampled_tokens": 1}
+    assert batch.excluded == {"no_sampled_tokens": 1}
 
 
 @settings(deadline=None)
@@ -314,7 +314,7 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name() -> None:
 
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ConfigError, match="already"):
-        ALGORITHMS.register("grpo", Algorithm(by_group(lambda rewards: rewards)))
+        ALGORITHMS.register("grpo", Algorithm(group_estimator(lambda rewards: rewards)))
 
 
 def test_the_names_of_the_algorithms_are_known_without_numpy() -> None:

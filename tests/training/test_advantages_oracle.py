@@ -19,8 +19,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentfly.training.advantages import ALGORITHMS, Advantages, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row, RowTurn
 
 pytestmark = pytest.mark.slow  # the import of verl is
@@ -35,7 +35,7 @@ with_verl = settings(
 class Batch:
     """A batch both ways: as rows, and as verl's tensors of shape [trajectories, LENGTH]."""
 
-    evidence: Evidence
+    evidence: AdvantageInputs
     mask: torch.Tensor
     rewards: torch.Tensor
     values: torch.Tensor
@@ -83,7 +83,7 @@ def batches(draw: st.DrawFn, *, token_rewards: bool = True) -> Batch:
     rewards = own.copy()
     rewards[np.arange(count), last] += outcomes
     return Batch(
-        evidence=Evidence(
+        evidence=AdvantageInputs(
             rows=rows,
             values=[np.array([values[place] for place in one]) for one in places],
             token_rewards=[np.array([own[place] for place in one]) for one in places] if token_rewards else None,

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.training.advantages import ALGORITHMS, Advantages, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.row_limits import cut_rows
-from agentfly.training.rows import Row, RowBatch, RowTurn
-from agentfly.training.turn_order import followed_among
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages
+from agentfly.training.config.groups import AdvantageConfig
+from agentfly.training.rows import Row, RowBatch, RowTurn, cut_rows, predecessors_within
 
 Follows = Sequence[tuple[int, ...]]
 """For each turn, those that it follows."""
@@ -37,11 +35,11 @@ def row_a_turn(follows: Follows, sizes: Sequence[int], reward: float = 1.0) -> l
     ]
 
 
-def judge(name: str, evidence: Evidence, **config: float) -> Advantages:
+def judge(name: str, evidence: AdvantageInputs, **config: float) -> Advantages:
     return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))
 
 
-def returns(evidence: Evidence, **config: float) -> list[list[float]]:
+def returns(evidence: AdvantageInputs, **config: float) -> list[list[float]]:
     found = judge("gae", evidence, **config).returns
     assert found is not None
     return [values.tolist() for values in found]
@@ -51,8 +49,8 @@ ROOT_AND_THREE_BRANCHES: Follows = [(), (0,), (0,), (0,)]
 PARALLEL_SUBAGENTS_AND_BACK: Follows = [(), (0,), (0,), (1, 2)]
 
 
-def nothing_expected(rows: Sequence[Row]) -> Evidence:
-    return Evidence(rows, values=[np.zeros(len(one.targets)) for one in rows])
+def nothing_expected(rows: Sequence[Row]) -> AdvantageInputs:
+    return AdvantageInputs(rows, values=[np.zeros(len(one.targets)) for one in rows])
 
 
 def test_each_branch_ends_with_the_whole_reward_and_the_root_expects_their_mean() -> None:
@@ -76,7 +74,7 @@ def test_parallel_subagents_each_lead_to_the_turn_that_they_answer() -> None:
 def test_remax_gives_the_root_the_mean_of_its_branches_penalties_and_not_their_sum() -> None:
     rows = row_a_turn(ROOT_AND_THREE_BRANCHES, [1, 1, 1, 1])
     penalties = [np.array([-1.0]), np.array([-0.3]), np.array([-0.6]), np.array([0.0])]
-    found = judge("remax", Evidence(rows, token_rewards=penalties, baselines={"g": 0.0}))
+    found = judge("remax", AdvantageInputs(rows, token_rewards=penalties, baselines={"g": 0.0}))
     assert [values.tolist() for values in found.values] == [pytest.approx([-0.3]), [0.7], [0.4], [1.0]]
 
 
@@ -86,7 +84,7 @@ def test_gigpo_goes_back_from_each_branch_to_its_own_parent() -> None:
         for number, before in enumerate(ROOT_AND_THREE_BRANCHES)
     ]
     other = [row([RowTurn(0, 1, 2, None, "begin", follows=())], rollout="b", reward=0.0)]
-    found = judge("gigpo", Evidence([*tree, *other]), step_discount=0.5, divide_by_std=False)
+    found = judge("gigpo", AdvantageInputs([*tree, *other]), step_discount=0.5, divide_by_std=False)
     # Returns in the state "begin": 1/2 (one step before each branch's end, which is 1) and 0.
     assert [values.tolist() for values in found.values] == [[0.5 + 0.25], [0.5], [0.5], [0.5], [-0.5 - 0.25]]
 
@@ -98,7 +96,7 @@ def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
         for number in (1, 2)
     ]
     other = row([RowTurn(0, 1, 2, None, "begin", follows=())], rollout="b", reward=0.0)
-    found = judge("gigpo", Evidence([own, *helpers, other]), step_discount=0.5, divide_by_std=False)
+    found = judge("gigpo", AdvantageInputs([own, *helpers, other]), step_discount=0.5, divide_by_std=False)
     assert found.values[0].tolist() == [0.5 + 0.25, 0.5]
 
 
@@ -120,8 +118,8 @@ def test_a_turn_that_was_left_without_tokens_is_passed_through() -> None:
 
 def test_what_is_left_out_is_passed_through_to_those_before() -> None:
     follows = {0: (), 1: (0,), 2: (0,), 3: (1, 2), 4: (3,), 5: None}
-    assert followed_among(follows, {0, 2, 4, 5}) == {0: (), 2: (0,), 4: (0, 2), 5: (4,)}
-    assert followed_among(follows, {4}) == {4: ()}
+    assert predecessors_within(follows, {0, 2, 4, 5}) == {0: (), 2: (0,), 4: (0, 2), 5: (4,)}
+    assert predecessors_within(follows, {4}) == {4: ()}
 
 
 @st.composite
@@ -153,7 +151,7 @@ def test_each_token_is_judged_by_the_mean_over_the_ways_that_go_on_from_it(
     values, penalties = ([random.normal(size=size) for size in sizes] for _ in range(2))
     rows = row_a_turn(follows, sizes)
     order = random.permutation(len(rows)).tolist()
-    evidence = Evidence(
+    evidence = AdvantageInputs(
         [rows[number] for number in order],
         values=[values[number] for number in order],
         token_rewards=[penalties[number] for number in order],
@@ -162,7 +160,7 @@ def test_each_token_is_judged_by_the_mean_over_the_ways_that_go_on_from_it(
     for turn, size in enumerate(sizes):
         expected = np.zeros(size)
         for share, way in ways(follows, turn):
-            chain = Evidence(
+            chain = AdvantageInputs(
                 row_a_turn([(place - 1,) if place else () for place in range(len(way))], [sizes[one] for one in way]),
                 values=[values[one] for one in way],
                 token_rewards=[penalties[one] for one in way],

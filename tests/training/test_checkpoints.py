@@ -15,21 +15,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.core.errors import ConfigError, PrerequisiteError
 from agentfly.training.checkpoints import (
     Checkpoints,
-    Place,
+    TrainerState,
     load_weights,
-    read_learner,
-    read_place,
-    require_sound,
-    write_place,
+    read_learner_state,
+    read_trainer_state,
+    require_valid,
+    write_trainer_state,
 )
 from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.trainer import About, require_same
 from tests.support.scale import scaled
 
-PLACE = Place(
+PLACE = TrainerState(
     step=3,
     cursor=24,
     version=3,
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_there_and_the_last_one_is
 def test_a_checkpoint_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     seen = []
-    checkpoints.save(1, lambda path: seen.append(checkpoints.sound()))
+    checkpoints.save(1, lambda path: seen.append(checkpoints.latest_valid()))
     assert seen == [None]
 
 
@@ -74,8 +74,8 @@ def test_what_a_killed_process_left_half_written_or_half_removed_is_cleared(tmp_
     saved = checkpoints.save(1, write_text)
     for name in (".unfinished-000002", ".unfinished-removed-step-000000"):
         shutil.copytree(saved, tmp_path / name)
-    assert checkpoints.sound() == saved
-    checkpoints.remove_unfinished()
+    assert checkpoints.latest_valid() == saved
+    checkpoints.remove_partial()
     assert list(tmp_path.iterdir()) == [saved]
 
 
@@ -98,11 +98,11 @@ def test_what_a_resumed_run_saves_stands_and_the_damaged_ones_that_it_was_to_com
     for step in damaged:
         (tmp_path / f"step-{step:06d}" / "file").write_text("other")
     checkpoints = Checkpoints(tmp_path, keep=keep)
-    begun = checkpoints.sound()
+    begun = checkpoints.latest_valid()
     assert begun is not None
     step = int(begun.name.removeprefix("step-")) + 1
     saved = checkpoints.save(step, write_text, best=best)
-    assert checkpoints.current == checkpoints.sound() == saved
+    assert checkpoints.current == checkpoints.latest_valid() == saved
     assert max(kept for kept, _ in checkpoints.saved()) == step
     assert (checkpoints.best() is not None) == (best > 0)
 
@@ -121,20 +121,20 @@ def test_only_names_of_steps_are_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_checkpoints_has_none_to_resume(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "nothing", keep=1).sound() is None
+    assert Checkpoints(tmp_path / "nothing", keep=1).latest_valid() is None
 
 
 def test_place_and_learner_come_back_as_they_were_saved(tmp_path: Path) -> None:
-    write_place(tmp_path, PLACE, {"steps": 3, "masters": [None, torch.tensor([1.5])]})
-    assert read_place(tmp_path) == PLACE
-    learner = read_learner(tmp_path)
+    write_trainer_state(tmp_path, PLACE, {"steps": 3, "masters": [None, torch.tensor([1.5])]})
+    assert read_trainer_state(tmp_path) == PLACE
+    learner = read_learner_state(tmp_path)
     assert learner["steps"] == 3
     assert learner["masters"][1].tolist() == [1.5]
 
 
 def test_a_directory_with_a_model_alone_is_no_checkpoint_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the state of a run"):
-        read_place(tmp_path)
+        read_trainer_state(tmp_path)
 
 
 def small_model(hidden: int = 16) -> LlamaForCausalLM:
@@ -154,7 +154,7 @@ def small_model(hidden: int = 16) -> LlamaForCausalLM:
 def test_weights_come_back_in_place_and_any_program_can_load_the_directory(tmp_path: Path) -> None:
     model, other = small_model(), small_model()
     model.save_pretrained(tmp_path)
-    write_place(tmp_path, PLACE, {})
+    write_trainer_state(tmp_path, PLACE, {})
     pointers = [weight.data_ptr() for weight in other.parameters()]
     load_weights(other, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -194,7 +194,7 @@ def saved_checkpoints(directory: Path, *steps: int) -> Checkpoints:
 
     def write(path: Path) -> None:
         small_model().save_pretrained(path)
-        write_place(path, PLACE, {"masters": [torch.ones(100)]})
+        write_trainer_state(path, PLACE, {"masters": [torch.ones(100)]})
 
     for step in steps:
         checkpoints.save(step, write)
@@ -222,23 +222,23 @@ def damage(file: Path, how: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp_path, caplog, name, how) -> None:
     checkpoints = saved_checkpoints(tmp_path, 1, 2)
-    assert checkpoints.sound() == tmp_path / "step-000002"
+    assert checkpoints.latest_valid() == tmp_path / "step-000002"
     damage(tmp_path / "step-000002" / name, how)
-    assert checkpoints.sound() == tmp_path / "step-000001"
+    assert checkpoints.latest_valid() == tmp_path / "step-000001"
     assert "step-000002 is damaged and passed over" in caplog.text
     with pytest.raises(ConfigError, match="step-000002 is damaged"):
-        require_sound(tmp_path / "step-000002")
+        require_valid(tmp_path / "step-000002")
     damage(tmp_path / "step-000001" / name, how)
     with pytest.raises(ConfigError, match=r"No checkpoint in .* step-000002: .*; step-000001: "):
-        checkpoints.sound()
+        checkpoints.latest_valid()
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
     path = saved_checkpoints(tmp_path, 1).current
     read = {
-        "trainer/place.json": read_place,
-        "trainer/learner.pt": read_learner,
+        "trainer/place.json": read_trainer_state,
+        "trainer/learner.pt": read_learner_state,
         "model.safetensors": lambda path: load_weights(small_model(), path),
         "config.json": lambda path: load_weights(small_model(), path),
     }
@@ -268,9 +268,9 @@ def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, con
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
     readers = {
-        "place.json": read_place,
+        "place.json": read_trainer_state,
         "sft.json": partial(require_same, now=ABOUT, config=SFTConfig()),
-        "learner.pt": read_learner,
+        "learner.pt": read_learner_state,
     }
     with pytest.raises(ConfigError, match=rf"{name} (is damaged|was written by another version)"):
         readers[name](folder.parent)

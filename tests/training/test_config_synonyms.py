@@ -7,12 +7,12 @@ import logging
 import pytest
 
 import agentfly as af
-from agentfly.cli.config_file import config_text, load_config, validated
-from agentfly.errors import ConfigError
+from agentfly.cli.config_file import config_text, load_config, validate_config
+from agentfly.core.errors import ConfigError
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.sft.config import SFTConfig
 from agentfly.training.sft.sft import sft
-from agentfly.training.train import _with
+from agentfly.training.train import _merge_settings
 
 
 def value_of(config, name):
@@ -38,7 +38,7 @@ def test_a_setting_is_read_under_its_other_name_and_the_name_here_is_told(caplog
         config = TrainConfig(**given)
     assert value_of(config, name) == value
     assert f"is called {name} here" in caplog.text
-    settings = validated({"agent": "a:b", "tasks": "t.jsonl", "training": given}, "c.yaml").training
+    settings = validate_config({"agent": "a:b", "tasks": "t.jsonl", "training": given}, "c.yaml").training
     assert settings == config
 
 
@@ -62,12 +62,12 @@ def test_a_setting_without_a_counterpart_of_the_same_meaning_is_refused_with_wha
     with pytest.raises(ConfigError, match=rf"There is no training setting '{given}'.*{cure}"):
         TrainConfig(**{given: 4})
     with pytest.raises(ConfigError, match=rf"There is no key '{given}'.*{cure}"):
-        validated({"agent": "a:b", "tasks": "t.jsonl", given: 4}, "c.yaml")
+        validate_config({"agent": "a:b", "tasks": "t.jsonl", given: 4}, "c.yaml")
 
 
 def test_a_synonym_beside_the_training_settings_is_told_its_place():
     with pytest.raises(ConfigError, match=r"There is no key 'lr'. Did you mean 'training\.learning_rate'\?"):
-        validated({"agent": "a:b", "tasks": "t.jsonl", "lr": 1e-3}, "c.yaml")
+        validate_config({"agent": "a:b", "tasks": "t.jsonl", "lr": 1e-3}, "c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,12 @@ def test_a_setting_that_was_meant_for_an_argument_of_the_call_is_told_that():
     with pytest.raises(ConfigError, match=r"sft\(\) has no argument 'run_directory'. Did you mean 'run_dir'\?"):
         sft(agent, [], run_directory="runs/x")
     with pytest.raises(ConfigError, match=r"'reward' stands beside 'training'.* Write reward, not training.rewards"):
-        validated({"agent": "a:b", "training": {"rewards": "a:c"}}, "c.yaml")
+        validate_config({"agent": "a:b", "training": {"rewards": "a:c"}}, "c.yaml")
 
 
 def test_settings_of_a_call_replace_those_of_its_configuration_under_any_name():
     config = TrainConfig(learning_rate=1e-3, kl={"coefficient": 0.2, "where": "reward"})
-    settings = _with(config, {"lr": 2e-3, "beta": 0.1})
+    settings = _merge_settings(config, {"lr": 2e-3, "beta": 0.1})
     assert settings.learning_rate == 2e-3
     assert (settings.kl.coefficient, settings.kl.where) == (0.1, "reward")
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentfly.training.config.correction_config import CorrectionConfig
-from agentfly.training.losses.correction import Correction, correct
-from agentfly.training.losses.mismatch import mismatch_metrics
+from agentfly.training.config.groups import CorrectionConfig
+from agentfly.training.losses.rollout_correction import RolloutCorrection, correct_rollouts, mismatch_metrics
 
 RATIOS = [4.0, 1.0, 0.6, 0.25, 0.25]
 ROW = torch.tensor([0, 0, 1, 1, 1])
@@ -19,8 +18,8 @@ OLD = BEHAVIOUR + torch.tensor(RATIOS, dtype=torch.float64).log()
 ALL = torch.ones(5, dtype=torch.bool)
 
 
-def corrected(**config: Any) -> Correction:
-    return correct(OLD, BEHAVIOUR, ALL, ROW, CorrectionConfig(**config))
+def corrected(**config: Any) -> RolloutCorrection:
+    return correct_rollouts(OLD, BEHAVIOUR, ALL, ROW, CorrectionConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_the_metrics_tell_what_is_left_out_and_how_far_ratios_go() -> None:
 def test_without_mismatch_every_weight_is_one_and_every_distance_zero() -> None:
     for level in ("token", "sequence", "sequence_mean"):
         for mode in ("truncate", "mask"):
-            result = correct(OLD, OLD, ALL, ROW, CorrectionConfig(level=level, mode=mode))
+            result = correct_rollouts(OLD, OLD, ALL, ROW, CorrectionConfig(level=level, mode=mode))
             assert result.weights.tolist() == [1.0] * 5
             assert result.mask.all()
             assert result.metrics["mismatch/kl"] == result.metrics["mismatch/chi2_seq"] == 0.0
@@ -85,8 +84,10 @@ def test_what_is_masked_reaches_no_weight_and_no_metric() -> None:
     old[2], behaviour[4] = math.nan, -math.inf
     row = torch.tensor([0, 0, 0, 1, 1])
     for level in ("token", "sequence", "sequence_mean"):
-        result = correct(old, behaviour, mask, row, CorrectionConfig(level=level, upper=9.0))
-        expected = correct(OLD[mask], BEHAVIOUR[mask], mask[mask], row[mask], CorrectionConfig(level=level, upper=9.0))
+        result = correct_rollouts(old, behaviour, mask, row, CorrectionConfig(level=level, upper=9.0))
+        expected = correct_rollouts(
+            OLD[mask], BEHAVIOUR[mask], mask[mask], row[mask], CorrectionConfig(level=level, upper=9.0)
+        )
         assert result.weights[mask].tolist() == expected.weights.tolist()
         assert result.weights[~mask].tolist() == [0.0, 0.0]
         assert result.metrics == expected.metrics
@@ -94,7 +95,7 @@ def test_what_is_masked_reaches_no_weight_and_no_metric() -> None:
 
 def test_a_batch_without_tokens_has_no_metrics() -> None:
     nothing = torch.zeros(5, dtype=torch.bool)
-    result = correct(OLD, BEHAVIOUR, nothing, ROW, CorrectionConfig())
+    result = correct_rollouts(OLD, BEHAVIOUR, nothing, ROW, CorrectionConfig())
     assert result.weights.tolist() == [0.0] * 5
     assert result.metrics == {}
 
@@ -111,5 +112,7 @@ def test_log_probs_at_the_temperature_of_sampling_do_not_mismatch() -> None:
 def test_every_number_is_finite_however_far_apart_the_two_are() -> None:
     old = torch.tensor([-5000.0, -0.1])
     behaviour = torch.tensor([-0.1, -5000.0])
-    metrics = correct(old, behaviour, torch.ones(2, dtype=torch.bool), torch.tensor([0, 1]), CorrectionConfig()).metrics
+    metrics = correct_rollouts(
+        old, behaviour, torch.ones(2, dtype=torch.bool), torch.tensor([0, 1]), CorrectionConfig()
+    ).metrics
     assert all(map(math.isfinite, metrics.values())), metrics

@@ -13,8 +13,8 @@ import torch
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.training.advantages import ALGORITHMS, Advantages, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learning.critic import Critic, explained_variance
 from agentfly.training.learning.learner import Learner
@@ -29,7 +29,7 @@ def critic_of(model: torch.nn.Module, **settings: Any) -> Critic:
 
 def step(learner: Learner, rows: list[Row]) -> dict[str, float]:
     scores = learner.score(rows)
-    evidence = Evidence(rows, values=scores.values, token_rewards=scores.token_rewards)
+    evidence = AdvantageInputs(rows, values=scores.values, token_rewards=scores.token_rewards)
     return learner.learn(rows, ALGORITHMS["gae"].estimate(evidence, AdvantageConfig()), scores)
 
 

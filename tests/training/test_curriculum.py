@@ -15,14 +15,21 @@ from hypothesis import strategies as st
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, UsageError
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory, load_trajectories
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.curriculum import REMEMBERED, BySuccessRate, Curriculum, GuidedOrder, TaskRecord, order_of
-from agentfly.training.task_order import TaskOrder
+from agentfly.training.curriculum import (
+    MAX_HISTORY,
+    BySuccessRate,
+    Curriculum,
+    CurriculumTaskOrder,
+    TaskOrder,
+    TaskRecord,
+    make_task_order,
+)
 from agentfly.training.trainer import Trainer
-from agentfly.trajectory import Trajectory, load_trajectories
 
 TASKS = [Task(str(number), id=str(number)) for number in range(6)]
 
@@ -39,30 +46,30 @@ def ids(tasks: Iterable[Task]) -> list[str]:
 
 
 def test_a_record_counts_all_tries_and_remembers_the_latest() -> None:
-    record = TaskRecord().after([True]).after([False] * REMEMBERED)
-    assert record.tries == REMEMBERED + 1
+    record = TaskRecord().after([True]).after([False] * MAX_HISTORY)
+    assert record.tries == MAX_HISTORY + 1
     assert record.success_rate() == 0.0
     assert TaskRecord((1), (True,)).after([False, False, False]).success_rate(2) == 0.0
     assert TaskRecord().success_rate() is None
 
 
 def test_without_opinions_a_curriculum_changes_nothing() -> None:
-    assert order_of(TASKS, 3, Curriculum()).take(0, 20) == TaskOrder(TASKS, 3).take(0, 20)
+    assert make_task_order(TASKS, 3, Curriculum()).take(0, 20) == TaskOrder(TASKS, 3).take(0, 20)
 
 
 def test_easier_tasks_come_first_and_untried_ones_in_between() -> None:
-    order = GuidedOrder(TASKS[:3], 0, BySuccessRate(tries=4))
+    order = CurriculumTaskOrder(TASKS[:3], 0, BySuccessRate(tries=4))
     order.take(0, 3)
-    order.note(outcomes("0", [0, 0, 0, 1]))
-    order.note(outcomes("1", [1, 1, 1, 0]))
+    order.record_results(outcomes("0", [0, 0, 0, 1]))
+    order.record_results(outcomes("1", [1, 1, 1, 0]))
     assert ids(order.take(3, 3)) == ["1", "2", "0"]
 
 
 def test_tasks_that_are_always_or_never_solved_are_left_out_once_they_were_tried_enough() -> None:
-    order = GuidedOrder(TASKS, 0, BySuccessRate(tries=2, skip_unsolved=True))
+    order = CurriculumTaskOrder(TASKS, 0, BySuccessRate(tries=2, skip_unsolved=True))
     order.take(0, 6)
-    order.note(outcomes("0", [1, 1]) + outcomes("1", [0, 0]) + outcomes("2", [1]) + outcomes("3", [0, 1]))
-    order.note(outcomes("4", [0, None, None]))  # what is unscored is no try
+    order.record_results(outcomes("0", [1, 1]) + outcomes("1", [0, 0]) + outcomes("2", [1]) + outcomes("3", [0, 1]))
+    order.record_results(outcomes("4", [0, None, None]))  # what is unscored is no try
     assert sorted(ids(order.take(6, 4))) == ["2", "3", "4", "5"]
     assert order.metrics(10) == {"tasks/epoch": 1.0, "tasks/left_out": 2.0}
 
@@ -74,7 +81,7 @@ def test_an_epoch_that_would_be_empty_has_all_tasks() -> None:
         def keeps(self, task: Task, record: TaskRecord) -> bool:
             return False
 
-    assert sorted(ids(order_of(TASKS, 0, Nothing()).take(0, 6))) == ids(TASKS)
+    assert sorted(ids(make_task_order(TASKS, 0, Nothing()).take(0, 6))) == ids(TASKS)
 
 
 @given(
@@ -87,19 +94,19 @@ def test_an_order_that_is_saved_anywhere_and_loaded_goes_on_as_if_nothing_had_be
     history: list[tuple[int, list[tuple[int, bool]]]], data: st.DataObject
 ) -> None:
     saved_at = data.draw(st.integers(0, len(history)))
-    orders = [GuidedOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True))]
+    orders = [CurriculumTaskOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True))]
     cursor = 0
     for place, (count, came) in enumerate(history):
         if place == saved_at:
             state = json.loads(json.dumps(orders[0].state(cursor)))
-            orders.append(GuidedOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True)))
+            orders.append(CurriculumTaskOrder(TASKS, 1, BySuccessRate(tries=2, skip_unsolved=True)))
             orders[1].load_state(state)
         for order in orders:
-            order.reach(cursor + count + 3)  # what is begun ahead is settled
+            order.extend_to(cursor + count + 3)  # what is begun ahead is settled
         assert len({tuple(ids(order.take(cursor, count))) for order in orders}) == 1
         cursor += count
         for order in orders:
-            order.note([one for task, solved in came for one in outcomes(str(task), [float(solved)])])
+            order.record_results([one for task, solved in came for one in outcomes(str(task), [float(solved)])])
 
 
 class Longest(Curriculum):
@@ -122,12 +129,12 @@ def test_what_tasks_cannot_be_ordered_by_is_refused(rank: Any) -> None:
             return rank  # type: ignore[no-any-return]
 
     with pytest.raises(UsageError, match=r"Return a number from rank\(\)"):
-        GuidedOrder(TASKS, 0, Ranks()).take(0, 1)
+        CurriculumTaskOrder(TASKS, 0, Ranks()).take(0, 1)
 
 
 def test_what_is_no_curriculum_is_refused() -> None:
     with pytest.raises(UsageError, match="Derive a class from it"):
-        order_of(TASKS, 0, BySuccessRate)  # type: ignore[arg-type]
+        make_task_order(TASKS, 0, BySuccessRate)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tries=0"):
         BySuccessRate(tries=0)
 

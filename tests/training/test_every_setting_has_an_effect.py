@@ -16,19 +16,21 @@ import torch
 from pydantic import BaseModel
 
 from agentfly.agents.agent import Agent
-from agentfly.training.advantages import ALGORITHMS, Advantages, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.config.correction_config import CorrectionConfig
-from agentfly.training.config.critic_config import CriticConfig
-from agentfly.training.config.early_stop_config import EarlyStopConfig
-from agentfly.training.config.kl_config import KLConfig
-from agentfly.training.config.lora_config import LoRAConfig
-from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages
+from agentfly.training.config.groups import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DynamicSamplingConfig,
+    EarlyStopConfig,
+    KLConfig,
+    LoRAConfig,
+    OverlongConfig,
+)
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.learning.learning_rate import rate_share
-from agentfly.training.requirements import training_temperature
-from agentfly.training.row_limits import within_limits
-from agentfly.training.rows import Row, RowBatch, RowTurn
+from agentfly.training.learning.optimizer import learning_rate_factor
+from agentfly.training.rows import Row, RowBatch, RowTurn, apply_row_limits
+from agentfly.training.validation import training_temperature
 from tests.training.small_learning import constant, learner_of, rows_of, small_model, weights
 
 GROUPS: dict[str, type[BaseModel]] = {
@@ -232,7 +234,7 @@ def test_the_same_batch_is_judged_otherwise(setting: str) -> None:
         Row([1] * 5, (0, 1, 0, 1, 1), [-1.0] * 5, [0] * 5, "g", f"r{number}", number**2, False, turns=(first, second))
         for number, second in enumerate(seconds)
     ]
-    evidence = Evidence(rows, values=[np.array([0.1, 0.2, 0.4]) for _ in rows])
+    evidence = AdvantageInputs(rows, values=[np.array([0.1, 0.2, 0.4]) for _ in rows])
     ways = [ALGORITHMS[algorithm].estimate(evidence, config).values for config in (AdvantageConfig(), changed)]
     assert not np.allclose(*ways)
 
@@ -243,7 +245,7 @@ def test_the_learning_rate_is_another(setting: str) -> None:
     for settings in RATED[setting]:
         config = TrainConfig(**settings)
         rates.append(
-            rate_share(
+            learning_rate_factor(
                 6,
                 steps=config.steps,
                 warmup=config.warmup_steps,
@@ -259,7 +261,7 @@ def test_other_rows_are_left_or_other_rewards(setting: str) -> None:
     ways = []
     for settings in LIMITED[setting]:
         config = TrainConfig(**settings)
-        rows = within_limits(
+        rows = apply_row_limits(
             RowBatch(tuple(batch()), {}), overlong=config.overlong, max_row_tokens=config.max_row_tokens
         ).rows
         ways.append([(len(row), row.reward) for row in rows])

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentfly as af
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.load import load_policy
 from agentfly.training import export as export_module
 from agentfly.training.export import ExportMismatch, export
@@ -59,11 +59,11 @@ def test_the_exported_model_is_plain_and_says_what_the_checkpoint_says(runs, kin
     assert not (tmp_path / "model" / "trainer").exists()
     assert not (tmp_path / "model" / "adapter").exists()
     reference = load_policy(done.source, dtype="float32").model
-    ours, before = logprobs(plain(tmp_path / "model")), logprobs(plain(find_model("tiny")))
+    ours, before = logprobs(plain(tmp_path / "model")), logprobs(plain(resolve_model("tiny")))
     assert torch.allclose(ours, logprobs(reference), atol=1e-4)
     assert not torch.allclose(ours, before, atol=1e-2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(find_model("tiny")).chat_template
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(resolve_model("tiny")).chat_template
 
 
 def test_an_earlier_checkpoint_and_a_checkpoint_itself_can_be_exported(runs, tmp_path):
@@ -79,7 +79,7 @@ def test_an_adapter_alone_is_loaded_on_its_base_by_peft(runs, tmp_path):
     from peft import PeftModel
 
     done = export(runs["lora"], tmp_path / "adapter", adapter=True)
-    assert done.base == find_model("tiny").resolve()
+    assert done.base == resolve_model("tiny").resolve()
     assert not list(done.path.glob("model*.safetensors"))
     with_adapter = PeftModel.from_pretrained(plain(done.base), str(done.path)).eval()
     merged = export(runs["lora"], tmp_path / "merged")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.anchor import anchor_of
 from agentfly.rollouts.run import run
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.advantages.anchor_groups import similar_texts
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.rollouts.trajectory_recorder import anchor_hash
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs
+from agentfly.training.advantages.gigpo import group_similar_texts
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row, RowTurn, rows_from_trajectories
 
 Steps = Sequence[tuple[str, float | None]]
@@ -28,7 +28,7 @@ B: Steps = [("s0", 0.0), ("s2", 0.0)]
 
 
 def turn(index: int, start: int, state: str, reward: float | None, **others: Any) -> RowTurn:
-    anchor = anchor_of(state) if state else ""
+    anchor = anchor_hash(state) if state else ""
     return RowTurn(index, start, start + 2, reward, anchor, state=state, **others)
 
 
@@ -52,7 +52,7 @@ def rows_of(rollout: str, reward: float, steps: Steps, strategy: str, group: str
 def values_of(rows: Sequence[Row], rollout: str, **config: Any) -> list[float]:
     """The advantage of each turn of a trajectory, which all tokens of the turn must share."""
     settings = {"step_discount": 0.5, "divide_by_std": False, **config}
-    advantages = ALGORITHMS["gigpo"].estimate(Evidence(rows), AdvantageConfig(**settings)).values
+    advantages = ALGORITHMS["gigpo"].estimate(AdvantageInputs(rows), AdvantageConfig(**settings)).values
     found: dict[int, set[float]] = {}
     for one, values in zip(rows, advantages, strict=True):
         if one.rollout_id == rollout:
@@ -131,12 +131,12 @@ def test_similar_states_are_one_where_that_is_asked_for() -> None:
 
 def test_long_texts_are_compared_as_closely_as_short_ones() -> None:
     long = "the quick brown fox jumps over the lazy dog; " * 20
-    assert similar_texts([long, "x" + long, long[::-1], long], 0.95) == [[0, 1, 3], [2]]
-    assert similar_texts([long, long.replace("quick", "swift")], 0.95) == [[0], [1]]
+    assert group_similar_texts([long, "x" + long, long[::-1], long], 0.95) == [[0, 1, 3], [2]]
+    assert group_similar_texts([long, long.replace("quick", "swift")], 0.95) == [[0], [1]]
 
 
 def test_a_text_joins_the_first_part_whose_beginning_it_is_similar_to() -> None:
-    assert similar_texts(["aaaaaaaa", "aaaaaabb", "aaaabbbb", "cccccccc"], 0.75) == [[0, 1], [2], [3]]
+    assert group_similar_texts(["aaaaaaaa", "aaaaaabb", "aaaabbbb", "cccccccc"], 0.75) == [[0, 1], [2], [3]]
 
 
 @tool

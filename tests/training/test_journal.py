@@ -13,13 +13,13 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.errors import ConfigError, ResourceStartError
+from agentfly.core.errors import ConfigError, ResourceStartError
+from agentfly.core.task import Task
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.training.feed import Feed
+from agentfly.training.curriculum import TaskOrder
 from agentfly.training.journal import Journal
-from agentfly.training.task_order import TaskOrder
+from agentfly.training.rollout_queue import RolloutQueue
 
 TASKS = [Task(f"task {number}", {"number": number}, id=f"t{number}") for number in range(6)]
 
@@ -60,9 +60,9 @@ async def fed(
     journal = Journal(path / "journal")
     agent = Agent(model="scripted")
     async with journal.opened(), policy, Runner(agent, policy=policy, reward=score) as runner:
-        feed = Feed(runner, TaskOrder(tasks, 0), journal, attempts=2, temperature=1.0, first=2, **settings)
+        feed = RolloutQueue(runner, TaskOrder(tasks, 0), journal, attempts=2, temperature=1.0, first=2, **settings)
         async with feed:
-            feed.dispatch(6)
+            feed.allow_until(6)
             return [[one.reward for one in (await feed.take(number)).trajectories] for number in take]
 
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from agentfly.run_directory import RunDirectory
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 from agentfly.training.checkpoints import Checkpoints
-from agentfly.trajectory import load_trajectories
 
 PROGRAM = """
 import asyncio, json, os, signal, sys, threading
 import agentfly
 import agentfly.training.train
 import tensorboard.summary
-from agentfly.events import EventStream
+from agentfly.core.events import EventStream
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 
 def loaded(kind):
@@ -214,7 +214,7 @@ def test_a_run_killed_at_random_points_ends_as_one_that_never_was_to_the_last_bi
     assert all(row.values["policy/updates"] for row in whole.metrics())
     assert comparable(run) == comparable(whole)
     assert set(told(run).values()) == {1}
-    weights = [Checkpoints(one.checkpoints, keep=2).sound() / "model.safetensors" for one in (run, whole)]  # type: ignore[operator]
+    weights = [Checkpoints(one.checkpoints, keep=2).latest_valid() / "model.safetensors" for one in (run, whole)]  # type: ignore[operator]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not any(run.journal.glob("*"))
 
@@ -244,4 +244,4 @@ def test_sigterm_ends_a_run_in_good_order_and_its_checkpoint_stands(lives: Lives
         time.sleep(0.01)
     os.kill(process, signal.SIGTERM)
     assert lives.end() == 128 + signal.SIGTERM
-    assert Checkpoints(run.checkpoints, keep=2).sound() is not None
+    assert Checkpoints(run.checkpoints, keep=2).latest_valid() is not None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from agentfly.training.losses.kl_coefficient import KLCoefficient
+from agentfly.training.losses.kl import AdaptiveKLController
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,11 @@ from agentfly.training.losses.kl_coefficient import KLCoefficient
     ],
 )
 def test_it_follows_what_is_seen_by_at_most_a_fifth(seen: float, rows: int, expected: float) -> None:
-    assert KLCoefficient(0.2, target_nats=0.1, horizon_rows=1000).after(seen, rows).value == pytest.approx(expected)
+    assert AdaptiveKLController(0.2, target_nats=0.1, horizon_rows=1000).updated(seen, rows).value == pytest.approx(
+        expected
+    )
 
 
 def test_without_a_target_it_stays() -> None:
-    coefficient = KLCoefficient(0.2)
-    assert coefficient.after(9.0, 1000) == coefficient
+    coefficient = AdaptiveKLController(0.2)
+    assert coefficient.updated(9.0, 1000) == coefficient

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.images import Image, PlacedImage
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.messages import Image, PlacedImage
 from agentfly.training.advantages import Advantages
-from agentfly.training.learning.stopping import UpdateStopped
+from agentfly.training.learning.batches import UpdateCancelled
 from agentfly.training.losses import LOSSES
+from agentfly.training.losses.aggregation import ClipRange, TokenBatch, TokenLoss
 from agentfly.training.losses.policy_losses import PolicyLoss, ppo_clip
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch, TokenLoss
-from agentfly.training.requirements import require_advantages
+from agentfly.training.validation import require_advantages
 from tests.training.small_learning import constant, learn, learner_of, own_logprobs, rows_of, small_model, weights
 
 
@@ -214,7 +214,7 @@ def test_an_update_that_is_told_to_stop_leaves_the_weights_and_no_gradient() -> 
     before = weights(model)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(UpdateStopped):
+    with pytest.raises(UpdateCancelled):
         learn(learner_of(model), rows, constant(rows, [1, -1, 1, -1]), stop)
     assert torch.equal(weights(model), before)
     assert all(weight.grad is None for weight in model.parameters())

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.training.learning.learning_rate import Schedule, rate_share
+from agentfly.training.learning.optimizer import Schedule, learning_rate_factor
 
 SCHEDULES = get_args(Schedule)
 
 
 def shares(schedule: Schedule, *, steps: int, warmup: int, final_share: float = 0.0) -> list[float]:
     return [
-        rate_share(step, steps=steps, warmup=warmup, schedule=schedule, final_share=final_share)
+        learning_rate_factor(step, steps=steps, warmup=warmup, schedule=schedule, final_share=final_share)
         for step in range(steps + 1)
     ]
 

@@ -11,8 +11,8 @@ import torch
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
+from agentfly.core.run_directory import RunDirectory
 from agentfly.policies.load import load_policy
-from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer, TrainResult
 

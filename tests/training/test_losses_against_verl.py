@@ -14,15 +14,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentfly.training.config.correction_config import CorrectionConfig
+from agentfly.training.config.groups import CorrectionConfig
 from agentfly.training.losses import LOSSES
-from agentfly.training.losses.aggregation import Aggregation, AggregationName
-from agentfly.training.losses.correction import correct
-from agentfly.training.losses.divergence import SampledEstimator, divergence, with_gradient_of_k2
-from agentfly.training.losses.kl_coefficient import KLCoefficient
-from agentfly.training.losses.mismatch import mismatch_metrics
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch
-from agentfly.training.losses.value_loss import value_loss
+from agentfly.training.losses.aggregation import Aggregation, AggregationName, ClipRange, TokenBatch
+from agentfly.training.losses.kl import AdaptiveKLController, SampledEstimator, kl_estimate, with_k2_gradient
+from agentfly.training.losses.policy_losses import value_loss
+from agentfly.training.losses.rollout_correction import correct_rollouts, mismatch_metrics
 
 pytestmark = pytest.mark.slow  # the import of verl is
 
@@ -166,11 +163,11 @@ def test_divergence(verl_algorithms: ModuleType, grid: Grid, kind: SampledEstima
     reference = grid.logprobs()
     at = reference + grid.normal(spread)
     theirs = {"low_variance": "low_var_kl"}.get(kind, kind) + "+" * plus
-    assume(kind != "k3" or bool((divergence("k3", at, reference, grid.bool_mask) < 10).all()))
+    assume(kind != "k3" or bool((kl_estimate("k3", at, reference, grid.bool_mask) < 10).all()))
 
     def mine(logprobs: Tensor) -> Tensor:
-        values = divergence(kind, logprobs, reference, grid.bool_mask)
-        return with_gradient_of_k2(values, logprobs, reference, grid.bool_mask) if plus else values
+        values = kl_estimate(kind, logprobs, reference, grid.bool_mask)
+        return with_k2_gradient(values, logprobs, reference, grid.bool_mask) if plus else values
 
     assert_same(mine, lambda logprobs: verl_algorithms.kl_penalty(logprobs, reference, theirs) * grid.mask, at)
 
@@ -180,7 +177,7 @@ def test_low_variance_is_bounded_where_it_is_in_verl(verl_algorithms: ModuleType
     theirs = verl_algorithms.kl_penalty(logprobs, reference, "low_var_kl")
     assert theirs.max() == 10.0
     mask = torch.ones(3, dtype=torch.bool)
-    mine = divergence("low_variance", logprobs, reference, mask)
+    mine = kl_estimate("low_variance", logprobs, reference, mask)
     torch.testing.assert_close(mine, theirs)
 
 
@@ -194,10 +191,10 @@ def test_the_adaptive_coefficient(
     verl_algorithms: ModuleType, start: float, target: float, steps: list[tuple[float, int]]
 ) -> None:
     theirs = verl_algorithms.AdaptiveKLController(start, target, 500)
-    mine = KLCoefficient(start, target, 500)
+    mine = AdaptiveKLController(start, target, 500)
     for seen, rows in steps:
         theirs.update(seen, rows)
-        mine = mine.after(seen, rows)
+        mine = mine.updated(seen, rows)
     assert mine.value == pytest.approx(theirs.value)
 
 
@@ -231,7 +228,7 @@ def test_mismatch_metrics(verl_correction: ModuleType, grid: Grid, spread: float
 
 
 def corrected(grid: Grid, old: Tensor, behaviour: Tensor, **config: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
-    result = correct(*flat(old, behaviour, grid.bool_mask), grid.row, CorrectionConfig(**config))
+    result = correct_rollouts(*flat(old, behaviour, grid.bool_mask), grid.row, CorrectionConfig(**config))
     shape = grid.mask.shape
     return result.weights.reshape(shape), result.mask.reshape(shape), result.metrics
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.training.learning.mini_batches import micro_batches, mini_batches
+from agentfly.training.learning.batches import micro_batches, mini_batches
 from agentfly.training.rows import Row
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), max_size=12)

@@ -13,16 +13,16 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import Reward, reward
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError
-from agentfly.events import Event, EventStream, RolloutStarted, StepFinished
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.run_directory import RunDirectory
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import Event, EventStream, RolloutStarted, StepFinished
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.training.batch_source import collect_step_batch
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.feed import Attempted
-from agentfly.training.harvest import harvest
+from agentfly.training.rollout_queue import RolloutGroup
 from agentfly.training.trainer import Trainer, TrainResult
-from agentfly.trajectory import load_trajectories
-from agentfly.viewing.lessons import Lessons
+from agentfly.viewing.diagnostics import TrainingDiagnostics
 from tests.training.made_groups import attempted
 
 TASKS = [f"Say something about {number}." for number in range(10)]
@@ -55,10 +55,10 @@ class Made:
         self.until = 0
         self.taken: list[tuple[int, int]] = []
 
-    def dispatch(self, until: int) -> None:
+    def allow_until(self, until: int) -> None:
         self.until = max(self.until, until)
 
-    async def take(self, number: int) -> Attempted:
+    async def take(self, number: int) -> RolloutGroup:
         assert number < self.until
         self.taken.append((number, self.until))
         rewards = [None, None] if number in self._spoiled else [0.0, 1.0] if number in self._good else [1.0, 1.0]
@@ -71,40 +71,40 @@ def config(**settings: Any) -> TrainConfig:
 
 async def test_a_step_takes_the_oldest_groups_and_lets_those_of_the_next_steps_begin() -> None:
     source = Made(range(100))
-    gathered = await harvest(source, 6, config(max_staleness=2), steps_left=10)
+    gathered = await collect_step_batch(source, 6, config(max_staleness=2), steps_left=10)
     assert [group.number for group in gathered.groups] == [6, 7, 8]
     assert source.until == 6 + 3 * 3
 
 
 async def test_nothing_begins_that_no_step_would_train() -> None:
     source = Made(range(100))
-    await harvest(source, 6, config(max_staleness=4), steps_left=1)
+    await collect_step_batch(source, 6, config(max_staleness=4), steps_left=1)
     assert source.until == 6 + 3 * 2
 
 
 async def test_groups_without_variance_are_made_up_for_by_the_next_of_the_order() -> None:
     source = Made([1, 3, 5])
-    gathered = await harvest(source, 0, config(dynamic_sampling={"max_refills": 3}), steps_left=0)
-    assert [group.number for group in gathered.kept] == [1, 3, 5]
-    assert [group.number for group in gathered.dropped] == [0, 2, 4]
+    gathered = await collect_step_batch(source, 0, config(dynamic_sampling={"max_refills": 3}), steps_left=0)
+    assert [group.number for group in gathered.trained_groups] == [1, 3, 5]
+    assert [group.number for group in gathered.dropped_groups] == [0, 2, 4]
     assert gathered.metrics == {"sampling/groups": 6, "sampling/dropped_groups": 3, "sampling/refills": 2}
 
 
 async def test_a_refill_begins_as_soon_as_it_is_sure_to_be_needed_and_not_a_group_more() -> None:
     source = Made([1, 2, 3])
-    await harvest(source, 0, config(dynamic_sampling={}), steps_left=0)
+    await collect_step_batch(source, 0, config(dynamic_sampling={}), steps_left=0)
     assert source.taken == [(0, 3), (1, 4), (2, 4), (3, 4)]
 
 
 async def test_what_is_lacking_after_the_last_refill_is_dropped() -> None:
-    gathered = await harvest(Made([0]), 0, config(dynamic_sampling={"max_refills": 2}), steps_left=0)
-    assert [group.number for group in gathered.kept] == [0]
-    assert len(gathered.dropped) == 2 + 2 + 2
+    gathered = await collect_step_batch(Made([0]), 0, config(dynamic_sampling={"max_refills": 2}), steps_left=0)
+    assert [group.number for group in gathered.trained_groups] == [0]
+    assert len(gathered.dropped_groups) == 2 + 2 + 2
 
 
 async def test_a_step_that_infrastructure_spoils_stops_the_run() -> None:
-    with pytest.raises(TooManyFailures, match="the box is gone"):
-        await harvest(Made([0, 1, 2], spoiled=[1, 2]), 0, config(), steps_left=0)
+    with pytest.raises(FailureBudgetExceeded, match="the box is gone"):
+        await collect_step_batch(Made([0, 1, 2], spoiled=[1, 2]), 0, config(), steps_left=0)
 
 
 # --- real rollouts ----------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ async def test_a_step_whose_groups_are_all_dropped_moves_nothing_and_the_run_goe
     result = await trained(tmp_path, score=same, steps=2, dynamic_sampling={"max_refills": 1})
     assert result.metrics[2]["sampling/dropped_groups"] == 4
     assert result.metrics[2]["policy/updates"] == 0
-    lessons = Lessons()
+    lessons = TrainingDiagnostics()
     for metrics in result.metrics.values():
         lessons.add(metrics)
-    assert lessons.sentences() == ["nothing learned in 2 of 2 steps: all attempts at each task scored the same"]
+    assert lessons.messages() == ["nothing learned in 2 of 2 steps: all attempts at each task scored the same"]
 
 
 async def test_a_reward_that_compares_attempts_gives_no_baseline_of_one(tmp_path: Path) -> None:

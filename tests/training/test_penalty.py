@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from agentfly.policies.embedded import scoring
-from agentfly.training.advantages import ALGORITHMS, Advantages, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.learning import penalty as penalty_module
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages
+from agentfly.training.config.groups import AdvantageConfig
+from agentfly.training.learning import kl_penalty as penalty_module
 from tests.training.small_learning import constant, learn, learner_of, rows_of, small_model, weights
 
 
@@ -98,7 +98,9 @@ def test_a_policy_that_is_the_reference_is_neither_punished_nor_moved_whatever_r
     learner = learner_of(model, lora=lora, kl={"coefficient": 0.5, **kl}, micro_batch_tokens=15)
     start = weights(model)
     scores = learner.score(rows)
-    evidence = Evidence([dataclasses.replace(row, reward=0.0) for row in rows], token_rewards=scores.token_rewards)
+    evidence = AdvantageInputs(
+        [dataclasses.replace(row, reward=0.0) for row in rows], token_rewards=scores.token_rewards
+    )
     for algorithm in ("grpo", "reinforce_plus_plus"):
         advantages = ALGORITHMS[algorithm].estimate(evidence, AdvantageConfig())
         assert learner.learn(rows, advantages, scores)["policy/grad_norm"] == 0.0

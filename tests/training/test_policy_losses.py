@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 from agentfly.training.losses import LOSSES
+from agentfly.training.losses.aggregation import ClipRange, TokenBatch, log_ratio
 from agentfly.training.losses.policy_losses import PolicyLoss, cispo, gspo, policy_gradient, ppo_clip
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch, log_ratio
 
 CLIP = ClipRange(low=0.2, high=0.28)
 ALL = pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, policy_gradient])

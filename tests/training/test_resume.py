@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool import tool
-from agentfly.errors import ConfigError
-from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.rollouts.traits import agent_traits
-from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Place
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import EvaluationFinished, StepFinished
+from agentfly.core.run_directory import RunDirectory
+from agentfly.rollouts.rollout_record import agent_fingerprint
+from agentfly.training.checkpoints import TrainerState
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.resume import FREE_TO_CHANGE, forget_after, goes_on, require_same_run
-from agentfly.viewing.metrics import MetricsWriter
+from agentfly.training.resume import FREE_TO_CHANGE, can_resume, remove_after, require_same_run
+from agentfly.viewing.event_log import MetricsWriter
 
 
-def place(**settings: Any) -> Place:
+def place(**settings: Any) -> TrainerState:
     config = TrainConfig(**settings).model_dump(mode="json")
-    return Place(0, 0, 0, "tiny", "abc", agent_traits(agent()), "brief", config)
+    return TrainerState(0, 0, 0, "tiny", "abc", agent_fingerprint(agent()), "brief", config)
 
 
 @tool
@@ -57,7 +57,7 @@ def test_metrics_and_trajectories_after_the_checkpoint_are_forgotten_and_no_othe
     run = run_of_three_steps(tmp_path)
     with run.metrics_file.open("a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # cut by the kill
-    forget_after(run, 2)
+    remove_after(run, 2)
     assert [row.step for row in run.metrics("train")] == [1, 2]
     assert [row.step for row in run.metrics("eval")] == [0, 1, 2]
     assert [step for step, _ in run.trajectory_files("train")] == [1, 2]
@@ -67,7 +67,7 @@ def test_metrics_and_trajectories_after_the_checkpoint_are_forgotten_and_no_othe
 
 def test_without_a_checkpoint_everything_is_done_again(tmp_path: Path) -> None:
     run = run_of_three_steps(tmp_path)
-    forget_after(run, None)
+    remove_after(run, None)
     assert run.metrics("train") == run.metrics("eval") == []
     assert run.trajectory_files("train") == run.trajectory_files("eval") == []
 
@@ -121,7 +121,7 @@ def test_a_run_whose_learning_rate_falls_with_its_steps_cannot_be_made_longer() 
 def test_an_agent_that_would_act_otherwise_is_refused_and_what_differs_is_named(
     changes: dict[str, Any], said: list[str]
 ) -> None:
-    now = replace(place(), agent=agent_traits(agent(**changes)))
+    now = replace(place(), agent=agent_fingerprint(agent(**changes)))
     with pytest.raises(ConfigError) as refusal:
         require_same_run(place(), now)
     for part in said:
@@ -140,10 +140,10 @@ def test_before_there_is_a_checkpoint_rollouts_are_not_thrown_away_for_other_set
 ) -> None:
     run, begun = RunDirectory(tmp_path).ensure(), asdict(place())
     run.journal.mkdir()
-    assert not goes_on(run, begun, place(learning_rate=0.5))  # there is nothing yet
+    assert not can_resume(run, begun, place(learning_rate=0.5))  # there is nothing yet
     (tmp_path / kept).write_text("{}\n")
-    assert goes_on(run, begun, place())
-    assert not goes_on(run, None, place())
-    assert not goes_on(run, {"step": 0}, place())
+    assert can_resume(run, begun, place())
+    assert not can_resume(run, None, place())
+    assert not can_resume(run, {"step": 0}, place())
     with pytest.raises(ConfigError, match=r"learning_rate was 1e-05 and is now 0.5"):
-        goes_on(run, begun, place(learning_rate=0.5))
+        can_resume(run, begun, place(learning_rate=0.5))

@@ -11,19 +11,19 @@ import torch
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError
-from agentfly.images import Image, PlacedImage
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import ConfigError
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
+from agentfly.evaluation.token_audit import audit_tokens
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
-from agentfly.rollouts.audit import audit_tokens
-from agentfly.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.retokenization import retokenize, with_own_logprobs
 from agentfly.training.rows import Row, RowTurn
 from agentfly.training.trainer import Trainer
-from agentfly.trajectory import load_trajectories
 
 
 @reward
@@ -34,7 +34,7 @@ def later(context: Context) -> float:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> HFTokenizer:
-    return HFTokenizer.load(find_model("tiny"))
+    return HFTokenizer.load(resolve_model("tiny"))
 
 
 def row_of(*parts: list[int]) -> Row:
@@ -133,7 +133,7 @@ async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_w
     assert metrics["retokenization/changed_rows_share"] > 0.5
     assert metrics["mismatch/k3_kl"] > 1e-5  # of the tokens that stayed, behind others that did not
     audit = audit_tokens(
-        load_trajectories(RunDirectory(tmp_path).trajectories_file(1)), HFTokenizer.load(find_model("tiny"))
+        load_trajectories(RunDirectory(tmp_path).trajectories_file(1)), HFTokenizer.load(resolve_model("tiny"))
     )
     assert audit.faults == []
     assert audit.drifted_tokens > 0

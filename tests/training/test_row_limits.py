@@ -10,20 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.images import Image, PlacedImage
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.config.sampling_config import OverlongConfig
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Trajectory
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs
+from agentfly.training.batch_source import StepBatch
+from agentfly.training.config.groups import AdvantageConfig, OverlongConfig
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.feed import Attempted
-from agentfly.training.harvest import Harvest
-from agentfly.training.row_limits import cut_row, cut_rows, overlong_penalty, within_limits
-from agentfly.training.rows import Row, RowBatch, RowTurn
-from agentfly.training.update import Update
-from agentfly.trajectory import Trajectory
+from agentfly.training.rollout_queue import RolloutGroup
+from agentfly.training.rows import Row, RowBatch, RowTurn, apply_row_limits, cut_row, cut_rows, overlong_penalty
+from agentfly.training.update import PolicyUpdater
 
 SHAPE = OverlongConfig(max_tokens=20, buffer_tokens=8, penalty=1.0)
 
@@ -56,12 +54,12 @@ def test_the_sampled_tokens_of_all_rows_of_a_trajectory_count_and_no_others() ->
         row([0, *[1] * 6], agent="helper"),
         row([0] * 99 + [1] * 12, rollout="b", reward=0.25),
     )
-    shaped = within_limits(RowBatch(rows, {}), overlong=SHAPE, max_row_tokens=None)
+    shaped = apply_row_limits(RowBatch(rows, {}), overlong=SHAPE, max_row_tokens=None)
     assert [one.reward for one in shaped.rows] == [0.5, 0.5, 0.25]
 
 
 def test_the_penalty_is_for_what_was_sampled_and_not_for_what_the_cut_has_left() -> None:
-    batch = within_limits(RowBatch((row([0, *[1] * 16]),), {}), overlong=SHAPE, max_row_tokens=5)
+    batch = apply_row_limits(RowBatch((row([0, *[1] * 16]),), {}), overlong=SHAPE, max_row_tokens=5)
     assert [(one.reward, len(one)) for one in batch.rows] == [(0.5, 5)]
 
 
@@ -99,15 +97,15 @@ def test_all_that_is_known_of_a_row_is_cut_at_one_index(mask: list[int], images:
 def test_a_trajectory_that_is_cut_off_whole_is_counted_and_moves_no_baseline() -> None:
     rows = (row([0] * 9 + [1], "a", 100.0), row([0, 1], "b", 1.0), row([0, 1] + [0] * 9 + [1], "c", 0.0))
     batch = cut_rows(RowBatch(rows, {"unscored": 2}), 5)
-    assert batch.left_out == {"unscored": 2, "cut_off": 1}
+    assert batch.excluded == {"unscored": 2, "cut_off": 1}
     assert [(one.rollout_id, one.truncated) for one in batch.rows] == [("b", False), ("c", True)]
-    values = ALGORITHMS["dr_grpo"].estimate(Evidence(batch.rows), AdvantageConfig()).values
+    values = ALGORITHMS["dr_grpo"].estimate(AdvantageInputs(batch.rows), AdvantageConfig()).values
     assert [value.tolist() for value in values] == [[0.5], [-0.5]]
 
 
 def test_a_trajectory_of_which_one_row_is_left_is_still_judged() -> None:
     batch = cut_rows(RowBatch((row([0] * 9 + [1]), row([0, 1, 1])), {}), 5)
-    assert batch.left_out == {}
+    assert batch.excluded == {}
     assert [one.targets for one in batch.rows] == [[1, 2]]
 
 
@@ -117,7 +115,7 @@ def test_what_a_turn_behind_the_cut_has_earned_counts_for_those_before_it() -> N
     short = row([0, 1, 1], "b", 0.0, turns=(RowTurn(0, 1, 3, anchor="s", reward=0.0),))
     batch = cut_rows(RowBatch((long, short), {}), 5)
     config = AdvantageConfig(step_discount=0.5, divide_by_std=False)
-    values = ALGORITHMS["gigpo"].estimate(Evidence(batch.rows), config).values
+    values = ALGORITHMS["gigpo"].estimate(AdvantageInputs(batch.rows), config).values
     assert [value.tolist() for value in values] == [[0.75, 0.75], [-0.75, -0.75]]
 
 
@@ -131,8 +129,8 @@ def attempt(number: int, sampled: int) -> Trajectory:
 def learned_from(*lengths: int, **config: Any) -> RowBatch:
     """The rows that a step learns from, of attempts that sampled so many tokens."""
     attempts = tuple(attempt(number, sampled) for number, sampled in enumerate(lengths))
-    update = Update(cast(Any, None), cast(Any, None), TrainConfig(**config), temperature=1.0)
-    return update.rows(Harvest(kept=(Attempted(0, attempts),)))
+    update = PolicyUpdater(cast(Any, None), cast(Any, None), TrainConfig(**config), temperature=1.0)
+    return update.make_batch(StepBatch(trained_groups=(RolloutGroup(0, attempts),)))
 
 
 def test_a_step_learns_from_what_the_limits_leave() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from agentfly.errors import Boundary
-from agentfly.images import Image, PlacedImage
-from agentfly.task import Task
-from agentfly.tokens import TokenSequence
-from agentfly.training.batch_metrics import group_metrics, row_metrics
+from agentfly.core.errors import Boundary
+from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Failure, Trajectory, Turn
+from agentfly.training.metrics import group_metrics, row_metrics
 from agentfly.training.rows import Row, rows_from_trajectories
-from agentfly.trajectory import Failure, Trajectory, Turn
 
 
 def sequence(*, logprobs_known: bool = True) -> TokenSequence:
@@ -55,7 +55,7 @@ def test_a_row_carries_the_images_of_its_sequence() -> None:
 
 def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_cut() -> None:
     cut = sequence()
-    cut.cut(4)
+    cut.truncate(4)
     silent = TokenSequence()
     silent.append_prompt([1])
     sequences = [sequence().freeze(), silent.freeze(), cut.freeze()]
@@ -78,7 +78,7 @@ def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_cut() -> 
 def test_what_cannot_be_trained_on_gives_no_row_and_is_counted(changes: dict[str, Any], cause: str) -> None:
     batch = rows_from_trajectories([trajectory(0), trajectory(1, **changes)])
     assert [row.rollout_id for row in batch.rows] == ["r0"]
-    assert batch.left_out == {cause: 1}
+    assert batch.excluded == {cause: 1}
 
 
 def test_a_failure_that_the_policy_caused_is_trained_on_with_its_reward() -> None:

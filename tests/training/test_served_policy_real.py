@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 
 import agentfly as af
-from agentfly.errors import PrerequisiteError
-from agentfly.events import Event, EventStream, WeightsHandedOver
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.events import Event, EventStream, WeightsSynced
+from agentfly.core.trajectory import load_trajectories
 from agentfly.policies.vllm.policy import VLLMPolicy
-from agentfly.resources.models.engine import probe_vllm
-from agentfly.resources.models.spec import PYTHON_VARIABLE, ModelServerSpec
+from agentfly.resources.model_server.spec import PYTHON_VARIABLE, ModelServerSpec
+from agentfly.resources.model_server.vllm_command import probe_vllm
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer
-from agentfly.trajectory import load_trajectories
 
 PYTHON = os.environ.get(PYTHON_VARIABLE) or str(Path(__file__).parents[2] / ".venv-vllm")
 TASKS = [f"Say something about {number}." for number in range(6)]
@@ -63,10 +63,10 @@ def later(context: af.Context) -> float:
 async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_were_learned(
     servers: VLLMPolicy, tmp_path: Path, settings: dict[str, object]
 ) -> None:
-    handed: list[WeightsHandedOver] = []
+    handed: list[WeightsSynced] = []
 
     def note(event: Event) -> None:
-        if isinstance(event, WeightsHandedOver):
+        if isinstance(event, WeightsSynced):
             handed.append(event)
 
     events = EventStream()

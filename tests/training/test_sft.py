@@ -15,17 +15,16 @@ import torch
 
 import agentfly as af
 from agentfly.cli import main as cli
-from agentfly.errors import ConfigError
-from agentfly.events import Event, EventStream, TrainingStarted
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import Event, EventStream, TrainingStarted
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 from agentfly.policies.load import load_policy
-from agentfly.run_directory import RunDirectory
 from agentfly.tasks.stockroom import eval_tasks, hermes_agent, stockroom_reward
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
-from agentfly.training.sft.learner import SupervisedLearner
 from agentfly.training.sft.sft import sft
-from agentfly.training.sft.trainer import SFTResult
-from agentfly.trajectory import load_trajectories
+from agentfly.training.sft.trainer import SFTLearner, SFTResult
 
 AGENT = af.Agent(model="tiny", max_turns=1)
 SMALL = {"learning_rate": 3e-3, "rows_per_update": 4, "epochs": 3, "dtype": "float32", "threads": 1, "min_reward": 0.0}
@@ -61,7 +60,7 @@ ROWS = [row([1, 344, 202, 5, 9, 0, 7], [0, 0, 0, 1, 1, 1, 0]), row([1, 8, 9, 10]
 
 def test_the_loss_is_that_of_transformers_with_everything_but_the_own_tokens_ignored():
     model = load_policy("tiny", dtype="float32").model
-    learner = SupervisedLearner(model, SFTConfig(), updates=1)
+    learner = SFTLearner(model, SFTConfig(), updates=1)
     for one in ROWS:
         ids = torch.tensor([one.ids])
         labels = torch.where(torch.tensor([one.loss_mask]) > 0, ids, -100)
@@ -75,7 +74,7 @@ def test_no_setting_that_bounds_memory_changes_the_update(changes):
     learned = []
     for settings in ({}, changes):
         model = load_policy("tiny", dtype="float32").model
-        learner = SupervisedLearner(model, SFTConfig(learning_rate=1e-3, warmup_share=0.0, **settings), updates=3)
+        learner = SFTLearner(model, SFTConfig(learning_rate=1e-3, warmup_share=0.0, **settings), updates=3)
         metrics = learner.learn(ROWS)
         learned.append([metrics["sft/loss"], metrics["policy/grad_norm"], learner.loss(ROWS)])
     assert learned[1] == pytest.approx(learned[0], rel=1e-4)
@@ -92,7 +91,7 @@ def test_no_setting_that_bounds_memory_changes_the_update(changes):
 )
 def test_the_learning_rate_rises_and_follows_its_schedule(schedule, shares):
     config = SFTConfig(schedule=schedule, warmup_share=1 / 3, learning_rate=1e-4)
-    learner = SupervisedLearner(load_policy("tiny", dtype="float32").model, config, updates=6)
+    learner = SFTLearner(load_policy("tiny", dtype="float32").model, config, updates=6)
     rates = [learner.learn(ROWS)["policy/learning_rate"] for _ in range(6)]
     assert rates == pytest.approx([1e-4 * share for share in shares], abs=1e-10)
 
@@ -121,14 +120,14 @@ class Stopped(BaseException):
 
 def test_a_run_that_was_killed_goes_on_as_one_that_never_was(tmp_path, monkeypatch):
     unbroken = started(tmp_path / "unbroken", checkpoint_every_updates=1)
-    learn = SupervisedLearner.learn
+    learn = SFTLearner.learn
 
     def killed(self, rows):
         if self.done == 3:
             raise Stopped
         return learn(self, rows)
 
-    monkeypatch.setattr(SupervisedLearner, "learn", killed)
+    monkeypatch.setattr(SFTLearner, "learn", killed)
     with pytest.raises(Stopped):
         started(tmp_path / "broken", checkpoint_every_updates=2)
     monkeypatch.undo()
@@ -235,5 +234,5 @@ def test_own_rollouts_that_won_are_learned_by_the_ids_that_were_sampled(tmp_path
     result = asyncio.run(af.run(agent, eval_tasks()[:8], reward=stockroom_reward, attempts=4))
     learned = sft(agent, result.trajectories, run_dir=tmp_path, progress=False, **{**SMALL, "held_out_share": 0.0})
     won = [one for one in result.trajectories if one.reward >= 0]
-    assert learned.examples.sampled + learned.examples.left_out.get("repeated", 0) == len(won)
+    assert learned.examples.sampled + learned.examples.excluded.get("repeated", 0) == len(won)
     assert learned.examples.rendered == 0

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import agentfly as af
-from agentfly.errors import Boundary, ConfigError
-from agentfly.policies.catalog import find_model
+from agentfly.core.errors import Boundary, ConfigError
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory, save_trajectories
+from agentfly.policies.catalog import resolve_model
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.scripted import ByteTokenizer, ScriptedPolicy
-from agentfly.tokens import TokenSequence
 from agentfly.training.sft.config import SFTConfig
-from agentfly.training.sft.examples import Examples, examples_from, read_data
-from agentfly.trajectory import Failure, FinishReason, Trajectory, save_trajectories
+from agentfly.training.sft.dataset import SFTDataset, build_dataset, load_data
 
 AGENT = af.Agent(model="tiny", max_turns=1)
 LOST = Failure(Boundary.RESOURCE, "ResourceDied", "gone", by_policy=False)
@@ -31,7 +31,7 @@ def asked(context: af.Context, worth: float) -> float:
 
 @cache
 def tiny() -> HFTokenizer:
-    return HFTokenizer.load(find_model("tiny"))
+    return HFTokenizer.load(resolve_model("tiny"))
 
 
 @cache
@@ -42,17 +42,17 @@ def oracles() -> tuple[Trajectory, ...]:
     return tuple(asyncio.run(af.run(AGENT, tasks, reward=asked, attempts=3, policy=policy)).trajectories)
 
 
-def examples(trajectories=None, tokenizer=None, **settings) -> Examples:
+def examples(trajectories=None, tokenizer=None, **settings) -> SFTDataset:
     given = list(oracles() if trajectories is None else trajectories)
     config = SFTConfig(**{"held_out_share": 0.0, "min_reward": 0.5, "distinct": False, **settings})
-    return examples_from(given, AGENT, tokenizer or tiny(), config, max_tokens=500)
+    return build_dataset(given, AGENT, tokenizer or tiny(), config, max_tokens=500)
 
 
 def test_trajectories_that_won_are_learned_from_and_the_others_counted():
     found = examples()
     assert len(found.rows) == found.rendered == 9
     assert {row.group_id for row in found.rows} == {one.group_id for one in oracles() if one.reward > 0.5}
-    assert found.left_out == {"low_reward": 9}
+    assert found.excluded == {"low_reward": 9}
     assert len(examples(min_reward=1.0).rows) == 3
 
 
@@ -66,19 +66,19 @@ def test_what_has_no_score_or_was_spoiled_is_never_learned_from_whatever_its_rew
     ]
     found = examples(spoiled)
     assert len(found.rows) == 6
-    assert found.left_out == {"infrastructure": 1, "cancelled": 1, "unscored": 1, "low_reward": 9}
+    assert found.excluded == {"infrastructure": 1, "cancelled": 1, "unscored": 1, "low_reward": 9}
 
 
 def test_of_a_task_the_best_are_taken():
     found = examples(max_per_task=2)
     assert sorted({row.reward for row in found.rows}) == [0.99, 1.0]
-    assert found.left_out["beyond_max_per_task"] == 3
+    assert found.excluded["beyond_max_per_task"] == 3
 
 
 def test_rows_of_the_same_tokens_count_once():
     found = examples(distinct=True)
     assert len(found.rows) == 3
-    assert found.left_out == {"low_reward": 9, "repeated": 6}
+    assert found.excluded == {"low_reward": 9, "repeated": 6}
 
 
 def test_whole_tasks_are_held_out_and_the_same_ones_in_any_order():
@@ -116,7 +116,7 @@ class Larger(ByteTokenizer):
     """One of a model whose output layer has more rows than there are tokens: ids of padding spell nothing."""
 
     def decode(self, ids):
-        return super().decode([one for one in ids if one in self.token_ids])
+        return super().decode([one for one in ids if one in self.vocabulary_ids])
 
 
 def test_ids_that_no_token_has_are_never_learned_though_the_text_is_spelled_all_the_same():
@@ -147,10 +147,10 @@ def test_data_are_runs_files_or_trajectories(tmp_path: Path):
     file = tmp_path / "run" / "trajectories" / "rollout-000000.jsonl"
     file.parent.mkdir(parents=True)
     save_trajectories(oracles(), file)
-    assert read_data(tmp_path / "run") == read_data(str(file)) == read_data(oracles()) == list(oracles())
-    assert len(read_data([tmp_path / "run", file])) == 36
+    assert load_data(tmp_path / "run") == load_data(str(file)) == load_data(oracles()) == list(oracles())
+    assert len(load_data([tmp_path / "run", file])) == 36
     with pytest.raises(ConfigError, match="is not there"):
-        read_data(tmp_path / "nowhere")
+        load_data(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no trajectories"):
-        read_data(tmp_path / "empty")
+        load_data(tmp_path / "empty")

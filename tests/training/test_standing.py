@@ -9,37 +9,36 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.errors import ConfigError
-from agentfly.events import EvaluationFinished, Event, EventStream, RolloutFinished, TrainingFinished
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import EvaluationFinished, Event, EventStream, RolloutFinished, TrainingFinished
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.runner import Runner
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
-from agentfly.training.config.early_stop_config import EarlyStopConfig
+from agentfly.training.config.groups import EarlyStopConfig
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.evaluation import Evaluator
-from agentfly.training.standing import Standing
+from agentfly.training.evaluator import EvaluationHistory, Evaluator
 from agentfly.training.trainer import Trainer, TrainResult
-from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.event_log import MetricsWriter
 
 METRIC = "reward/mean"
 
 
-def standing(*values: float) -> Standing:
-    found = Standing()
+def standing(*values: float) -> EvaluationHistory:
+    found = EvaluationHistory()
     for step, value in enumerate(values):
-        found = found.after(step, {METRIC: value}, METRIC)
+        found = found.with_evaluation(step, {METRIC: value}, METRIC)
     return found
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:
-    assert standing(0.1, 0.5, 0.5, 0.2) == Standing(0.5, 1, 2)
+    assert standing(0.1, 0.5, 0.5, 0.2) == EvaluationHistory(0.5, 1, 2)
 
 
 def test_an_evaluation_without_the_metric_counts_for_nothing_once_there_was_one_with_it() -> None:
-    assert standing(0.1).after(1, {}, METRIC) == standing(0.1)
+    assert standing(0.1).with_evaluation(1, {}, METRIC) == standing(0.1)
     with pytest.raises(ConfigError, match="Did you mean 'reward/mean'"):
-        Standing().after(0, {METRIC: 0.1}, "reward/maen")
+        EvaluationHistory().with_evaluation(0, {METRIC: 0.1}, "reward/maen")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +54,8 @@ def test_an_evaluation_without_the_metric_counts_for_nothing_once_there_was_one_
 def test_a_run_has_seen_enough_at_its_target_or_when_its_patience_ends(
     rule: dict[str, Any], values: list[float], said: str
 ) -> None:
-    assert standing(*values).verdict(EarlyStopConfig(**rule), METRIC) == said
-    assert standing(*values).verdict(None, METRIC) == ""
+    assert standing(*values).stop_reason(EarlyStopConfig(**rule), METRIC) == said
+    assert standing(*values).stop_reason(None, METRIC) == ""
 
 
 def test_what_looks_at_evaluations_needs_some(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfly.task import Task
-from agentfly.training.task_order import TaskOrder
+from agentfly.core.task import Task
+from agentfly.training.curriculum import TaskOrder
 
 
 def tasks(count: int) -> list[Task]:

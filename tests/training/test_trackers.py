@@ -17,13 +17,13 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.events import EvaluationFinished, EventStream, StepFinished
-from agentfly.installation import install_command
-from agentfly.run_directory import RunDirectory
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.events import EvaluationFinished, EventStream, StepFinished
+from agentfly.core.installation import install_command
+from agentfly.core.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trackers import TRACKERS, TrackedRun, Tracker, tracking
-from agentfly.training.trackers.tracking import tracked
+from agentfly.training.trackers.tracking import track_run
 from agentfly.training.train import train
 
 CONFIG = {"model": "tiny", "steps": 2, "kl": {"coefficient": 0.1}, "long": "x" * 1000}
@@ -67,7 +67,7 @@ class Broken(Notebook):
 async def follow(run: RunDirectory, steps: int = 2, first: int = 1, **trackers: Tracker) -> None:
     """Emit what a run of so many steps emits, with an evaluation at its end, while trackers are told."""
     events = EventStream()
-    async with tracked(trackers, run, events, project="depot", config=CONFIG):
+    async with track_run(trackers, run, events, project="depot", config=CONFIG):
         for step in range(first, first + steps):
             metrics = {"reward/mean": step / 10, "policy/entropy": float("nan")}
             events.emit(StepFinished(step=step, metrics=metrics, histograms={"seconds": [1.0, 2.0, 9.0], "none": []}))
@@ -128,7 +128,7 @@ async def test_a_tracker_that_fails_is_told_once_and_takes_no_other_along(
 async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", 0.1)
     free = threading.Event()
     hanging, notebook = Notebook(), Notebook()
     hanging.log = lambda *_: free.wait(60)  # type: ignore[method-assign]
@@ -259,7 +259,7 @@ async def test_mlflow_keeps_a_run_in_its_database_and_goes_on_with_it(
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(tracking, "PATIENCE_S", 90.0)  # it makes its tables first
+    monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", 90.0)  # it makes its tables first
     await follow(run, mlflow=TRACKERS["mlflow"]())
     await follow(run, first=3, mlflow=TRACKERS["mlflow"]())
     assert [record.getMessage() for record in caplog.records if record.name.startswith("agentfly")] == []

@@ -14,18 +14,18 @@ import torch
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.errors import AgentFlyError, ConfigError, UsageError
-from agentfly.garbage import YOUNG_OBJECTS
+from agentfly.agents.tool_decorator import tool
+from agentfly.core.errors import AgentFlyError, ConfigError, UsageError
+from agentfly.core.gc_tuning import GEN0_THRESHOLD
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.sft.sft import sft
 from agentfly.training.train import train, train_async
 from agentfly.training.trainer import Trainer
-from agentfly.trajectory import Trajectory
 
 AGENT = Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
 
@@ -56,7 +56,7 @@ def test_garbage_collection_is_tuned_for_the_run_and_then_as_it_was(tmp_path: Pa
         return 1.0 / (1.0 + len(response))
 
     train(AGENT, ["a"], looks, run_dir=tmp_path / "run", steps=1, tasks_per_step=1, attempts=2)
-    assert seen == [(True, YOUNG_OBJECTS)] * 2
+    assert seen == [(True, GEN0_THRESHOLD)] * 2
     assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from yaml import safe_load_all
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 from agentfly.training.config.train_config import TrainConfig
 
 

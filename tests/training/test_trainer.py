@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward, reward
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError, PrerequisiteError, UsageError
-from agentfly.events import (
+from agentfly.core.errors import ConfigError, PrerequisiteError, UsageError
+from agentfly.core.events import (
     CheckpointSaved,
     Event,
     EventStream,
@@ -26,22 +26,22 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import load_trajectories
 from agentfly.policies.load import load_policy
 from agentfly.policies.scripted import ScriptedPolicy
-from agentfly.rollouts.health import TooManyFailures
-from agentfly.run_directory import RunDirectory
-from agentfly.training.advantages import ALGORITHMS, Advantages, Algorithm, Evidence
-from agentfly.training.checkpoints import require_sound
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.rollouts.failure_budget import FailureBudgetExceeded
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs, Advantages, Algorithm
+from agentfly.training.checkpoints import require_valid
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.config.train_config import OwnCode, TrainConfig
+from agentfly.training.learning.batches import UpdateCancelled
 from agentfly.training.learning.learner import Learner
-from agentfly.training.learning.stopping import UpdateStopped
 from agentfly.training.losses import LOSSES, PolicyLoss
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch, TokenLoss
+from agentfly.training.losses.aggregation import ClipRange, TokenBatch, TokenLoss
 from agentfly.training.train import train
 from agentfly.training.trainer import Trainer, TrainResult
-from agentfly.trajectory import load_trajectories
-from agentfly.viewing.metrics import MetricsWriter
+from agentfly.viewing.event_log import MetricsWriter
 
 TASKS = [f"Say something about {number}." for number in range(10)]
 SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3, "dtype": "float32"}
@@ -141,7 +141,7 @@ async def test_a_run_whose_scoring_is_down_stops_and_says_why(tmp_path: Path) ->
         """Never answers."""
         raise ConnectionError("the judge is away")
 
-    with pytest.raises(TooManyFailures, match="the judge is away"):
+    with pytest.raises(FailureBudgetExceeded, match="the judge is away"):
         await trained(tmp_path, score=down)
 
 
@@ -287,14 +287,14 @@ async def test_a_resumed_run_gives_the_checkpoint_that_it_stands_at_and_no_damag
     for steps in (2, 4):
         result = await trained(tmp_path, steps=steps, keep_checkpoints=3, resume=True)
         assert (result.steps, result.checkpoint) == (steps, tmp_path / f"checkpoints/step-{steps:06d}")
-        assert require_sound(result.checkpoint)
+        assert require_valid(result.checkpoint)
     assert [row.step for row in RunDirectory(tmp_path).metrics()] == [1, 2, 3, 4]
 
 
 async def test_a_run_is_trained_by_the_code_that_its_settings_name_by_reference(tmp_path: Path) -> None:
     used = []
 
-    def estimate(evidence: Evidence, config: AdvantageConfig) -> Advantages:
+    def estimate(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
         used.append("algorithm")
         return ALGORITHMS["reinforce"].estimate(evidence, config)
 
@@ -379,7 +379,7 @@ async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up
         begun.set()
         assert stop.wait(60)
         ended.set()
-        raise UpdateStopped
+        raise UpdateCancelled
 
     monkeypatch.setattr(Learner, "learn", learn)
     async with load_policy("tiny") as policy:
@@ -391,7 +391,7 @@ async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up
         with pytest.raises(asyncio.CancelledError):
             await running
         assert ended.is_set()
-        async with asyncio.timeout(60), policy.exclusive():
+        async with asyncio.timeout(60), policy.exclusive_access():
             pass
 
 

@@ -6,9 +6,9 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.batch_metrics import group_metrics, row_metrics
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs
+from agentfly.training.config.groups import AdvantageConfig
+from agentfly.training.metrics import group_metrics, row_metrics
 from agentfly.training.rows import rows_from_trajectories
 
 
@@ -23,8 +23,8 @@ async def test_a_baseline_is_made_of_the_scores_there_are():
     assert result.rewards == [1.0, None, 0.0, None, None, None, None, None]
     batch = rows_from_trajectories(result.trajectories)
     assert [(row.rollout_id.rpartition(".")[2], row.reward) for row in batch.rows] == [("0", 1.0), ("2", 0.0)]
-    assert batch.left_out == {"unscored": 5, "infrastructure": 1}
-    advantages = ALGORITHMS["dr_grpo"].estimate(Evidence(batch.rows), AdvantageConfig())
+    assert batch.excluded == {"unscored": 5, "infrastructure": 1}
+    advantages = ALGORITHMS["dr_grpo"].estimate(AdvantageInputs(batch.rows), AdvantageConfig())
     assert [set(values) for values in advantages.values] == [{0.5}, {-0.5}]
     metrics = result.metrics | group_metrics(result.trajectories, batch) | row_metrics(batch, 0)
     assert all(map(math.isfinite, metrics.values()))

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from agentfly.errors import ConfigError
-from agentfly.training.advantages import ALGORITHMS, Evidence
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.config.critic_config import CriticConfig
-from agentfly.training.config.settings import Settings
-from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.config.unused import OF_LOSSES, changed
+from agentfly.core.errors import ConfigError
+from agentfly.training.advantages import ALGORITHMS, AdvantageInputs
+from agentfly.training.config.base import BaseConfig
+from agentfly.training.config.groups import AdvantageConfig, CriticConfig
+from agentfly.training.config.train_config import LOSS_SETTINGS, TrainConfig, changed_settings
 from agentfly.training.losses import LOSSES
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch
+from agentfly.training.losses.aggregation import ClipRange, TokenBatch
 from agentfly.training.rows import Row, RowTurn
 
 ADVANTAGE: dict[str, dict[str, Any]] = {
@@ -39,7 +37,7 @@ CLIPS = {"clip_low": 0.1, "clip_high": 0.1, "clip_dual": 1.5}
 CRITIC = {"learning_rate": 1e-3, "updates_per_step": 2, "clip_value": None, "warmup_steps": 1}
 
 
-def evidence() -> Evidence:
+def evidence() -> AdvantageInputs:
     """Three attempts of two turns, some in like states, with all that an algorithm may look at."""
     rows = []
     for number, (state, reward) in enumerate([(f"{PLACE} room", 1.0), (f"{PLACE} roof", 0.0), ("a door", 0.4)]):
@@ -51,7 +49,7 @@ def evidence() -> Evidence:
             Row([7] * length, mask, [-0.5] * length, [0] * length, "g", str(number), reward, False, turns=turns)
         )
     values = [np.linspace(0.0, 0.3 + row.reward, len(row.targets)) for row in rows]
-    return Evidence(rows, values=values, baselines={"g": 0.2})
+    return AdvantageInputs(rows, values=values, baselines={"g": 0.2})
 
 
 def judged(algorithm: str, **settings: Any) -> np.ndarray:
@@ -87,7 +85,7 @@ def test_settings_of_a_critic_are_refused_without_one(algorithm: str, setting: s
             TrainConfig(algorithm=algorithm, critic=given)
 
 
-@pytest.mark.parametrize("setting", OF_LOSSES)
+@pytest.mark.parametrize("setting", LOSS_SETTINGS)
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_a_loss_reads_exactly_the_settings_that_it_declares_and_others_are_refused(loss: str, setting: str) -> None:
     ratios = torch.tensor([0.4, 3.0, 0.85, 1.2, 3.0])
@@ -168,13 +166,13 @@ def test_a_configuration_that_was_written_out_with_every_setting_is_read_again()
     for algorithm in ALGORITHMS:
         config = TrainConfig(algorithm=algorithm)
         assert TrainConfig(**config.model_dump(mode="json")) == config
-        assert [name for name, _ in changed(config)] == ([] if algorithm == "grpo" else ["algorithm"])
+        assert [name for name, _ in changed_settings(config)] == ([] if algorithm == "grpo" else ["algorithm"])
 
 
 def test_every_setting_of_algorithms_losses_and_critics_is_walked_here() -> None:
-    groups: list[tuple[type[Settings], Mapping[str, Any]]] = [(AdvantageConfig, ADVANTAGE), (CriticConfig, CRITIC)]
+    groups: list[tuple[type[BaseConfig], Mapping[str, Any]]] = [(AdvantageConfig, ADVANTAGE), (CriticConfig, CRITIC)]
     for group, walked in groups:
         assert set(group.model_fields) == set(walked)
-    assert set(OF_LOSSES) == set(CLIPS)
+    assert set(LOSS_SETTINGS) == set(CLIPS)
     for name in ALGORITHMS:
-        assert {*ALGORITHMS[name].uses, *ALGORITHMS[name].instead} <= set(ADVANTAGE)
+        assert {*ALGORITHMS[name].uses, *ALGORITHMS[name].unused_setting_hints} <= set(ADVANTAGE)

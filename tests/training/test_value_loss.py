@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agentfly.training.losses.value_loss import value_loss
+from agentfly.training.losses.policy_losses import value_loss
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.viewing.lessons import Lessons
+from agentfly.viewing.diagnostics import TrainingDiagnostics
 
 IDLE = {"groups/zero_variance_share": 1.0, "groups/empty_share": 0.0, "policy/grad_norm": 0.0}
 TAUGHT = {"groups/zero_variance_share": 0.5, "policy/loss": 0.0, "policy/grad_norm": 0.2}
 
 
 def sentences(*steps: dict[str, float]) -> list[str]:
-    lessons = Lessons()
+    lessons = TrainingDiagnostics()
     for metrics in steps:
         lessons.add(metrics)
-    return lessons.sentences()
+    return lessons.messages()
 
 
 def test_steps_in_which_all_attempts_scored_the_same_are_counted():

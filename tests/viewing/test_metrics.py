@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from agentfly.errors import PrerequisiteError
-from agentfly.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
-from agentfly.run_directory import RunDirectory, read_json_lines
-from agentfly.viewing.metrics import EventWriter, QueuedEvents, recorded
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
+from agentfly.core.run_directory import RunDirectory, read_json_lines
+from agentfly.viewing.event_log import BackgroundSubscriber, EventWriter, record_events
 
 
 def emit_a_run(run: RunDirectory) -> None:
     events = EventStream()
-    with recorded(run, events):
+    with record_events(run, events):
         events.emit(RolloutStarted(rollout_id="r", group_id="g", task_id="t"))
         events.emit(StepFinished(step=1, metrics={"reward/mean": 0.5, "entropy": float("inf")}))
         events.emit(EvaluationFinished(step=1, metrics={"success/mean": 0.75}))
@@ -41,7 +41,7 @@ def test_nothing_is_lost_when_a_run_ends_by_an_exception(tmp_path):
             events.emit(RolloutStarted(rollout_id=str(number), group_id="g", task_id="t"))
         raise RuntimeError("stop")
 
-    with pytest.raises(RuntimeError, match="stop"), recorded(run, events):
+    with pytest.raises(RuntimeError, match="stop"), record_events(run, events):
         emit_and_fail()
     assert [event["rollout_id"] for event in read_json_lines(run.events_file)] == [str(n) for n in range(1000)]
 
@@ -53,7 +53,7 @@ def test_whoever_emits_an_event_waits_for_no_writer():
         assert free.wait(60)
         seen.append(event.step)
 
-    with QueuedEvents([slow]) as queued:
+    with BackgroundSubscriber([slow]) as queued:
         for step in range(3):
             queued(StepFinished(step=step, metrics={}))
         assert seen == []
@@ -67,7 +67,7 @@ def test_a_writer_that_fails_is_told_and_takes_no_other_with_it(caplog):
     def full(event):
         raise OSError("no space left")
 
-    with QueuedEvents([full, seen.append]) as queued:
+    with BackgroundSubscriber([full, seen.append]) as queued:
         for step in range(2):
             queued(StepFinished(step=step, metrics={}))
     assert [event.step for event in seen] == [0, 1]
@@ -77,7 +77,7 @@ def test_a_writer_that_fails_is_told_and_takes_no_other_with_it(caplog):
 def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
     run = RunDirectory(tmp_path / "run")
     events = EventStream()
-    with recorded(run, events):
+    with record_events(run, events):
         events.emit(StepFinished(step=1, metrics={"reward/mean": 0.5}))
         assert [row.step for row in run.metrics()] == [1]
 
@@ -85,7 +85,7 @@ def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
 def test_a_run_whose_metrics_cannot_be_written_stops_and_says_how_to_go_on(tmp_path):
     run, events, seen = RunDirectory(tmp_path / "run").ensure(), EventStream(), []
     run.metrics_file.symlink_to("/dev/full")
-    with recorded(run, events), events.subscribed(seen.append):
+    with record_events(run, events), events.subscribed(seen.append):
         for event in (StepFinished(step=3, metrics={"a": 0.5}), EvaluationFinished(step=3, metrics={"a": 0.5})):
             with pytest.raises(PrerequisiteError, match=r"metrics of step 3 cannot be written.*Free some.*--resume"):
                 events.emit(event)
@@ -112,10 +112,10 @@ def test_events_that_cannot_be_written_for_a_while_are_written_later(tmp_path, c
 
 
 def test_events_that_are_lost_are_counted_and_stop_no_run(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("agentfly.viewing.metrics._WAITING_BYTES", 2**12)
+    monkeypatch.setattr("agentfly.viewing.event_log._WAITING_BYTES", 2**12)
     run, events = RunDirectory(tmp_path / "run").ensure(), EventStream()
     run.events_file.symlink_to("/dev/full")
-    with recorded(run, events):
+    with record_events(run, events):
         for number in range(2000):
             events.emit(RolloutStarted(rollout_id=str(number), group_id="g", task_id="t"))
     assert "2000 events of the run are lost" in caplog.text

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from agentfly.events import (
+from agentfly.core.events import (
     CheckpointSaved,
     EvaluationFinished,
     EventStream,
@@ -15,7 +15,7 @@ from agentfly.events import (
     Progress,
     RewardFinished,
     RolloutFinished,
-    RolloutsPlanned,
+    RolloutsScheduled,
     RolloutStarted,
     StepFinished,
     TrainingFinished,
@@ -130,7 +130,7 @@ def test_a_run_that_was_finished_already_says_how_to_go_further(live):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_rollout_that_was_cancelled_has_not_finished(live):
-    events = [RolloutsPlanned(time=100.0, total=3, recorded=0)]
+    events = [RolloutsScheduled(time=100.0, total=3, recorded=0)]
     ends = (("a", "done", 1.0, None), ("b", "cancelled", None, None), ("c", "failed", None, "APIUnavailable: down"))
     for name, _, _, _ in ends:
         events.append(RolloutStarted(time=100.0, rollout_id=name, group_id="g", task_id="t"))
@@ -182,7 +182,7 @@ def planned(total: int, recorded: int = 0, failed: tuple[int, ...] = ()) -> list
 
     numbers = range(1, total - recorded + 1)
     starts = [RolloutStarted(time=100.0, rollout_id=str(one), group_id="g", task_id="t") for one in numbers]
-    return [RolloutsPlanned(time=100.0, total=total, recorded=recorded), *starts, *map(finished, numbers)]
+    return [RolloutsScheduled(time=100.0, total=total, recorded=recorded), *starts, *map(finished, numbers)]
 
 
 def test_rollouts_that_are_planned_have_a_line_at_each_tenth_with_mean_failures_and_time_left():

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from agentfly.events import EvaluationFinished, StepFinished
-from agentfly.rollouts.estimates import share_over_tasks
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Task
-from agentfly.trajectory import FinishReason, Trajectory, Turn, save_trajectories
-from agentfly.viewing.metrics import MetricsWriter
+from agentfly.core.events import EvaluationFinished, StepFinished
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Task
+from agentfly.core.trajectory import FinishReason, Trajectory, Turn, save_trajectories
+from agentfly.evaluation.statistics import proportion_over_tasks
+from agentfly.viewing.event_log import MetricsWriter
 from agentfly.viewing.report import RunSummary, before_and_after, training_report
 
 
@@ -51,8 +51,8 @@ def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
     assert summary.steps == 20
     assert summary.reward_start == pytest.approx((0.05 + 0.10) / 2)
     assert summary.reward_end == pytest.approx((0.95 + 1.00) / 2)
-    assert summary.success_before == share_over_tasks([[0.0], [0.0, 0.0, 1.0]])
-    assert summary.success_after == share_over_tasks([[0.0], [1.0], [1.0]])
+    assert summary.success_before == proportion_over_tasks([[0.0], [0.0, 0.0, 1.0]])
+    assert summary.success_after == proportion_over_tasks([[0.0], [1.0], [1.0]])
 
 
 def test_success_is_that_of_the_metrics_without_an_interval_where_the_trajectories_are_gone(run):
@@ -69,7 +69,7 @@ def test_a_step_in_which_nothing_was_scored_counts_as_a_step_and_in_no_mean(run)
     write(EvaluationFinished(step=21, metrics={"unscored": 4.0}))
     summary = RunSummary.of(run)
     assert (summary.steps, len(summary.rewards)) == (21, 20)
-    assert summary.success_after == share_over_tasks([[0.0], [1.0], [1.0]])
+    assert summary.success_after == proportion_over_tasks([[0.0], [1.0], [1.0]])
 
 
 def test_the_two_trajectories_are_of_one_task_and_show_the_change(run):

@@ -5,11 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from agentfly.errors import Boundary, InvalidArguments, ResourceDied, ToolError, UnknownTool
-from agentfly.images import Image
-from agentfly.messages import ToolCall
-from agentfly.task import Task
-from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.core.errors import Boundary, InvalidArguments, ResourceDied, ToolError, UnknownTool
+from agentfly.core.messages import Image, ToolCall
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
 from agentfly.viewing.trajectory_text import trajectory_panel, trajectory_text
 
 

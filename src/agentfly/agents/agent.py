@@ -1,27 +1,116 @@
-"""Agent: model, system prompt, tools, tool-call format and limits."""
+"""Subagent: an agent given to another one as a tool.
+
+Agent: model, system prompt, tools, tool-call format and limits.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from agentfly.agents.class_tool import tools_of
-from agentfly.agents.memory.memory import FullHistory, Memory
-from agentfly.agents.memory.summary_folding import SummaryFolding
-from agentfly.agents.subagent import Subagent, subagent
+from agentfly.agents.memory import FullHistory, Memory, SummaryFolding
 from agentfly.agents.tool import Tool
-from agentfly.agents.toolcalls.format import ToolCallFormat, behind, said_behind
-from agentfly.agents.toolcalls.registry import tool_call_format
-from agentfly.durations import is_duration, is_number, is_whole, require_number, require_whole
-from agentfly.errors import ConfigError, UnknownTool, UsageError, refuse_unknown, say
-from agentfly.messages import Message, ToolCall
+from agentfly.agents.tool_decorator import Tool, expand_tools, tool
+from agentfly.contexts.context import Context
+from agentfly.core.errors import (
+    ConfigError,
+    ToolDefinitionError,
+    UnknownTool,
+    UsageError,
+    describe_error,
+    reject_unknown_arguments,
+)
+from agentfly.core.messages import Message, ToolCall, concat_content, image_parts
+from agentfly.core.numbers import is_duration, is_finite_number, is_whole, require_number, require_whole
+from agentfly.core.task import Task
+from agentfly.core.truncation import Truncate, truncate_by_characters
+from agentfly.formats.toolcalls.registry import tool_call_format
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, behind, said_behind
 from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Subagent(Tool):
+    """A tool whose calls are answered by an agent. Made by `Agent.as_tool`.
+
+    The function makes the agent's prompt of the call's arguments. The rollout layer then has the agent converse in the
+    same rollout, and what it answers in the end is the observation. ``max_output_tokens`` bounds that; the prompt is
+    never cut. ``timeout_s`` and ``retries`` are for the function; the agent has ``max_wall_seconds``.
+
+    Attributes:
+        agent: the agent.
+    """
+
+    agent: Agent = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"<subagent {self.name}>"
+
+    def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+        """What the prompt's function and the agent's tools have declared that they need for a task."""
+        return tuple(dict.fromkeys((*super().resources_for(task), *self.agent.resources_for(task))))
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The fields that the prompt's function and the agent's tools need each task to have."""
+        return tuple(
+            dict.fromkeys((*super().task_fields, *(one for tool in self.agent.tools for one in tool.task_fields)))
+        )
+
+    async def prompt(
+        self, arguments: Mapping[str, Any], context: Context, *, cut: Truncate = truncate_by_characters
+    ) -> Message:
+        """What the agent is asked in a call, in full, as the message of a user. It may show images.
+
+        Args:
+            arguments: what the calling model gave.
+            context: the rollout's context for this call.
+            cut: cuts what the function raises, which the calling model is told.
+
+        Raises:
+            ToolDefinitionError: the function returned a `ToolResult` that says what no prompt can.
+            Exception: further ones as of `Tool.call`.
+        """
+        made = await self._call(arguments, context, cut)
+        lost = [name for name in ("reward", "done", "state", "info") if getattr(made, name) not in (None, False, {})]
+        if lost:
+            raise ToolDefinitionError(
+                f"The function that makes the prompt of the subagent {self.name!r} returned ToolResult("
+                f"{'=…, '.join(lost)}=…), but a prompt is text and images alone. Return those, and have the subagent's "
+                "tools say the rest."
+            )
+        images = image_parts(made.images)
+        return {"role": "user", "content": concat_content(made.observation, images) if images else made.observation}
+
+
+def subagent(agent: Agent, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
+    """A tool that an agent answers.
+
+    Args:
+        agent: the agent.
+        prompt: a function that makes the agent's prompt of the call's arguments, described as a tool's is; or what
+            the caller is told that the agent does. The calls then have one argument, ``request``, which is the prompt.
+        name: what the calling model calls it.
+
+    Raises:
+        ToolDefinitionError: the function cannot become a tool, or the name cannot be called.
+    """
+    if isinstance(prompt, str):
+
+        async def ask(request: str) -> str:
+            return request
+
+        ask.__doc__ = f"{prompt}\n\nArgs:\n    request: what it is to do, with all that it needs to know."
+        prompt = ask
+    made = prompt if isinstance(prompt, Tool) else tool(name=name)(prompt)
+    given = {one.name: getattr(made, one.name) for one in fields(Tool) if one.init}
+    return Subagent(**given, agent=agent)
+
 
 History = Literal["keep", "rewrite"]
 """What becomes of the past of a conversation where the chat template would write it differently."""
@@ -97,7 +186,7 @@ class Agent:
     def __new__(cls, *values: object, **named: object) -> Self:
         """Refuse what is not a field before the dataclass does, whose words do not name the nearest."""
         known = [one.name for one in fields(cls)]
-        refuse_unknown(cls.__name__, named, known)
+        reject_unknown_arguments(cls.__name__, named, known)
         if values:
             raise UsageError(
                 f"{cls.__name__}({values[0]!r:.100}): write each field by its name, as in "
@@ -115,7 +204,9 @@ class Agent:
         if not isinstance(self.tools, Iterable) or isinstance(self.tools, (str, type)):
             name = self.tools.name if isinstance(self.tools, Tool) else getattr(self.tools, "__name__", self.tools)
             raise ConfigError(f"Agent(tools={name}): it must be a list. Write tools=[{name}].")
-        object.__setattr__(self, "tools", tuple(tool for given in self.tools for tool in tools_of(given) or [given]))
+        object.__setattr__(
+            self, "tools", tuple(tool for given in self.tools for tool in expand_tools(given) or [given])
+        )
         self._check_words()
         self._check_tools()
         self._check_limits()
@@ -188,27 +279,27 @@ class Agent:
         ]
         return replace(self, model=other(self.model), tools=tools)
 
-    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+    def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
         """The resources that its tools have declared for a task, each once.
 
         Raises:
             ToolDefinitionError: a tool's function that says so failed for this task.
         """
-        return tuple(dict.fromkeys(spec for tool in self.tools for spec in tool.needs(task)))
+        return tuple(dict.fromkeys(spec for tool in self.tools for spec in tool.resources_for(task)))
 
     def system_message(self) -> str:
         """What the model is told before the task: the system prompt and the description of the tools."""
         told = self.tool_prompt
         if told is None:
-            told = self.format.instructions(self.tools) if self.tools and not self.format.in_template else ""
+            told = self.format.instructions(self.tools) if self.tools and not self.format.uses_chat_template else ""
         return "\n\n".join(part for part in (self.system_prompt, told) if part)
 
     @cached_property
-    def template_tools(self) -> tuple[dict[str, Any], ...]:
+    def tools_for_template(self) -> tuple[dict[str, Any], ...]:
         """The tools that the model's chat template is to describe; none where the system message describes them."""
-        return tuple(tool.definition for tool in self.tools) if self.format.in_template else ()
+        return tuple(tool.definition for tool in self.tools) if self.format.uses_chat_template else ()
 
-    def said(self, text: str, calls: Sequence[ToolCall], *, opened: str = "") -> Message:
+    def assistant_message(self, text: str, calls: Sequence[ToolCall], *, opened: str = "") -> Message:
         """The message that stands for a turn of the model in the conversation.
 
         Args:
@@ -218,7 +309,7 @@ class Agent:
         """
         return said_behind(opened, self.format, text, calls)
 
-    def calls_in(self, text: str, *, first_call: int = 0, opened: str = "") -> tuple[ToolCall, ...]:
+    def parse_calls(self, text: str, *, first_call: int = 0, opened: str = "") -> tuple[ToolCall, ...]:
         """The tool calls in the text of a turn. An agent without tools makes none.
 
         Args:
@@ -236,7 +327,7 @@ class Agent:
             found = self.format.parse(behind(opened, text), self.tools, first_call=first_call)
         except Exception as error:
             raise UsageError(
-                f"{called} could not read a turn: its parse raised {say(error)}. It must not raise for any text: a "
+                f"{called} could not read a turn: its parse raised {describe_error(error)}. It must not raise for any text: a "
                 "malformed call is a ToolCall with an error."
             ) from error
         if not isinstance(found, (tuple, list)) or not all(isinstance(call, ToolCall) for call in found):
@@ -248,7 +339,7 @@ class Agent:
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
         """The message that hands a call's observation to the model."""
-        return self.format.result(call, observation)
+        return self.format.result_message(call, observation)
 
     def _check_words(self) -> None:
         if not isinstance(self.model, str | Path) or not str(self.model):
@@ -331,7 +422,7 @@ class Agent:
 
     def _check_sampling(self) -> None:
         require_number("Agent", least=0, temperature=self.temperature)
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (is_finite_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"Agent(top_p={self.top_p!r}): it must be a number above 0 and at most 1.")
         if not is_whole(self.top_k, 0):
             raise ConfigError(

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.function import name_of
-from agentfly.agents.parameters import names_at
 from agentfly.agents.reward import Reward
-from agentfly.agents.reward_function import RewardFunction, make
-from agentfly.agents.reward_result import RewardResult, as_list, read_result
+from agentfly.agents.reward_function import RewardFunction, make_reward
+from agentfly.agents.reward_result import RewardResult, as_list, parse_reward_result
+from agentfly.agents.user_function import caller_locals, function_name
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError, UsageError, type_of
-from agentfly.resources.variables import Variables
-from agentfly.trajectory import Trajectory
+from agentfly.core.errors import RewardDefinitionError, UsageError, type_of
+from agentfly.core.trajectory import Trajectory
+from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
+from agentfly.resources.variables import EnvironmentVariables
 
-Outcome = RewardResult | Exception | None
+ScoreOutcome = RewardResult | Exception | None
 """What a group reward made of one attempt: its score, why what it returned is none, or nothing to say."""
 
 
@@ -32,14 +31,14 @@ class GroupReward(RewardFunction):
     after: Reward | None = None
 
     _decorator: ClassVar[str] = "group_reward"
-    given: ClassVar[tuple[str, ...]] = ("trajectories", "responses", "task", "prompt")
+    injectable_names: ClassVar[tuple[str, ...]] = ("trajectories", "responses", "task", "prompt")
 
     @property
     def task_fields(self) -> tuple[str, ...]:
         """The fields that it asks every task for, those of what comes first included."""
         return tuple(dict.fromkeys([*super().task_fields, *(self.after.task_fields if self.after is not None else ())]))
 
-    async def score(self, trajectories: Sequence[Trajectory], context: Context) -> list[Outcome]:
+    async def score(self, trajectories: Sequence[Trajectory], context: Context) -> list[ScoreOutcome]:
         """Score the attempts of a group, each of which has ended and is sound.
 
         Returns:
@@ -61,18 +60,18 @@ class GroupReward(RewardFunction):
         value = await self._call(given, context)
         scores = as_list(value)
         if scores is None or len(scores) != len(trajectories):
-            found = excerpt(repr(value), ECHO_CHARS // 8) if scores is None else f"{len(scores)} scores"
+            found = truncate_middle(repr(value), MAX_ECHO_CHARS // 8) if scores is None else f"{len(scores)} scores"
             raise RewardDefinitionError(
                 f"The group reward {self.name!r} was given {len(trajectories)} trajectories and returned {found}. "
                 "Return a list with one score for each of them, None where there is none."
             )
         return [self._outcome(score, one) for score, one in zip(scores, trajectories, strict=True)]
 
-    def _outcome(self, score: Any, trajectory: Trajectory) -> Outcome:
+    def _outcome(self, score: Any, trajectory: Trajectory) -> ScoreOutcome:
         if score is None:
             return None
         try:
-            return read_result(score, self.name, len(trajectory.turns))
+            return parse_reward_result(score, self.name, len(trajectory.turns))
         except Exception as error:  # also of what was returned, when it is looked at
             return error
 
@@ -88,7 +87,7 @@ def require_reward(reward: object) -> None:
         UsageError: it is something else.
     """
     if not isinstance(reward, AnyReward):
-        what = f"The function {name_of(reward)}" if callable(reward) else f"What was given, {type_of(reward)},"
+        what = f"The function {function_name(reward)}" if callable(reward) else f"What was given, {type_of(reward)},"
         raise UsageError(f"{what} is not a reward. Put @reward, or @group_reward, above the function that scores.")
 
 
@@ -105,7 +104,7 @@ def group_reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
-    env: Variables = (),
+    env: EnvironmentVariables = (),
 ) -> Callable[[Callable[..., Any]], GroupReward]: ...
 
 
@@ -119,7 +118,7 @@ def group_reward(
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
-    env: Variables = (),
+    env: EnvironmentVariables = (),
 ) -> GroupReward | Callable[[Callable[..., Any]], GroupReward]:
     """Make a reward of a function that sees all attempts at a task: ``@group_reward``, for instance to rank them.
 
@@ -153,7 +152,7 @@ def group_reward(
     settings: dict[str, Any] = {
         "name": name,
         "timeout_s": timeout_s,
-        "resources": after.needs if after is not None else (),
+        "resources": after.resources_for if after is not None else (),
         "after": after,
         "process": process,
         "workers": workers,
@@ -161,9 +160,9 @@ def group_reward(
         "env": env,
     }
     if function is not None:
-        return make(GroupReward, function, names_at(1), **settings)
+        return make_reward(GroupReward, function, caller_locals(1), **settings)
 
     def decorate(function: Callable[..., Any]) -> GroupReward:
-        return make(GroupReward, function, names_at(1), **settings)
+        return make_reward(GroupReward, function, caller_locals(1), **settings)
 
     return decorate

@@ -9,17 +9,17 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from agentfly.agents.outage import may_pass
+from agentfly.agents.transient_errors import is_retryable
 from agentfly.contexts.context import Context
-from agentfly.errors import UsageError, message_of, say
-from agentfly.interruption import must_pass
-from agentfly.threads.call import ThreadExit
-from agentfly.threads.pool import THREADS
+from agentfly.core.errors import UsageError, describe_error, error_message
+from agentfly.core.signals import should_propagate
+from agentfly.core.threads.call import ThreadExit
+from agentfly.core.threads.pool import THREAD_POOL
 
 T = TypeVar("T")
 
 
-class Caller(Protocol):
+class ThreadCaller(Protocol):
     """Calls functions that may block, on threads: `Threads`, or a `DedicatedThread`."""
 
     async def call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
@@ -27,17 +27,17 @@ class Caller(Protocol):
         ...
 
 
-FIRST_PAUSE_S = 0.5
-"""The longest pause before the second try of a function; it doubles with each further one, up to `LONGEST_PAUSE_S`."""
+FIRST_RETRY_DELAY_S = 0.5
+"""The longest pause before the second try of a function; it doubles with each further one, up to `MAX_RETRY_DELAY_S`."""
 
-LONGEST_PAUSE_S = 8.0
+MAX_RETRY_DELAY_S = 8.0
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02  # while a function waits for a resource its time stands still, and is looked at this often
 
 
-class Overrun(Exception):
+class FunctionTimeout(Exception):
     """A function took longer than it may."""
 
 
@@ -45,27 +45,27 @@ class FunctionFailed(Exception):
     """A function raised ``error``."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(message_of(error))
+        super().__init__(error_message(error))
         self.error = error
 
-    def raise_as_of(self, function: str) -> NoReturn:
+    def reraise_for(self, function: str) -> NoReturn:
         """Raise what ``function`` raised, or a UsageError where that would end more than a rollout."""
         if isinstance(self.error, Exception):
             raise self.error from self.error.__cause__
         raise UsageError(
-            f"{function[:1].upper()}{function[1:]} raised {say(self.error)}, which would end more than one rollout. "
+            f"{function[:1].upper()}{function[1:]} raised {describe_error(self.error)}, which would end more than one rollout. "
             "Raise an Exception."
         ) from self.error
 
 
-async def invoke(
+async def call_user_function(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     *,
     timeout_s: float | None,
     context: Context,
     retries: int = 0,
-    caller: Caller = THREADS,
+    caller: ThreadCaller = THREAD_POOL,
 ) -> Any:
     """Call a sync or async function and wait for what it returns.
 
@@ -79,7 +79,7 @@ async def invoke(
         timeout_s: seconds that the function may take with all its tries, what it waits for resources not counted; None
             for any time.
         context: the call's context, whose `Context.waits` are this call's alone.
-        retries: how often it is called again after failures that may pass (see `may_pass`), after pauses of random
+        retries: how often it is called again after failures that may pass (see `is_retryable`), after pauses of random
             length.
         caller: calls sync functions.
 
@@ -96,17 +96,17 @@ async def invoke(
         if limit is None or timeout_s is None:
             result = await _call_until_it_works(function, arguments, retries, caller)
         else:
-            async with limit, _Clock(limit, timeout_s, context):
+            async with limit, _TimeoutExcludingWaits(limit, timeout_s, context):
                 with context.waits.count_all():
                     result = await _call_until_it_works(function, arguments, retries, caller)
     except BaseException as error:  # SystemExit, and what other languages' bindings raise, too
-        if must_pass(error, task):
+        if should_propagate(error, task):
             raise
         failure = error
     if isinstance(failure, asyncio.CancelledError) and _requests_to_end(task) > asked:
         raise failure
     if limit is not None and limit.expired():  # whatever the function has made of being cancelled
-        raise Overrun
+        raise FunctionTimeout
     if failure is not None:
         raise FunctionFailed(failure.error if isinstance(failure, ThreadExit) else failure)
     return result
@@ -117,20 +117,22 @@ def _requests_to_end(task: asyncio.Task[Any] | None) -> int:
 
 
 async def _call_until_it_works(
-    function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, caller: Caller
+    function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, caller: ThreadCaller
 ) -> Any:
     for retry in range(retries):
         try:
-            return await call(function, arguments, caller)
+            return await call_once(function, arguments, caller)
         except Exception as error:
-            if not may_pass(error):
+            if not is_retryable(error):
                 raise
-            logger.info("%s failed with %s; it is tried again.", getattr(function, "__name__", function), say(error))
-        await asyncio.sleep(random.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2**retry, LONGEST_PAUSE_S))
-    return await call(function, arguments, caller)
+            logger.info(
+                "%s failed with %s; it is tried again.", getattr(function, "__name__", function), describe_error(error)
+            )
+        await asyncio.sleep(random.uniform(0.5, 1) * min(FIRST_RETRY_DELAY_S * 2**retry, MAX_RETRY_DELAY_S))
+    return await call_once(function, arguments, caller)
 
 
-async def call(function: Callable[..., Any], arguments: Mapping[str, Any], caller: Caller) -> Any:
+async def call_once(function: Callable[..., Any], arguments: Mapping[str, Any], caller: ThreadCaller) -> Any:
     """What a function returns, called once: an async one in the event loop, a sync one by ``caller``."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = await function(**arguments)
@@ -139,7 +141,7 @@ async def call(function: Callable[..., Any], arguments: Mapping[str, Any], calle
     return await result if inspect.isawaitable(result) else result  # as of `return box.run(command)`
 
 
-class _Clock:
+class _TimeoutExcludingWaits:
     """Lets ``limit`` expire once the time spent, without that spent waiting for resources, reaches ``timeout_s``."""
 
     def __init__(self, limit: asyncio.Timeout, timeout_s: float, context: Context) -> None:

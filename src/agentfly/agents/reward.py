@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
-from agentfly.agents.needs import Needs
-from agentfly.agents.parameters import names_at
-from agentfly.agents.reward_function import RewardFunction, make
-from agentfly.agents.reward_result import RewardResult, read_result, sum_of
-from agentfly.agents.together import together
+from agentfly.agents.reward_function import RewardFunction, make_reward
+from agentfly.agents.reward_result import RewardResult, parse_reward_result, sum_known
+from agentfly.agents.user_function import DeclaredResources, caller_locals
 from agentfly.contexts.context import Context
-from agentfly.errors import RewardDefinitionError
-from agentfly.resources.variables import Variables
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.core.async_tasks import gather_or_raise
+from agentfly.core.errors import RewardDefinitionError
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.resources.variables import EnvironmentVariables
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,7 +28,7 @@ class Reward(RewardFunction):
     per_turn: bool = False
 
     _decorator: ClassVar[str] = "reward"
-    given: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt", "turn")
+    injectable_names: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt", "turn")
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
         """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.
@@ -50,16 +49,18 @@ class Reward(RewardFunction):
             "prompt": shown.task.prompt,
         }
         if not self.per_turn:
-            return read_result(await self._call(given, context), self.name, len(trajectory.turns))
+            return parse_reward_result(await self._call(given, context), self.name, len(trajectory.turns))
         acts = [turn for turn in trajectory.turns if turn.kind == "act"]
-        values = iter(await together(self._call({**given, "turn": turn}, context.timed_apart()) for turn in acts))
+        values = iter(
+            await gather_or_raise(self._call({**given, "turn": turn}, context.timed_apart()) for turn in acts)
+        )
         return self._of_turns([next(values) if turn.kind == "act" else None for turn in trajectory.turns])
 
     def _of_turns(self, values: Sequence[Any]) -> RewardResult:
         """The score that one value for each turn makes."""
-        results = [None if value is None else read_result(value, self.name, turns=0) for value in values]
+        results = [None if value is None else parse_reward_result(value, self.name, turns=0) for value in values]
         rewards = [None if result is None else result.reward for result in results]
-        total = sum_of(rewards)
+        total = sum_known(rewards)
         if total is None:
             raise RewardDefinitionError(
                 f"The reward {self.name!r} returned None for each of the {len(values)} turns, so there is no score. "
@@ -82,12 +83,12 @@ def reward(
     *,
     name: str | None = None,
     timeout_s: float | None = None,
-    resources: Needs = (),
+    resources: DeclaredResources = (),
     per_turn: bool = False,
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
-    env: Variables = (),
+    env: EnvironmentVariables = (),
 ) -> Callable[[Callable[..., Any]], Reward]: ...
 
 
@@ -97,12 +98,12 @@ def reward(
     *,
     name: str | None = None,
     timeout_s: float | None = None,
-    resources: Needs = (),
+    resources: DeclaredResources = (),
     per_turn: bool = False,
     process: bool = False,
     workers: int | None = None,
     memory: int | str = 0,
-    env: Variables = (),
+    env: EnvironmentVariables = (),
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
     """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
@@ -142,10 +143,10 @@ def reward(
         "env": env,
     }
     if function is not None:
-        return make(Reward, function, names_at(1), **settings)
+        return make_reward(Reward, function, caller_locals(1), **settings)
 
     def decorate(function: Callable[..., Any]) -> Reward:
-        return make(Reward, function, names_at(1), **settings)
+        return make_reward(Reward, function, caller_locals(1), **settings)
 
     return decorate
 
@@ -158,4 +159,4 @@ def tool_rewards(trajectory: Trajectory) -> float:
 
 def sum_of_tool_rewards(turns: Sequence[Turn]) -> float | None:
     """What the tools said that the calls of some turns were worth, summed; None if they said nothing."""
-    return sum_of([result.reward for turn in turns for result in turn.results])
+    return sum_known([result.reward for turn in turns for result in turn.results])

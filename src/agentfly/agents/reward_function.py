@@ -1,24 +1,135 @@
-"""RewardFunction: a user's function that gives scores, called by the names of its parameters, its failures typed."""
+"""RewardProcess: where a reward runs that must end on time whatever it does, because its process can be killed.
+
+RewardFunction: a user's function that gives scores, called by the names of its parameters, its failures typed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.agents.function import UserFunction, name_of
-from agentfly.agents.invocation import FunctionFailed, Overrun, invoke
-from agentfly.agents.needs import Needs, checked_needs
-from agentfly.agents.parameters import MISSING, Parameter, Source, field_of_task, read_parameters
-from agentfly.agents.reward_process import RewardProcessSpec, reward_process, score_in_process
+from agentfly.agents.invocation import FunctionFailed, FunctionTimeout, call_user_function
+from agentfly.agents.reward_result import RewardResult
+from agentfly.agents.user_function import (
+    MISSING,
+    DeclaredResources,
+    Parameter,
+    ParameterSource,
+    UserFunction,
+    function_name,
+    read_parameters,
+    task_field,
+    validate_resources,
+)
 from agentfly.contexts.context import Context
-from agentfly.durations import is_duration
-from agentfly.errors import AgentFlyError, ConfigError, RewardDefinitionError, RewardError, ToolError, UsageError, say
+from agentfly.core.errors import (
+    AgentFlyError,
+    ConfigError,
+    ResourceDied,
+    RewardDefinitionError,
+    RewardError,
+    ToolError,
+    UsageError,
+    describe_error,
+)
+from agentfly.core.numbers import is_duration
+from agentfly.core.task import Task
+from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
+from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables
-from agentfly.task import Task
+from agentfly.resources.variables import EnvironmentVariables
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardProcessSpec(EnvironmentSpec):
+    """Processes in which the scores of one reward are computed, one at a time in each."""
+
+    @property
+    def label(self) -> str:
+        """``reward`` and the reward's name."""
+        return f"reward:{self._name}"
+
+    def timeout_message(self, method: str) -> str:
+        """What is said of a score that took too long, in the words of who wrote ``timeout_s``."""
+        return f"the reward {self._name!r} gave no score within {self.call_timeout_s:g} s"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.factory, "__name__", self.factory))
+
+
+@dataclass(frozen=True)
+class RewardWorker:
+    """Lives in such a process. It makes itself, so that the process has imported the reward before it is forked.
+
+    Args:
+        func: the reward.
+    """
+
+    func: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.func, "name", self.func))
+
+    def __call__(self) -> RewardWorker:
+        return self
+
+    def reset(self) -> None:
+        """Take back an alarm that a score has set, which is not meant for the next."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def score(self, arguments: Mapping[str, Any]) -> Any:
+        """What the reward's function returns."""
+        return self.func(**arguments)
+
+
+def reward_process(
+    reward: Callable[..., Any], *, timeout_s: float, workers: int | None, memory: int | str, env: EnvironmentVariables
+) -> RewardProcessSpec:
+    """The spec of a reward's processes. Each serves one score after the other.
+
+    Raises:
+        UsageError: the reward cannot travel to another process. The message names the part of it that cannot.
+        ConfigError: a value cannot be.
+    """
+    return RewardProcessSpec(
+        factory=RewardWorker(reward),
+        runs="process",
+        reuse="reset",
+        env=env,
+        result_types=(RewardResult,),
+        call_timeout_s=timeout_s,
+        capacity=workers if workers is not None else len(os.sched_getaffinity(0)),
+        memory=memory,
+    )
+
+
+async def score_in_process(spec: RewardProcessSpec, arguments: Mapping[str, Any], context: Context) -> Any:
+    """Compute a score in one of a reward's processes, once one is free.
+
+    Raises:
+        Overrun: it took too long. Its process has been killed, and is replaced when the next score needs it.
+        FunctionFailed: the reward raised, ended its process, or was given or returned what cannot travel.
+        AgentFlyError: no process could be had.
+    """
+    async with context.lease(spec) as scorer:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            return await scorer.call("score", arguments)
+        except ResourceDied as error:
+            if loop.time() - started >= spec.call_timeout_s:
+                raise FunctionTimeout from None
+            raise FunctionFailed(error) from None
+        except Exception as error:
+            raise FunctionFailed(error) from None
+
 
 F = TypeVar("F", bound="RewardFunction")
 
@@ -45,10 +156,10 @@ class RewardFunction(UserFunction):
     process: bool = False
     workers: int | None = None
     memory: int | str = 0
-    env: Variables = ()
+    env: EnvironmentVariables = ()
 
     _decorator: ClassVar[str]
-    given: ClassVar[tuple[str, ...]]
+    injectable_names: ClassVar[tuple[str, ...]]
     """What it can ask for that is no field of the task, beside the context."""
 
     _kind: ClassVar[str] = "reward"
@@ -57,7 +168,7 @@ class RewardFunction(UserFunction):
     def __repr__(self) -> str:
         return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
 
-    def needs(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
+    def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
         """What it has declared that it needs for a task.
 
         Raises:
@@ -66,7 +177,7 @@ class RewardFunction(UserFunction):
         """
         if self.process:
             _ = self.process_spec  # so that this is found before a rollout, and not after it
-        return super().needs(task)
+        return super().resources_for(task)
 
     @property
     def task_fields(self) -> tuple[str, ...]:
@@ -74,14 +185,16 @@ class RewardFunction(UserFunction):
         own = [
             one.name
             for one in self.parameters
-            if one.source is not Source.CONTEXT and one.default is MISSING and one.name not in self.given
+            if one.source is not ParameterSource.CONTEXT
+            and one.default is MISSING
+            and one.name not in self.injectable_names
         ]
         return tuple(dict.fromkeys([*own, *getattr(self.function, "task_fields", ())]))
 
     @property
     def _shows_record(self) -> bool:
         """Whether it is given what it could write into: a copy then, so that the record stays as it is."""
-        return any(one.source is Source.CALLER and one.name in _OF_RECORD for one in self.parameters)
+        return any(one.source is ParameterSource.MODEL_OR_ROLLOUT and one.name in _OF_RECORD for one in self.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "process_spec"}  # it refers back
@@ -93,7 +206,7 @@ class RewardFunction(UserFunction):
         Raises:
             UsageError: it cannot travel to another process. The message names the part of it that cannot.
         """
-        assert self.timeout_s is not None  # `make` has seen to it
+        assert self.timeout_s is not None  # `make_reward` has seen to it
         return reward_process(self, timeout_s=self.timeout_s, workers=self.workers, memory=self.memory, env=self.env)
 
     async def _call(self, given: Mapping[str, Any], context: Context) -> Any:
@@ -102,23 +215,23 @@ class RewardFunction(UserFunction):
         try:
             if self.process:
                 return await score_in_process(self.process_spec, arguments, context)
-            return await invoke(self.function, arguments, timeout_s=self.timeout_s, context=context)
-        except Overrun:
+            return await call_user_function(self.function, arguments, timeout_s=self.timeout_s, context=context)
+        except FunctionTimeout:
             raise RewardError(f"The reward {self.name!r} gave no score within {self.timeout_s:g} s.") from None
         except FunctionFailed as failed:
             error = failed.error
             if isinstance(error, AgentFlyError) and not error.by_policy:
                 raise error from error.__cause__
-            message = excerpt(say(error), ECHO_CHARS)
+            message = truncate_middle(describe_error(error), MAX_ECHO_CHARS)
             raise RewardError(f"The reward {self.name!r} failed with {message}{_cure_of(error)}") from error
 
     def _value(self, parameter: Parameter, given: Mapping[str, Any], context: Context) -> Any:
-        if parameter.source is Source.CONTEXT:
+        if parameter.source is ParameterSource.CONTEXT:
             return context
-        if parameter.source is Source.CALLER and parameter.name in given:
+        if parameter.source is ParameterSource.MODEL_OR_ROLLOUT and parameter.name in given:
             return given[parameter.name]
         try:
-            return field_of_task(parameter.name, context, parameter.default)
+            return task_field(parameter.name, context, parameter.default)
         except KeyError as error:
             raise RewardDefinitionError(
                 f"The reward {self.name!r} asks for {parameter.name!r}, but {error.args[0]}. A {self._decorator} can "
@@ -127,18 +240,18 @@ class RewardFunction(UserFunction):
             ) from None
 
 
-def make(
+def make_reward(
     kind: type[F],
     function: Callable[..., Any],
     names: Mapping[str, Any],
     *,
     name: str | None,
     timeout_s: float | None,
-    resources: Needs,
+    resources: DeclaredResources,
     process: bool,
     workers: int | None,
     memory: int | str,
-    env: Variables,
+    env: EnvironmentVariables,
     **others: Any,
 ) -> F:
     """Make a reward of a function, as its decorator does.
@@ -146,7 +259,7 @@ def make(
     Raises:
         RewardDefinitionError: the function cannot become one.
     """
-    name = name or name_of(function)
+    name = name or function_name(function)
     if isinstance(function, (RewardFunction, type)) or not callable(function):
         raise RewardDefinitionError(f"{name!r} is not a function. Put @{kind._decorator}, once, on a function.")
     if not isinstance(name, str):
@@ -157,7 +270,7 @@ def make(
             "quotes, or None."
         )
     try:
-        parameters, resources = read_parameters(function, names), checked_needs(resources)
+        parameters, resources = read_parameters(function, names), validate_resources(resources)
     except ValueError as error:
         raise RewardDefinitionError(f"{name!r} cannot become a reward: {error}") from None
     if process:
@@ -175,13 +288,13 @@ def _require_process(
     timeout_s: float | None,
     workers: int | None,
     memory: int | str,
-    env: Variables,
+    env: EnvironmentVariables,
 ) -> None:
     if timeout_s is None:
         raise RewardDefinitionError(
             f"The reward {name!r} has process=True, so that it can be killed, but nothing says when. Add timeout_s=…."
         )
-    if any(parameter.source is Source.CONTEXT for parameter in parameters):
+    if any(parameter.source is ParameterSource.CONTEXT for parameter in parameters):
         raise RewardDefinitionError(
             f"The reward {name!r} has process=True, but asks for the context, which cannot travel to another process. "
             "Leave one of them out: what is asked of a resource is bounded by the resource's own time limits."

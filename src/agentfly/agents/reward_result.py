@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.errors import RewardDefinitionError
-from agentfly.json_values import score_of
+from agentfly.core.errors import RewardDefinitionError
+from agentfly.core.json_values import score_of
+from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 
 _CURE = (
     "Return a float (finite, up to 1e30), a RewardResult, or a dict with the key 'reward'; raise an exception if there "
@@ -33,7 +33,7 @@ class RewardResult:
     turn_rewards: Sequence[float | None] | None = None
 
 
-def read_result(value: Any, name: str, turns: int) -> RewardResult:
+def parse_reward_result(value: Any, name: str, turns: int) -> RewardResult:
     """What a reward returned, checked; its ``reward`` is a finite float.
 
     Args:
@@ -48,7 +48,7 @@ def read_result(value: Any, name: str, turns: int) -> RewardResult:
     turn_rewards = None if given.turn_rewards is None else _each_turn(given.turn_rewards, name, turns)
     reward: Any = given.reward
     if reward is None and turn_rewards is not None:
-        reward = sum_of(turn_rewards)
+        reward = sum_known(turn_rewards)
     score = score_of(reward)
     if score is None:
         found = "None" if reward is None else f"{type(reward).__name__} {_echo(reward)}"
@@ -56,7 +56,7 @@ def read_result(value: Any, name: str, turns: int) -> RewardResult:
     return RewardResult(score, _metrics(given.metrics, name), turn_rewards)
 
 
-def sum_of(rewards: Sequence[float | None]) -> float | None:
+def sum_known(rewards: Sequence[float | None]) -> float | None:
     """The sum of those that there are; None where there is none."""
     known = [reward for reward in rewards if reward is not None]
     return math.fsum(known) if known else None
@@ -114,6 +114,6 @@ def as_list(value: Any) -> list[Any] | None:
 def _echo(value: object) -> str:
     """A value as a message shows it, whatever showing it does."""
     try:
-        return excerpt(repr(value), ECHO_CHARS // 8)
+        return truncate_middle(repr(value), MAX_ECHO_CHARS // 8)
     except Exception as error:
         return f"(it cannot be shown: {type(error).__name__})"

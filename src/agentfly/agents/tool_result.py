@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentfly.agents.excerpt import ECHO_CHARS, excerpt
-from agentfly.errors import ToolDefinitionError, ToolError, UsageError, message_of
-from agentfly.images import Image, is_pixels
-from agentfly.json_values import as_json, has_words, json_line, score_of
+from agentfly.core.errors import ToolDefinitionError, ToolError, UsageError, error_message
+from agentfly.core.json_values import has_own_str, score_of, to_json_line, to_json_value
+from agentfly.core.messages import Image, is_raw_image
+from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ class ToolResult:
                 "None."
             )
         if not isinstance(self.info, Mapping):
-            raise ToolDefinitionError(f"ToolResult(info={excerpt(repr(self.info), ECHO_CHARS)}): it must be a dict.")
+            raise ToolDefinitionError(
+                f"ToolResult(info={truncate_middle(repr(self.info), MAX_ECHO_CHARS)}): it must be a dict."
+            )
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -64,7 +66,7 @@ class ToolResult:
         return tuple(map(_as_image, given))
 
 
-def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult:
+def to_tool_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult:
     """What a tool returned, as a result whose observation is a text and whose images are a tuple of `Image`.
 
     Args:
@@ -74,7 +76,7 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
         told: what the tool's author was told before, and is not told again.
 
     Raises:
-        ToolError: an image has more pixels than `agentfly.images.MAX_PIXELS`.
+        ToolError: an image has more pixels than `agentfly.core.messages.MAX_PIXELS`.
         ToolDefinitionError: it holds a coroutine that was never awaited, or something that has no words, such as a
             generator; or JSON cannot hold the state.
     """
@@ -83,7 +85,7 @@ def as_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult
     result = value if isinstance(value, ToolResult) else ToolResult(value)
     if any(map(inspect.iscoroutine, _parts(result.observation))):
         raise ToolDefinitionError(
-            f"The tool {tool!r} returned a coroutine in its result, {excerpt(repr(value), ECHO_CHARS)}: an "
+            f"The tool {tool!r} returned a coroutine in its result, {truncate_middle(repr(value), MAX_ECHO_CHARS)}: an "
             "`await` is missing before the call that made it. In a sync tool write context.wait(…)."
         )
     for part in {type(part): part for part in (result.observation, *_parts(result.observation))}.values():
@@ -119,7 +121,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _says_nothing(value: Any) -> bool:
     """Whether an object reads as its address alone: what gives values once, and what has no words at all."""
-    if has_words(value):
+    if has_own_str(value):
         return False
     if isinstance(value, Iterator | AsyncIterator):
         return True
@@ -128,7 +130,7 @@ def _says_nothing(value: Any) -> bool:
 
 def _has_form(value: Any) -> bool:
     try:
-        as_json(value)
+        to_json_value(value)
     except (TypeError, ValueError, RecursionError):
         return False
     return True
@@ -154,13 +156,13 @@ def _text_and_images(value: Any) -> tuple[str, tuple[Image, ...]]:
 
 
 def _is_image(value: Any) -> bool:
-    return isinstance(value, Image) or is_pixels(value)
+    return isinstance(value, Image) or is_raw_image(value)
 
 
 def _as_image(value: Any) -> Image:
     if not _is_image(value):
         raise ToolDefinitionError(
-            f"ToolResult(image=…) holds {excerpt(repr(value), ECHO_CHARS // 4)}, which is no image. Give an image of "
+            f"ToolResult(image=…) holds {truncate_middle(repr(value), MAX_ECHO_CHARS // 4)}, which is no image. Give an image of "
             "PIL, a NumPy array of bytes (height by width by 3), or agentfly.Image(data, 'image/png')."
         )
     return Image.of(value)
@@ -173,7 +175,7 @@ def _as_text(value: Any) -> str:
         return value.decode("utf-8", errors="replace")
     if not isinstance(value, str):
         try:
-            value = str(value) if _reads_as_text(value) else json.dumps(as_json(value), ensure_ascii=False)
+            value = str(value) if _reads_as_text(value) else json.dumps(to_json_value(value), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             value = str(value)
     text: str = value
@@ -187,7 +189,7 @@ def _reads_as_text(value: Any) -> bool:
     if isinstance(value, (BaseModel, Enum)):
         return False
     is_scalar = hasattr(value, "dtype") and getattr(value, "shape", None) == ()  # NumPy's, which reads as Python's do
-    return not is_scalar and has_words(value)
+    return not is_scalar and has_own_str(value)
 
 
 def _state(tool: str, value: Any) -> Any:
@@ -197,11 +199,11 @@ def _state(tool: str, value: Any) -> Any:
         ToolDefinitionError: JSON cannot hold it.
     """
     try:
-        return as_json(value)
+        return to_json_value(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolDefinitionError(
             f"The tool {tool!r} returned ToolResult(state=…) with something that JSON cannot hold: "
-            f"{message_of(error)}. Return numbers, texts, lists, dicts, arrays, dataclasses or pydantic models."
+            f"{error_message(error)}. Return numbers, texts, lists, dicts, arrays, dataclasses or pydantic models."
         ) from error
 
 
@@ -210,15 +212,15 @@ def _info(tool: str, value: Mapping[str, Any], told: set[str]) -> Any:
     if not value:
         return {}
     try:
-        return as_json(value)
+        return to_json_value(value)
     except (TypeError, ValueError, RecursionError) as error:
-        said = f"info: {message_of(error)}"
+        said = f"info: {error_message(error)}"
         if said not in told:
             told.add(said)
             logger.warning(
                 "The tool %r returned ToolResult(info=…) with something that JSON cannot hold: %s. It is recorded as "
                 "text; this is not reported again.",
                 tool,
-                message_of(error),
+                error_message(error),
             )
-        return json.loads(json_line(value))
+        return json.loads(to_json_line(value))

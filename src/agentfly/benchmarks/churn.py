@@ -19,7 +19,7 @@ from typing import Any
 
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
 
 PROJECTS = {
     "inflection": ("inflection/__init__.py", "test_inflection.py"),
@@ -85,10 +85,10 @@ async def measure_churn(
     with tempfile.TemporaryDirectory() as ledger:
         for _ in range(rounds):
             async with ResourceEngine(ledger=Path(ledger)) as engine:
-                warm = _Warm(engine, pooled)
+                warm = _PooledEpisodes(engine, pooled)
                 await warm.fill(2 * workers)
                 seconds["warm"] += await _all(warm.episode, workers, episodes, tests=tests)
-            cold = _Cold(spec)
+            cold = _FreshEpisodes(spec)
             seconds["cold"] += await _all(cold.episode, workers, episodes, tests=tests)
     rates = {f"{way}_episodes_per_minute": 60 * rounds * episodes / spent for way, spent in seconds.items()}
     return {
@@ -104,7 +104,7 @@ async def measure_churn(
 Episode = Callable[[int, bool], Awaitable[None]]
 
 
-class _Warm:
+class _PooledEpisodes:
     """Episodes in sandboxes that an engine gives."""
 
     def __init__(self, engine: ResourceEngine, spec: ContainerSpec) -> None:
@@ -127,7 +127,7 @@ class _Warm:
             await self._engine.release_owner(owner)
 
 
-class _Cold:
+class _FreshEpisodes:
     """Episodes that start a sandbox each, and remove it."""
 
     def __init__(self, spec: ContainerSpec) -> None:

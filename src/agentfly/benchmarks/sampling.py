@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from agentfly import interruption
+from agentfly.core import signals
+from agentfly.core.threads.pool import run_in_thread
 from agentfly.policies.load import load_policy
 from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.threads.pool import on_thread
+from agentfly.resources.model_server.spec import ModelServerSpec
 
 if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
@@ -30,7 +30,7 @@ TARGET_SPEEDUP = 5.0
 
 
 @dataclass(frozen=True)
-class Conversations:
+class SamplingWorkload:
     """Rollouts of several turns, all of the same lengths.
 
     Attributes:
@@ -52,7 +52,7 @@ class Conversations:
         return self.turns * self.sampled
 
 
-async def tokens_per_second(policy: Policy, work: Conversations, *, rollouts: int, label: str) -> float:
+async def tokens_per_second(policy: Policy, work: SamplingWorkload, *, rollouts: int, label: str) -> float:
     """Sampled tokens a second of so many rollouts at once.
 
     Args:
@@ -71,14 +71,14 @@ async def tokens_per_second(policy: Policy, work: Conversations, *, rollouts: in
         for _ in range(work.turns):
             generation = await policy.generate(ids, sampling, rollout_id=name)
             ids = [*ids, *generation.ids, *chance.choices(words, k=work.answer)]
-        policy.forget(name)
+        policy.release_rollout(name)
 
     began = time.perf_counter()
     await asyncio.gather(*map(one, range(rollouts)))
     return rollouts * work.sampled_tokens / (time.perf_counter() - began)
 
 
-def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: Conversations) -> float:
+def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: SamplingWorkload) -> float:
     """Sampled tokens a second of transformers' own ``generate``: the first turn of all rollouts as one static batch."""
     import torch
 
@@ -100,23 +100,23 @@ def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: Conversations) 
     return int(made.shape[1] - work.prompt) * work.rollouts / (time.perf_counter() - began)
 
 
-async def measure_embedded(model: str | Path, work: Conversations) -> dict[str, float]:
+async def measure_embedded(model: str | Path, work: SamplingWorkload) -> dict[str, float]:
     """The embedded policy at its most and its least concurrent, and transformers' own static batch, in one process.
 
     Returns:
         Tokens a second: ``together`` (all rollouts at once), ``alone`` (one at a time), ``static_batch``.
     """
-    policy = await on_thread(load_policy, model, max_concurrent_generations=work.rollouts)
+    policy = await run_in_thread(load_policy, model, max_concurrent_generations=work.rollouts)
     async with policy:
         await tokens_per_second(policy, work, rollouts=2, label="first")  # what happens once is not what is measured
         alone = await tokens_per_second(policy, work, rollouts=1, label="alone")
         together = await tokens_per_second(policy, work, rollouts=work.rollouts, label="together")
-        async with policy.exclusive():
-            static = await on_thread(static_batch_tokens_per_second, policy, work)
+        async with policy.exclusive_access():
+            static = await run_in_thread(static_batch_tokens_per_second, policy, work)
     return {"together": together, "alone": alone, "static_batch": static}
 
 
-async def measure_vllm(model: str | Path, work: Conversations, python: str) -> float:
+async def measure_vllm(model: str | Path, work: SamplingWorkload, python: str) -> float:
     """Tokens a second of the same rollouts at once, by a server of vLLM that runs in the environment of ``python``."""
     spec = ModelServerSpec(model=str(model), python=python, dtype="bfloat16", context_length=2048)
     async with VLLMPolicy(spec) as policy:
@@ -125,7 +125,7 @@ async def measure_vllm(model: str | Path, work: Conversations, python: str) -> f
 
 
 def run_sampling_bench(
-    model: str | Path, work: Conversations | None = None, *, vllm_python: str | None = None
+    model: str | Path, work: SamplingWorkload | None = None, *, vllm_python: str | None = None
 ) -> dict[str, Any]:
     """Measure a model's sampling; the result is JSON-able.
 
@@ -138,10 +138,10 @@ def run_sampling_bench(
     Raises:
         PrerequisiteError: the model or a package is missing.
     """
-    work = work or Conversations()
-    speeds = interruption.run(measure_embedded(model, work))
+    work = work or SamplingWorkload()
+    speeds = signals.run_until_signal(measure_embedded(model, work))
     if vllm_python is not None:
-        speeds["vllm"] = interruption.run(measure_vllm(model, work, vllm_python))
+        speeds["vllm"] = signals.run_until_signal(measure_vllm(model, work, vllm_python))
     compared = {"over_vllm": round(speeds["together"] / speeds["vllm"], 2)} if "vllm" in speeds else {}
     return {
         "model": str(model),

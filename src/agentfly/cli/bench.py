@@ -35,8 +35,7 @@ def rollouts(
     turns, 1 to 2 s a generation, tools of up to 20 s. Each of these is measured with async and with sync functions as
     tools. F: E through a pool of 128 sandboxes that take 0.5 s to start, half of the tools sync functions.
     """
-    from agentfly.benchmarks.rollouts.measure import run_rollouts_bench
-    from agentfly.benchmarks.rollouts.table import render
+    from agentfly.benchmarks.rollouts.measure import render, run_rollouts_bench
 
     names = None if only is None else [name.strip() for name in only.split(",")]
     _show(run_rollouts_bench(names, repeats), render, as_json)
@@ -79,9 +78,9 @@ def training(
     A step samples 2 prompts 4 times each, 32 tokens, and makes one update. The same in three turns is measured beside.
     """
     from agentfly.benchmarks.training.measure import render, run_training_bench
-    from agentfly.benchmarks.training.work import TrainingWork
+    from agentfly.benchmarks.training.work import TrainingWorkload
 
-    work = TrainingWork(dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    work = TrainingWorkload(dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     _show(run_training_bench(model, work, trl=trl), render, as_json)
 
 
@@ -105,7 +104,7 @@ def resources(
 
     The parts are engine, occupancy, environments, bubblewrap, docker and podman.
     """
-    from agentfly.benchmarks.resources import PARTS, render, run_resources_bench
+    from agentfly.benchmarks.resources.run import PARTS, render, run_resources_bench
 
     parts = PARTS if only is None else [part.strip() for part in only.split(",")]
     _show(run_resources_bench(parts, image), render, as_json)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly import interruption
+from agentfly.core import signals
 
 if TYPE_CHECKING:
     from agentfly.cli.experiment import Experiment
-    from agentfly.rollouts.preflight import Finding
+    from agentfly.evaluation.preflight import CheckResult
 
 
 def check(
@@ -30,20 +30,20 @@ def check(
     Each line says what was tried, and where it does not work, why and what to do. Exits with 1 if anything does not.
     What works and is probably not meant is in doubt, such as an agent that earns its reward by doing nothing.
     """
+    from agentfly.cli.command_run import base_url_override, load_source
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import endpoint_asked, load_source
 
-    config, _ = load_source(source, [*endpoint_asked(base_url), *(overrides or [])], checkpoint)
-    experiment = Experiment.of(config)
-    failed = interruption.run(_checked(experiment))
+    config, _ = load_source(source, [*base_url_override(base_url), *(overrides or [])], checkpoint)
+    experiment = Experiment.load(config)
+    failed = signals.run_until_signal(_run_checks(experiment))
     if failed:
         typer.echo(f"{failed} of the above will not work in a run", err=True)
         raise typer.Exit(1)
 
 
-async def _checked(experiment: Experiment) -> int:
+async def _run_checks(experiment: Experiment) -> int:
     """Print what is found as it is found; answers how much does not work."""
-    from agentfly.rollouts.preflight import preflight
+    from agentfly.evaluation.preflight import preflight
 
     findings = preflight(
         experiment.agent,
@@ -61,15 +61,15 @@ async def _checked(experiment: Experiment) -> int:
     return failed
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: CheckResult) -> None:
     from rich.console import Console
     from rich.text import Text
 
     took = f"  {finding.seconds:.1f} s" if finding.seconds >= 0.1 else ""
     word = Text("FAILED", "bold red")
     if finding.ok:
-        word = Text("doubt ", "yellow") if finding.doubtful else Text("ok    ", "green")
+        word = Text("doubt ", "yellow") if finding.suspicious else Text("ok    ", "green")
     line = Text.assemble(
-        word, f"  {finding.what}{took}  ", (finding.said, "dim" if finding.ok and not finding.doubtful else "")
+        word, f"  {finding.subject}{took}  ", (finding.detail, "dim" if finding.ok and not finding.suspicious else "")
     )
     Console().print(line, soft_wrap=True)

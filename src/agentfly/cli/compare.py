@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 
 
 def compare(
@@ -31,12 +31,12 @@ def compare(
     """
     from rich.console import Console
 
-    from agentfly.rollouts.comparison import Comparison
-    from agentfly.trajectory import load_trajectories
+    from agentfly.core.trajectory import load_trajectories
+    from agentfly.evaluation.scores import EvaluationComparison
     from agentfly.viewing.score_tables import comparison_table
 
     files = _first_and_last(first) if second is None else (_last(first), _last(second))
-    comparison = Comparison.of(*map(load_trajectories, files))
+    comparison = EvaluationComparison.from_trajectories(*map(load_trajectories, files))
     if as_json:
         typer.echo(json.dumps({"files": [str(path) for path in files], **comparison.to_json()}, indent=2))
         return
@@ -58,7 +58,7 @@ def _last(source: Path) -> Path:
 
 
 def _evaluations(run: Path) -> list[Path]:
-    from agentfly.run_directory import RunDirectory
+    from agentfly.core.run_directory import RunDirectory
 
     files = [path for _, path in RunDirectory(run).trajectory_files("eval")]
     if not files:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from agentfly.cli.field_list import FieldGroup
+    from agentfly.cli.config_fields import ConfigFieldGroup
 
 
 def config(
@@ -37,16 +37,16 @@ def config(
     if words and Path(words[0]).is_file():
         _print_resolved(Path(words[0]), words[1:])
         return
-    groups = [group for word in words or [""] for group in _chosen(word)]
+    groups = [group for word in words or [""] for group in _matching_groups(word)]
     if as_json:
         typer.echo(json.dumps([asdict(field) for group in groups for field in group.fields], indent=2))
         return
     console = Console()
     for group in groups:
-        console.print(_listed(group))
+        console.print(_render_group(group))
 
 
-def _chosen(word: str) -> list[FieldGroup]:
+def _matching_groups(word: str) -> list[ConfigFieldGroup]:
     """The fields that a word names: all, a group and those within it, or single ones.
 
     Raises:
@@ -54,7 +54,7 @@ def _chosen(word: str) -> list[FieldGroup]:
     """
     from dataclasses import replace
 
-    from agentfly.cli.field_list import field_groups, nearest_field
+    from agentfly.cli.config_fields import field_groups, nearest_field
 
     groups = field_groups()
     if not word:
@@ -81,7 +81,7 @@ def _print_resolved(path: Path, overrides: list[str]) -> None:
     typer.echo(config_text(load_config(path, overrides)), nl=False)
 
 
-def _listed(group: FieldGroup) -> RenderableType:
+def _render_group(group: ConfigFieldGroup) -> RenderableType:
     """A group as a list: each key with its default, as they are overridden, what it takes, and what it is for."""
     from rich.console import Group
     from rich.padding import Padding

@@ -23,15 +23,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agentfly.cli.references import load_reference
-from agentfly.errors import ConfigError, nearest_name
-from agentfly.json_values import brief
-from agentfly.run_directory import RunDirectory, replace_text
-from agentfly.training.config.settings import Settings
-from agentfly.training.config.synonyms import EXPLAINED, names_of_changed
+from agentfly.core.errors import ConfigError, nearest_name
+from agentfly.core.json_values import brief
+from agentfly.core.references import load_reference
+from agentfly.core.run_directory import RunDirectory, replace_text
+from agentfly.core.yaml_reader import MAX_BYTES, MAX_DEPTH, read_yaml
+from agentfly.training.config.base import SETTING_HINTS, BaseConfig, names_of_changed
 from agentfly.training.config.train_config import OwnCode, TrainConfig
 from agentfly.training.sft.config import SFTConfig
-from agentfly.yaml_reader import MAX_BYTES, MAX_DEPTH, read_yaml
 
 LITERAL = "$${"
 """Stands for ``${`` in a configuration's texts."""
@@ -40,7 +39,7 @@ _PLACE = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,(.*))?", re.DOTALL)
 
 
-class PolicyConfig(BaseModel):
+class EndpointConfig(BaseModel):
     """A model behind an OpenAI-compatible endpoint, which evaluations and rollouts ask in place of one loaded here.
 
     Further keys are fields of `agentfly.ModelAPISpec`, such as ``api_key_env`` and ``max_concurrency``.
@@ -108,7 +107,7 @@ class OracleConfig(BaseModel):
     """``oracle``; ``policy: oracle`` is the same."""
 
 
-GROUPS: Mapping[str, type[Settings]] = {"training": TrainConfig, "sft": SFTConfig}
+GROUPS: Mapping[str, type[BaseConfig]] = {"training": TrainConfig, "sft": SFTConfig}
 """The groups of settings that are also known under the names that other frameworks have for them."""
 
 
@@ -131,7 +130,7 @@ class RunConfig(BaseModel):
     """Name, Hugging Face id or directory of the model; the agent's own if not given."""
     policy: (
         Annotated[
-            Annotated[PolicyConfig, Tag("(endpoint)")]
+            Annotated[EndpointConfig, Tag("(endpoint)")]
             | Annotated[VLLMConfig, Tag("(vllm)")]
             | Annotated[OracleConfig, Tag("(oracle)")],
             Discriminator(_kind_of),
@@ -164,7 +163,7 @@ class RunConfig(BaseModel):
 
     @field_validator("training", "sft", mode="wrap")
     @classmethod
-    def _named(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    def _prefix_group_errors(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
         """Say of which settings it is that something is wrong with."""
         try:
             return validate(value)
@@ -173,7 +172,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_misplaced(cls, values: Any) -> Any:
+    def _reject_misplaced_keys(cls, values: Any) -> Any:
         """Say of a key below ``training`` that it belongs beside it."""
         training = values.get("training") if isinstance(values, dict) else None
         below = [*TrainConfig.model_fields, *TrainConfig.SYNONYMS, *TrainConfig.EXPLAINED]
@@ -188,7 +187,7 @@ class RunConfig(BaseModel):
 
     @field_validator("policy", mode="before")
     @classmethod
-    def _by_its_word(cls, value: Any) -> Any:
+    def _expand_policy_name(cls, value: Any) -> Any:
         if isinstance(value, str) and value not in ("vllm", "oracle"):
             cure = "there is no such policy. Write 'vllm', 'oracle', or policy.base_url=http://…/v1"
             raise PydanticCustomError("policy", "{cure}", {"cure": cure})
@@ -206,14 +205,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(_no_file(path))
     values = _merged(path, overrides)
     try:
-        return validated(values, str(path))
+        return validate_config(values, str(path))
     except ConfigError:
-        if not overrides or not _can_be_followed(path):
+        if not overrides or not _is_valid_alone(path):
             raise
-    return validated(values, " ".join(overrides))  # which raises: it is these that are to blame
+    return validate_config(values, " ".join(overrides))  # which raises: it is these that are to blame
 
 
-def validated(values: dict[str, Any], source: str) -> RunConfig:
+def validate_config(values: dict[str, Any], source: str) -> RunConfig:
     """Make a configuration of plain values.
 
     Raises:
@@ -224,7 +223,7 @@ def validated(values: dict[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values, context=own)
     except ValidationError as error:
-        raise ConfigError("\n".join([f"{source} cannot be followed:", *_complaints(error)])) from None
+        raise ConfigError("\n".join([f"{source} cannot be followed:", *_error_messages(error)])) from None
     except ConfigError as error:  # of the settings of training or sft, which explain themselves
         complaints = [f"  {complaint}" for complaint in str(error).splitlines()]
         raise ConfigError("\n".join([f"{source} cannot be followed:", *complaints])) from None
@@ -262,10 +261,10 @@ def is_override(word: str) -> bool:
     return key.partition(".")[0] in RunConfig.model_fields or not Path(word).exists()
 
 
-def _can_be_followed(path: Path) -> bool:
+def _is_valid_alone(path: Path) -> bool:
     """Whether a file is right by itself."""
     try:
-        validated(_merged(path, ()), str(path))
+        validate_config(_merged(path, ()), str(path))
     except ConfigError:
         return False
     return True
@@ -286,7 +285,7 @@ def _no_file(path: Path) -> str:
 
 
 def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    changes = [_canonical(_change(override)) for override in overrides]
+    changes = [_canonical(_parse_override(override)) for override in overrides]
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -300,7 +299,7 @@ def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {"directory": str(path.resolve().parent), **_filled(values, path, ())}
 
 
-def _change(override: str) -> dict[str, Any]:
+def _parse_override(override: str) -> dict[str, Any]:
     """What one ``key=value`` word changes, as a configuration of its own."""
     key, separator, value = override.partition("=")
     names = key.split(".")
@@ -370,19 +369,19 @@ def _without_other_names(values: dict[str, Any], change: Mapping[str, Any]) -> d
     return kept
 
 
-def _complaints(error: ValidationError) -> Iterator[str]:
-    from agentfly.cli.field_list import nearest_field  # which is made of the configuration
+def _error_messages(error: ValidationError) -> Iterator[str]:
+    from agentfly.cli.config_fields import nearest_field  # which is made of the configuration
 
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("("))
         if problem["type"] == "extra_forbidden":
             near = nearest_field(where)
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
-            hint = EXPLAINED.get(where.rpartition(".")[2], hint)
+            hint = SETTING_HINTS.get(where.rpartition(".")[2], hint)
             yield f"  There is no key {where!r}. {hint}"
         elif problem["type"] == "missing":
             given = problem["input"] if isinstance(problem["input"], dict) else {}
-            known = {*RunConfig.model_fields, *PolicyConfig.model_fields}
+            known = {*RunConfig.model_fields, *EndpointConfig.model_fields}
             unknown = [key for key in given if key not in known]
             meant = nearest_name(where.rpartition(".")[2], unknown)
             slip = f" There is no {meant!r}: is that what it was to be?" if meant else ""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.installation import install_command
-from agentfly.viewing.counted import counted
+from agentfly.core.installation import install_command
+from agentfly.viewing.formatting import pluralize
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.capabilities import Capabilities
@@ -26,7 +26,7 @@ _GIB = 2**30
 _DISK_FOR_MODELS = 2 * _GIB
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """What a finding means for the user."""
 
     OK = "ok"
@@ -35,7 +35,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -46,7 +46,7 @@ class Finding:
     """
 
     what: str
-    verdict: Verdict
+    verdict: CheckStatus
     found: str
     cure: str = ""
 
@@ -58,13 +58,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _print(findings)
-    if any(finding.verdict is Verdict.MISSING for finding in findings):
+    if any(finding.verdict is CheckStatus.MISSING for finding in findings):
         raise typer.Exit(1)
 
 
-def diagnose() -> Iterator[Finding]:
+def diagnose() -> Iterator[MachineCheck]:
     """Look at everything that AgentFly needs of a machine."""
-    looks: tuple[Callable[[], Finding], ...] = (python, processor, threads, memory, training_packages, gpu, sandbox)
+    looks: tuple[Callable[[], MachineCheck], ...] = (
+        python,
+        processor,
+        threads,
+        memory,
+        training_packages,
+        gpu,
+        sandbox,
+    )
     for look in looks:
         yield look()
     yield from backends()
@@ -74,45 +82,49 @@ def diagnose() -> Iterator[Finding]:
     yield free_disk()
 
 
-def python() -> Finding:
+def python() -> MachineCheck:
     """The Python that runs AgentFly."""
-    return Finding("Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+    return MachineCheck("Python", CheckStatus.OK, f"{platform.python_version()} at {sys.executable}")
 
 
-def processor() -> Finding:
+def processor() -> MachineCheck:
     """Cores, and the number format in which models compute on them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("processor", Verdict.OK, f"{counted(cores, 'core')}; models compute in float32 on them by default")
+    return MachineCheck(
+        "processor", CheckStatus.OK, f"{pluralize(cores, 'core')}; models compute in float32 on them by default"
+    )
 
 
-def threads() -> Finding:
+def threads() -> MachineCheck:
     """How many threads PyTorch will use."""
     wanted = os.environ.get("OMP_NUM_THREADS")
     load = os.getloadavg()[0]
     found = f"OMP_NUM_THREADS={wanted}" if wanted else "as many as there are cores"
     if not wanted and load > 1.0:
-        return Finding(
+        return MachineCheck(
             "threads",
-            Verdict.NOTE,
+            CheckStatus.NOTE,
             f"{found}, while other programs keep {load:.1f} cores busy",
             "Threads that wait for a busy core slow everything down: set OMP_NUM_THREADS to the number of free cores.",
         )
-    return Finding("threads", Verdict.OK, found)
+    return MachineCheck("threads", CheckStatus.OK, found)
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+def memory(meminfo: Path = Path("/proc/meminfo")) -> MachineCheck:
     """Memory of the machine, and what of it is free."""
     if not meminfo.is_file():
-        return Finding("memory", Verdict.NOTE, "unknown")
+        return MachineCheck("memory", CheckStatus.NOTE, "unknown")
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
     available = sizes.get("MemAvailable", 0)
     found = f"{available / _GIB:.1f} GiB free of {sizes.get('MemTotal', 0) / _GIB:.1f} GiB"
     if available < 2 * _GIB:
-        return Finding("memory", Verdict.NOTE, found, "The model 'tiny' trains in 1 GiB; larger ones need more.")
-    return Finding("memory", Verdict.OK, found)
+        return MachineCheck(
+            "memory", CheckStatus.NOTE, found, "The model 'tiny' trains in 1 GiB; larger ones need more."
+        )
+    return MachineCheck("memory", CheckStatus.OK, found)
 
 
-def training_packages() -> Finding:
+def training_packages() -> MachineCheck:
     """PyTorch, transformers and the rest of the extra ``train``."""
     found, missing = [], []
     for name in ("torch", "transformers", "safetensors", "tensorboard"):
@@ -121,58 +133,62 @@ def training_packages() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Finding(
+        return MachineCheck(
             "training packages",
-            Verdict.NOTE,
+            CheckStatus.NOTE,
             f"without {', '.join(missing)}",
             f"Needed to train, and to sample from a model on this machine: {install_command('train')}.",
         )
-    return Finding("training packages", Verdict.OK, ", ".join(found))
+    return MachineCheck("training packages", CheckStatus.OK, ", ".join(found))
 
 
-def gpu() -> Finding:
+def gpu() -> MachineCheck:
     """Graphics processors that PyTorch can use."""
     try:
         import torch
     except ImportError:
-        return Finding("GPU", Verdict.NOTE, "unknown without PyTorch")
+        return MachineCheck("GPU", CheckStatus.NOTE, "unknown without PyTorch")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Finding("GPU", Verdict.OK, ", ".join(names))
-    return Finding("GPU", Verdict.OK, "none; models run on the processor")
+        return MachineCheck("GPU", CheckStatus.OK, ", ".join(names))
+    return MachineCheck("GPU", CheckStatus.OK, "none; models run on the processor")
 
 
-def sandbox() -> Finding:
+def sandbox() -> MachineCheck:
     """Whether tools can have a sandbox, and which backend starts it."""
-    working = [able.backend for able in _backends() if able.works and not able.not_isolated]
+    working = [able.backend for able in _backends() if able.available and not able.isolation_gaps]
     if not working:
-        return Finding("sandbox", Verdict.MISSING, "none can be isolated on this machine", "See the backends below.")
-    return Finding("sandbox", Verdict.OK, f"by {working[0]}" + (f", or {', '.join(working[1:])}" * (len(working) > 1)))
+        return MachineCheck(
+            "sandbox", CheckStatus.MISSING, "none can be isolated on this machine", "See the backends below."
+        )
+    return MachineCheck(
+        "sandbox", CheckStatus.OK, f"by {working[0]}" + (f", or {', '.join(working[1:])}" * (len(working) > 1))
+    )
 
 
-def backends() -> Iterator[Finding]:
+def backends() -> Iterator[MachineCheck]:
     """What each backend of sandboxes can do here, and how to get what is missing."""
     for able in _backends():
         cure = "\n".join(able.missing)
-        if not able.works:
-            yield Finding(f"  {able.backend}", Verdict.NOTE, "does not work here", cure)
+        if not able.available:
+            yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE, "does not work here", cure)
             continue
-        lines = [able.how or "works", f"limits: {_limits(able)}", f"inside: {_inside(able)}"]
-        if able.not_counted:
-            lines.append(f"the limit on memory does not count: {'; '.join(able.not_counted)}")
-        if able.not_isolated:
+        lines = [able.description or "works", f"limits: {_limits(able)}", f"inside: {_inside(able)}"]
+        if able.unaccounted_memory:
+            lines.append(f"the limit on memory does not count: {'; '.join(able.unaccounted_memory)}")
+        if able.isolation_gaps:
             lines.append(
-                f"not isolated: {'; '.join(able.not_isolated)}. Taken for ContainerSpec(isolation='weak') only"
+                f"not isolated: {'; '.join(able.isolation_gaps)}. Taken for ContainerSpec(isolation='weak') only"
             )
-        noted = bool(able.missing or able.not_isolated)
-        yield Finding(f"  {able.backend}", Verdict.NOTE if noted else Verdict.OK, "\n".join(lines), cure)
+        noted = bool(able.missing or able.isolation_gaps)
+        yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE if noted else CheckStatus.OK, "\n".join(lines), cure)
 
 
 def _backends() -> list[Capabilities]:
-    from agentfly.resources.containers.backend import backend
+    from agentfly.resources.containers.backend import get_backend
     from agentfly.resources.containers.spec import BACKENDS
 
-    return [backend(name).probe() for name in BACKENDS]
+    return [get_backend(name).probe() for name in BACKENDS]
 
 
 def _limits(able: Capabilities) -> str:
@@ -190,45 +206,47 @@ def _inside(able: Capabilities) -> str:
     words = (
         f"images: {', '.join(able.images)}",
         "network off unless asked for" if able.network_off else "network always on",
-        f"system calls {'filtered' if able.filtered else 'not filtered'}",
+        f"system calls {'filtered' if able.seccomp_filter else 'not filtered'}",
         f"system directories {'writable (privately)' if able.writable_system else 'read-only'}",
-        "other users" if able.users else "one user",
+        "other users" if able.multiple_users else "one user",
         "ports" if able.ports else "no ports",
-        means[able.freezes],
-        "forks" if able.forks else "no forks",
+        means[able.freeze],
+        "forks" if able.fork else "no forks",
     )
     return "; ".join(words)
 
 
-def model_servers() -> Finding:
+def model_servers() -> MachineCheck:
     """The vLLM that model servers of this machine are run with."""
-    from agentfly.errors import PrerequisiteError
-    from agentfly.resources.models.engine import probe_vllm
-    from agentfly.resources.models.spec import ModelServerSpec
+    from agentfly.core.errors import PrerequisiteError
+    from agentfly.resources.model_server.spec import ModelServerSpec
+    from agentfly.resources.model_server.vllm_command import probe_vllm
 
     try:
         version = probe_vllm()
     except PrerequisiteError as error:
         found, _, cure = str(error).partition(". ")
-        return Finding("model servers", Verdict.NOTE, found, cure)
-    return Finding("model servers", Verdict.OK, f"vLLM {version}, run by {ModelServerSpec(model='any').interpreter()}")
+        return MachineCheck("model servers", CheckStatus.NOTE, found, cure)
+    return MachineCheck(
+        "model servers", CheckStatus.OK, f"vLLM {version}, run by {ModelServerSpec(model='any').interpreter()}"
+    )
 
 
-def mcp_servers() -> Finding:
+def mcp_servers() -> MachineCheck:
     """The official package of the Model Context Protocol."""
     try:
         version = importlib.metadata.version("mcp")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
+        return MachineCheck(
             "MCP servers",
-            Verdict.NOTE,
+            CheckStatus.NOTE,
             "without mcp",
             f"Needed for the tools of such: {install_command('mcp')}.",
         )
-    return Finding("MCP servers", Verdict.OK, f"mcp {version}")
+    return MachineCheck("MCP servers", CheckStatus.OK, f"mcp {version}")
 
 
-def model_cache() -> Finding:
+def model_cache() -> MachineCheck:
     """Which models of the catalogue are here."""
     from agentfly.policies.catalog import list_models
 
@@ -236,50 +254,50 @@ def model_cache() -> Finding:
     here = [model.name for model in models if model.path is not None]
     absent = [model.name for model in models if model.path is None]
     cure = f"Fetched when first needed, or by agentfly models get {absent[0]}." if absent else ""
-    return Finding("models", Verdict.OK, f"here: {', '.join(here)}" if here else "none here", cure)
+    return MachineCheck("models", CheckStatus.OK, f"here: {', '.join(here)}" if here else "none here", cure)
 
 
-def free_disk() -> Finding:
+def free_disk() -> MachineCheck:
     """Space for models."""
-    from agentfly.errors import PrerequisiteError
+    from agentfly.core.errors import PrerequisiteError
+    from agentfly.core.user_directories import is_accessible
     from agentfly.policies.catalog import cache_dir
-    from agentfly.user_directories import is_seen
 
     try:
         chosen = path = cache_dir()
     except PrerequisiteError as error:
         found, _, cure = str(error).partition(": ")
-        return Finding("disk", Verdict.NOTE, found, cure)
-    while not is_seen(path):
+        return MachineCheck("disk", CheckStatus.NOTE, found, cure)
+    while not is_accessible(path):
         path = path.parent
     free = shutil.disk_usage(path).free
     found = f"{free / _GIB:.1f} GiB free at {path}"
     if not os.access(path, os.W_OK | os.X_OK):
-        return Finding(
+        return MachineCheck(
             "disk",
-            Verdict.NOTE,
+            CheckStatus.NOTE,
             f"{chosen} cannot be made: this user may not write to {path}",
             "Models that are fetched are kept there. Set AGENTFLY_CACHE_DIR to a directory that can be written.",
         )
     if free < _DISK_FOR_MODELS:
-        return Finding(
+        return MachineCheck(
             "disk",
-            Verdict.MISSING,
+            CheckStatus.MISSING,
             found,
             "Fetching a model needs 2 GiB. Free some, or set AGENTFLY_CACHE_DIR to a directory with more room.",
         )
-    return Finding("disk", Verdict.OK, found)
+    return MachineCheck("disk", CheckStatus.OK, found)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[MachineCheck]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     marks = {
-        Verdict.OK: Text("ok", "green"),
-        Verdict.NOTE: Text("note", "yellow"),
-        Verdict.MISSING: Text("missing", "red"),
+        CheckStatus.OK: Text("ok", "green"),
+        CheckStatus.NOTE: Text("note", "yellow"),
+        CheckStatus.MISSING: Text("missing", "red"),
     }
     table = Table.grid(padding=(0, 2))
     for finding in findings:

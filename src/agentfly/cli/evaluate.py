@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly import interruption
-from agentfly.errors import ConfigError
+from agentfly.core import signals
+from agentfly.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from agentfly.cli.command_run import CommandRun
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.kept_run import KeptRun
-    from agentfly.events import EventStream
+    from agentfly.core.events import EventStream
+    from agentfly.core.run_directory import RunDirectory
+    from agentfly.core.task import Task
+    from agentfly.evaluation.scores import EvaluationScores
     from agentfly.rollouts.run import RunResult
-    from agentfly.rollouts.scoreboard import Scoreboard
-    from agentfly.run_directory import RunDirectory
-    from agentfly.task import Task
 
 
 def evaluate(
@@ -58,48 +58,47 @@ def evaluate(
     the number of attempts at a task. An evaluation is kept: --stored shows it again, agentfly compare sets two side by
     side.
     """
+    from agentfly.cli.command_run import CommandRun, base_url_override
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.kept_run import KeptRun
-    from agentfly.cli.source import endpoint_asked
-    from agentfly.events import EventStream
-    from agentfly.rollouts.scoreboard import Scoreboard
-    from agentfly.run_directory import RunDirectory
-    from agentfly.trajectory import load_trajectories
-    from agentfly.viewing.counted import counted
+    from agentfly.core.events import EventStream
+    from agentfly.core.run_directory import RunDirectory
+    from agentfly.core.trajectory import load_trajectories
+    from agentfly.evaluation.scores import EvaluationScores
+    from agentfly.viewing.formatting import pluralize
     from agentfly.viewing.progress import ConsoleProgress
 
-    words = [*endpoint_asked(base_url), *(overrides or [])]
-    wanted = None if ks is None else _numbers(ks)
+    words = [*base_url_override(base_url), *(overrides or [])]
+    wanted = None if ks is None else _parse_ks(ks)
     if stored:
         if source is None or words or resume is not None:
             raise ConfigError(
                 "--stored takes the directory of a run, and nothing to override: agentfly eval RUN_DIR --stored."
             )
-        step, path = _stored(source, checkpoint)
-        board = Scoreboard.of(load_trajectories(path))
-        title = ", ".join([counted(len(board.tasks), "held-out task"), *_whose(RunDirectory(source), step)])
-        _show(board, _told(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks)
+        step, path = _stored_evaluation(source, checkpoint)
+        board = EvaluationScores.from_trajectories(load_trajectories(path))
+        title = ", ".join([pluralize(len(board.tasks), "held-out task"), *_whose(RunDirectory(source), step)])
+        _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks)
         return
-    kept = KeptRun.of("eval", source, words, checkpoint, resume)
+    kept = CommandRun.parse("eval", source, words, checkpoint, resume)
     most = kept.config.training.eval_attempts
     if wanted is not None and wanted[-1] > most:
         raise ConfigError(
             f"--k {ks}: pass@{wanted[-1]} needs as many attempts at a task, and training.eval_attempts is {most}. "
             "Raise it, with training.eval_temperature above 0, or lower k."
         )
-    experiment = Experiment.of(kept.config)
+    experiment = Experiment.load(kept.config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{resume or source} names no held-out tasks to evaluate on. Set eval_tasks.")
-    rows = experiment.eval_tasks[: tasks or kept.about.get("tasks")]
-    experiment.require_definitions(rows)
+    rows = experiment.eval_tasks[: tasks or kept.recorded_arguments.get("tasks")]
+    experiment.check_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
-    with kept.directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
-        result = interruption.run(_evaluated(experiment, rows, events, kept, directory))
-    board = Scoreboard.of(result.trajectories)
+    with kept.open_directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
+        result = signals.run_until_signal(_evaluate(experiment, rows, events, kept, directory))
+    board = EvaluationScores.from_trajectories(result.trajectories)
     path = directory.trajectories_file(kept.step, "eval")
-    title = f"{counted(len(rows), 'held-out task')}, {experiment.model_name}"
-    _show(board, _told(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
+    title = f"{pluralize(len(rows), 'held-out task')}, {experiment.model_name}"
+    _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
 
 
 def _whose(run: RunDirectory, step: int) -> list[str]:
@@ -114,14 +113,14 @@ def _whose(run: RunDirectory, step: int) -> list[str]:
     return [*whose, f"after step {step}"]
 
 
-def _told(wanted: list[int] | None, board: Scoreboard) -> list[int]:
-    from agentfly.rollouts.scoreboard import usual_ks
+def _shown_ks(wanted: list[int] | None, board: EvaluationScores) -> list[int]:
+    from agentfly.evaluation.scores import default_ks
 
-    return wanted or usual_ks(board.most_attempts)
+    return wanted or default_ks(board.max_attempts)
 
 
 def _show(
-    board: Scoreboard,
+    board: EvaluationScores,
     ks: list[int],
     path: Path,
     title: str,
@@ -133,8 +132,8 @@ def _show(
     """Print the scores of an evaluation, with its metrics, which are made of its trajectories if not given."""
     from rich.console import Console
 
-    from agentfly.rollouts.summary import summarize
-    from agentfly.trajectory import load_trajectories
+    from agentfly.core.trajectory import load_trajectories
+    from agentfly.rollouts.metrics import summarize
     from agentfly.viewing.report import metrics_table
     from agentfly.viewing.score_tables import scores_table
 
@@ -147,13 +146,13 @@ def _show(
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 
 
-def _stored(source: Path, checkpoint: str | None) -> tuple[int, Path]:
+def _stored_evaluation(source: Path, checkpoint: str | None) -> tuple[int, Path]:
     """The step and the trajectories of an evaluation that a run holds: the last, or that of a step.
 
     Raises:
         ConfigError: there is no such evaluation.
     """
-    from agentfly.run_directory import RunDirectory, whole_number
+    from agentfly.core.run_directory import RunDirectory, whole_number
 
     files = dict(RunDirectory(source).trajectory_files("eval"))
     if not files:
@@ -166,8 +165,8 @@ def _stored(source: Path, checkpoint: str | None) -> tuple[int, Path]:
     return step, files[step]
 
 
-def _numbers(ks: str) -> list[int]:
-    from agentfly.run_directory import whole_number
+def _parse_ks(ks: str) -> list[int]:
+    from agentfly.core.run_directory import whole_number
 
     numbers = [whole_number(word.strip()) for word in ks.split(",")]
     if not all(numbers):
@@ -175,8 +174,8 @@ def _numbers(ks: str) -> list[int]:
     return sorted({number for number in numbers if number})
 
 
-async def _evaluated(
-    experiment: Experiment, tasks: list[Task], events: EventStream, kept: KeptRun, directory: RunDirectory
+async def _evaluate(
+    experiment: Experiment, tasks: list[Task], events: EventStream, kept: CommandRun, directory: RunDirectory
 ) -> RunResult:
     from agentfly.rollouts.run import evaluate as evaluate_agent
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from agentfly.cli.config_file import OracleConfig, PolicyConfig, RunConfig, VLLMConfig
-from agentfly.cli.references import load_reference
-from agentfly.errors import ConfigError, type_of
-from agentfly.task import Task, as_tasks
+from agentfly.cli.config_file import EndpointConfig, OracleConfig, RunConfig, VLLMConfig
+from agentfly.core.errors import ConfigError, type_of
+from agentfly.core.references import load_reference
+from agentfly.core.task import Task, to_tasks
 
 if TYPE_CHECKING:
     from agentfly.agents.agent import Agent
     from agentfly.agents.group_reward import AnyReward
-    from agentfly.events import EventStream
+    from agentfly.core.events import EventStream
     from agentfly.policies.policy import ChatPolicy, Policy
     from agentfly.policies.scripted import Script
     from agentfly.training.curriculum import Curriculum
@@ -49,7 +49,7 @@ class Experiment:
     curriculum: Curriculum | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> Experiment:
+    def load(cls, config: RunConfig) -> Experiment:
         """Load what the references of a configuration name.
 
         Raises:
@@ -77,17 +77,17 @@ class Experiment:
             raise ConfigError("The configuration names no tasks. Set tasks, to a file or to module:name.")
         return self.tasks
 
-    def require_definitions(self, tasks: Sequence[Task]) -> None:
+    def check_definitions(self, tasks: Sequence[Task]) -> None:
         """See that agent, tasks and reward go together as they are written, before anything is loaded or started.
 
         Raises:
             ConfigError: they do not; the message says all that was found.
         """
-        from agentfly.rollouts.preflight import check_definitions
+        from agentfly.evaluation.preflight import check_definitions
 
         failed = [finding for finding in check_definitions(self.agent, tasks, self.reward) if not finding.ok]
         if failed:
-            raise ConfigError("\n".join(f"{finding.what}: {finding.said}" for finding in failed))
+            raise ConfigError("\n".join(f"{finding.subject}: {finding.detail}" for finding in failed))
 
     def fetch_model(self) -> None:
         """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
@@ -98,11 +98,11 @@ class Experiment:
             ConfigError: there is no such model.
             PrerequisiteError: the model cannot be had.
         """
-        if isinstance(self.config.policy, (PolicyConfig, OracleConfig)):
+        if isinstance(self.config.policy, (EndpointConfig, OracleConfig)):
             return
-        from agentfly.policies.catalog import find_model
+        from agentfly.policies.catalog import resolve_model
 
-        find_model(self.agent.model, report=lambda line: typer.echo(line, err=True))
+        resolve_model(self.agent.model, report=lambda line: typer.echo(line, err=True))
 
     @asynccontextmanager
     async def runner_settings(self, events: EventStream) -> AsyncIterator[dict[str, Any]]:
@@ -160,7 +160,7 @@ class Experiment:
 
     def _vllm_policy(self, settings: dict[str, Any]) -> Policy:
         from agentfly.policies.vllm.policy import VLLMPolicy
-        from agentfly.resources.models.spec import ModelServerSpec
+        from agentfly.resources.model_server.spec import ModelServerSpec
 
         del settings["kind"]
         model, fields = str(self.agent.model), settings.pop("server")
@@ -173,14 +173,14 @@ def model_name(config: RunConfig) -> str | None:
     asked = config.policy
     if isinstance(asked, OracleConfig):
         return "the oracle"
-    if isinstance(asked, PolicyConfig):
+    if isinstance(asked, EndpointConfig):
         return asked.model or f"the model at {asked.base_url}"
     return config.model
 
 
 def _agent(config: RunConfig, base: Path) -> Agent:
     from agentfly.agents.agent import Agent
-    from agentfly.agents.tool import Tool
+    from agentfly.agents.tool_decorator import Tool
 
     named = load_reference(config.agent, base=base, field="agent")
     model = config.model
@@ -189,7 +189,7 @@ def _agent(config: RunConfig, base: Path) -> Agent:
     if isinstance(named, Agent):
         return named if model is None else named.with_model(model)
     if callable(named) and not isinstance(named, Tool):
-        made = _called(named, "agent", config.agent, *([] if model is None else [model]))
+        made = _call_reference(named, "agent", config.agent, *([] if model is None else [model]))
         if isinstance(made, Agent):
             return made
         named = made
@@ -206,18 +206,18 @@ def _agent(config: RunConfig, base: Path) -> Agent:
 def _with_memory(agent: Agent, config: RunConfig) -> Agent:
     if config.memory is None:
         return agent
-    from agentfly.agents.memory.registry import memory_from
+    from agentfly.agents.memory import make_memory
 
     settings = config.memory.model_dump()
-    return dataclasses.replace(agent, memory=memory_from(settings.pop("kind"), settings))
+    return dataclasses.replace(agent, memory=make_memory(settings.pop("kind"), settings))
 
 
 def _tasks(reference: str, base: Path, field: str) -> list[Task]:
     home, _, name = reference.rpartition(":")
     if not home or not name.isidentifier() or (base / reference).is_file():  # a path may hold a colon, too
-        return as_tasks(base / reference)
+        return to_tasks(base / reference)
     named = load_reference(reference, base=base, field=field)
-    return as_tasks(_called(named, field, reference) if callable(named) else named)
+    return to_tasks(_call_reference(named, field, reference) if callable(named) else named)
 
 
 def _reward(reference: str | None, base: Path) -> AnyReward:
@@ -226,10 +226,10 @@ def _reward(reference: str | None, base: Path) -> AnyReward:
     if reference is None:
         return tool_rewards
     named = load_reference(reference, base=base, field="reward")
-    return named_reward(named, reference)
+    return require_reward_object(named, reference)
 
 
-def named_reward(named: object, reference: str) -> AnyReward:
+def require_reward_object(named: object, reference: str) -> AnyReward:
     """What a reference names, if it is a reward.
 
     Raises:
@@ -246,7 +246,7 @@ def _curriculum(reference: str, base: Path) -> Curriculum:
     from agentfly.training.curriculum import Curriculum
 
     named = load_reference(reference, base=base, field="curriculum")
-    made = _called(named, "curriculum", reference) if callable(named) else named
+    made = _call_reference(named, "curriculum", reference) if callable(named) else named
     if not isinstance(made, Curriculum):
         raise ConfigError(
             f"curriculum: {reference} is {type_of(made)}. It must be a Curriculum, such as BySuccessRate(), or "
@@ -259,7 +259,7 @@ def _oracle(reference: str, base: Path, agent: Agent) -> Script | Sequence[str]:
     named = load_reference(reference, base=base, field="oracle")
     if callable(named):
         needed = [one for one in inspect.signature(named).parameters.values() if one.default is one.empty]
-        named = _called(named, "oracle", reference, agent.format) if len(needed) == 1 else named
+        named = _call_reference(named, "oracle", reference, agent.format) if len(needed) == 1 else named
     if callable(named):
         script: Script = named
         return script
@@ -272,7 +272,7 @@ def _oracle(reference: str, base: Path, agent: Agent) -> Script | Sequence[str]:
     )
 
 
-def _called(function: Callable[..., Any], field: str, reference: str, *arguments: Any) -> Any:
+def _call_reference(function: Callable[..., Any], field: str, reference: str, *arguments: Any) -> Any:
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentfly import interruption
-from agentfly.errors import ConfigError
-from agentfly.garbage import tuned_gc
+from agentfly.core import signals
+from agentfly.core.errors import ConfigError
+from agentfly.core.gc_tuning import tuned_gc
 
 if TYPE_CHECKING:
     from agentfly.policies.policy import Policy
@@ -69,7 +69,7 @@ def gateway(
         raise ConfigError("Name a model, or answers by --script: one of the two.")
     if vllm and model is None:
         raise ConfigError("--vllm says where the model is served: name the model, too.")
-    policy = _scripted(script) if script is not None else _loaded(str(model), vllm or [])
+    policy = _load_script(script) if script is not None else _load_policy(str(model), vllm or [])
     settings = {
         "host": host,
         "port": port,
@@ -81,16 +81,16 @@ def gateway(
         "max_tokens": max_tokens,
     }
     sampling = {"temperature": temperature, "follow_program": follow_program}
-    interruption.run(_served(policy, output, settings, sampling, max_calls))
+    signals.run_until_signal(_serve(policy, output, settings, sampling, max_calls))
 
 
-async def _served(
+async def _serve(
     policy: Policy, output: Path, settings: dict[str, Any], sampling: dict[str, Any], max_calls: int
 ) -> None:
+    from agentfly.core.trajectory import Trajectory, save_trajectories
     from agentfly.gateway.gateway import Gateway
     from agentfly.gateway.limits import GatewayLimits
-    from agentfly.gateway.sampling import RolloutSampling
-    from agentfly.trajectory import Trajectory, save_trajectories
+    from agentfly.gateway.model_request import RolloutSampling
 
     def keep(trajectory: Trajectory) -> None:
         save_trajectories([trajectory], output, append=True)
@@ -107,7 +107,7 @@ async def _served(
             await asyncio.Event().wait()
 
 
-def _loaded(model: str, urls: list[str]) -> Policy:
+def _load_policy(model: str, urls: list[str]) -> Policy:
     if urls:
         from agentfly.policies.vllm.policy import VLLMPolicy
 
@@ -117,8 +117,8 @@ def _loaded(model: str, urls: list[str]) -> Policy:
     return load_policy(model)
 
 
-def _scripted(reference: str) -> Policy:
-    from agentfly.cli.references import load_reference
+def _load_script(reference: str) -> Policy:
+    from agentfly.core.references import load_reference
     from agentfly.policies.scripted import ScriptedPolicy
 
     return ScriptedPolicy(load_reference(reference, base=Path.cwd(), field="--script"))

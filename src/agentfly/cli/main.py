@@ -12,16 +12,14 @@ from typing import Annotated
 
 import typer
 
-from agentfly import __version__, interruption
+from agentfly import __version__
 from agentfly.cli import (
     bench,
     check,
     compare,
     config,
-    demo,
     doctor,
     evaluate,
-    export,
     gateway,
     init,
     models,
@@ -32,10 +30,13 @@ from agentfly.cli import (
     tokens,
     train,
 )
-from agentfly.cli.configured_command import ConfiguredCommand
-from agentfly.errors import AgentFlyError, PrerequisiteError, UsageError
-from agentfly.installation import install_command
-from agentfly.policies.load import shorten_spinning
+from agentfly.cli import models as export
+from agentfly.cli import train as demo
+from agentfly.cli.config_fields import ConfiguredCommand
+from agentfly.core import signals
+from agentfly.core.errors import AgentFlyError, PrerequisiteError, UsageError
+from agentfly.core.installation import install_command
+from agentfly.policies.load import limit_openmp_spinning
 
 app = typer.Typer(
     name="agentfly",
@@ -87,24 +88,24 @@ def main() -> None:
     Exits with 2 where the user's own words cannot be followed, with 1 for any other failure, and with 130 when
     interrupted, 143 when told to end by SIGTERM and 129 by SIGHUP, each once everything is given back.
     """
-    shorten_spinning()  # before any command imports torch
-    with interruption.program():
+    limit_openmp_spinning()  # before any command imports torch
+    with signals.signals_end_program():
         try:
             app()
         except Exception as error:
-            known = _known(error)
+            known = _user_error(error)
             if known is None:
                 raise
             _print_error(str(known))
             sys.exit(2 if isinstance(known, UsageError) else 1)
 
 
-def _known(error: BaseException) -> AgentFlyError | None:
+def _user_error(error: BaseException) -> AgentFlyError | None:
     """The failure to tell the user about; None for one that AgentFly did not raise on purpose."""
     if isinstance(error, AgentFlyError):
         return error
     if isinstance(error, BaseExceptionGroup):
-        causes = [_known(cause) for cause in error.exceptions]
+        causes = [_user_error(cause) for cause in error.exceptions]
         return None if None in causes else causes[0]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(error)

@@ -1,12 +1,16 @@
-"""``agentfly models``: the models that have a name here, where they are, and how to get them."""
+"""``agentfly models``: the models that have a name here, where they are, and how to get them.
+
+``agentfly export``: a run's model as a Hugging Face directory.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from agentfly.errors import PrerequisiteError
+from agentfly.core.errors import PrerequisiteError
 
 app = typer.Typer(help="The models that have a name here.", no_args_is_help=True)
 
@@ -33,17 +37,44 @@ def list_all() -> None:
 @app.command("get")
 def get(name: Name) -> None:
     """Fetch a model if it is not here yet, and print its directory."""
-    from agentfly.policies.catalog import find_model
+    from agentfly.policies.catalog import resolve_model
 
-    typer.echo(find_model(name, report=lambda line: typer.echo(line, err=True)))
+    typer.echo(resolve_model(name, report=lambda line: typer.echo(line, err=True)))
 
 
 @app.command("path")
 def path(name: Name) -> None:
     """Print the directory of a model that is here."""
-    from agentfly.policies.catalog import find_model, list_models
+    from agentfly.policies.catalog import list_models, resolve_model
 
     for model in list_models():
         if model.name == name and model.path is None:
             raise PrerequisiteError(f"The model {name} is not here yet. To fetch it: agentfly models get {name}.")
-    typer.echo(find_model(name))
+    typer.echo(resolve_model(name))
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run, or one of its checkpoints.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the model goes: a new directory.")],
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Of a run: the step to export; the last if not given.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, in peft's format.")] = False,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Number format of the weights; auto keeps that of the checkpoint."),
+    ] = "auto",
+) -> None:
+    """Write the model of a run for other programs: weights with adapters merged, tokenizer and chat template.
+
+    What was written is loaded again and compared with the checkpoint before the directory appears.
+    """
+    from agentfly.core.installation import require_training_packages
+
+    require_training_packages()
+    from agentfly.training.export import export as export_model
+
+    done = export_model(source, to, step=checkpoint, adapter=adapter, dtype=dtype)
+    what = f"adapter for {done.base}" if done.adapter else "model"
+    typer.echo(f"{what}: {done.path}")
+    typer.echo(f"of {done.source}; its log-probs on a probe differ by at most {done.difference:.2g}")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly import interruption
-from agentfly.errors import ConfigError, UsageError
+from agentfly.core import signals
+from agentfly.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from agentfly.agents.group_reward import AnyReward
-    from agentfly.rollouts.rescoring import ScoreChange
-    from agentfly.trajectory import Trajectory
+    from agentfly.core.trajectory import Trajectory
+    from agentfly.evaluation.rescoring import ScoreChange
 
 
 def rescore(
@@ -37,18 +37,18 @@ def rescore(
     """
     from rich.console import Console
 
-    from agentfly.cli.experiment import named_reward
-    from agentfly.cli.references import load_reference
-    from agentfly.rollouts.rescoring import ScoreChange
-    from agentfly.trajectory import load_trajectories, save_trajectories
+    from agentfly.cli.experiment import require_reward_object
+    from agentfly.core.references import load_reference
+    from agentfly.core.trajectory import load_trajectories, save_trajectories
+    from agentfly.evaluation.rescoring import ScoreChange
 
-    chosen = named_reward(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
+    chosen = require_reward_object(load_reference(reward, base=Path.cwd(), field="--reward"), reference=reward)
     name = reward.rpartition(":")[2]
     targets: list[Path] = []
     changes: dict[str, ScoreChange] = {}
     for path in trajectory_files(source):
         old = list(load_trajectories(path))
-        new = interruption.run(_rescored(old, chosen, concurrency))
+        new = signals.run_until_signal(_rescore(old, chosen, concurrency))
         _require_scores(new, reward)
         target = _target(path, name, out)
         save_trajectories(new, target)
@@ -60,8 +60,8 @@ def rescore(
         console.print(f"trajectories: {target}", soft_wrap=True, highlight=False)
 
 
-async def _rescored(trajectories: list[Trajectory], reward: AnyReward, concurrency: int) -> list[Trajectory]:
-    from agentfly.rollouts.rescoring import rescore
+async def _rescore(trajectories: list[Trajectory], reward: AnyReward, concurrency: int) -> list[Trajectory]:
+    from agentfly.evaluation.rescoring import rescore
 
     return await rescore(trajectories, reward, max_concurrent_scores=concurrency)
 
@@ -72,7 +72,7 @@ def trajectory_files(source: Path) -> list[Path]:
     Raises:
         ConfigError: there are none.
     """
-    from agentfly.run_directory import RunDirectory
+    from agentfly.core.run_directory import RunDirectory
 
     if source.is_file():
         return [source]

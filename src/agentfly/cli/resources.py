@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from agentfly import interruption
+from agentfly.core import signals
 
 app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
 
-WIDE = 10_000
+PIPE_WIDTH = 10_000
 """Columns where the output is read by a program: each instance is one line there, however long its name."""
 
 StateDir = Annotated[
@@ -32,27 +32,27 @@ def ps(
     """Show what the live runs of this user have: pools, instances, who has them and who waits."""
     from rich.console import Console
 
-    from agentfly.resources.live_runs import find_runs
-    from agentfly.viewing.live_runs import live_runs_view
+    from agentfly.resources.engine.live_runs import find_runs
+    from agentfly.viewing.resource_tables import resource_tables
 
-    runs = interruption.run(find_runs(state_dir))
+    runs = signals.run_until_signal(find_runs(state_dir))
     if as_json:
         typer.echo(json.dumps({"runs": [run.to_json() for run in runs]}, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else WIDE).print(live_runs_view(runs))
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(resource_tables(runs))
 
 
 @app.command("reap")
 def reap(state_dir: StateDir = None) -> None:
     """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
-    from agentfly.resources.live_runs import find_runs
-    from agentfly.resources.orphans import reap as reap_orphans
-    from agentfly.viewing.counted import counted
+    from agentfly.resources.engine.live_runs import find_runs
+    from agentfly.resources.engine.orphans import reap_orphans
+    from agentfly.viewing.formatting import pluralize
 
-    removed = interruption.run(reap_orphans(state_dir, repeat=True))
-    left = sum(len(run.started) for run in interruption.run(find_runs(state_dir)) if run.dead)
+    removed = signals.run_until_signal(reap_orphans(state_dir, repeat=True))
+    left = sum(len(run.started) for run in signals.run_until_signal(find_runs(state_dir)) if run.dead)
     if removed or left:
-        typer.echo(f"removed {counted(len(removed), 'orphan')}{f', {left} could not be removed' if left else ''}")
+        typer.echo(f"removed {pluralize(len(removed), 'orphan')}{f', {left} could not be removed' if left else ''}")
     else:
         typer.echo("nothing was left behind")
     for entry in removed:

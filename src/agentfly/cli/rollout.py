@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly import interruption
+from agentfly.core import signals
 
 if TYPE_CHECKING:
+    from agentfly.cli.command_run import CommandRun
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.kept_run import KeptRun
-    from agentfly.events import EventStream
+    from agentfly.core.events import EventStream
+    from agentfly.core.run_directory import RunDirectory
+    from agentfly.core.task import Task
     from agentfly.policies.policy import SamplingParams
     from agentfly.rollouts.run import RunResult
-    from agentfly.run_directory import RunDirectory
-    from agentfly.task import Task
 
 
 def rollout(
@@ -50,28 +50,27 @@ def rollout(
     """
     from rich.console import Console
 
+    from agentfly.cli.command_run import CommandRun, base_url_override
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.kept_run import KeptRun
-    from agentfly.cli.source import endpoint_asked
-    from agentfly.events import EventStream
-    from agentfly.viewing.counted import counted
+    from agentfly.core.events import EventStream
+    from agentfly.viewing.formatting import pluralize
     from agentfly.viewing.progress import ConsoleProgress
     from agentfly.viewing.report import metrics_table
     from agentfly.viewing.trajectory_text import trajectory_panel
 
-    words = [*endpoint_asked(base_url), *(overrides or [])]
-    kept = KeptRun.of("rollout", source, words, checkpoint, resume)
-    experiment = Experiment.of(kept.config)
-    rows = experiment.required_tasks()[: tasks or kept.about.get("tasks", 4)]
-    attempts = attempts or kept.about.get("attempts", 1)
-    experiment.require_definitions(rows)
+    words = [*base_url_override(base_url), *(overrides or [])]
+    kept = CommandRun.parse("rollout", source, words, checkpoint, resume)
+    experiment = Experiment.load(kept.config)
+    rows = experiment.required_tasks()[: tasks or kept.recorded_arguments.get("tasks", 4)]
+    attempts = attempts or kept.recorded_arguments.get("attempts", 1)
+    experiment.check_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
     with ExitStack() as stack:
-        directory = stack.enter_context(kept.directory("rollout"))
+        directory = stack.enter_context(kept.open_directory("rollout"))
         if not quiet:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
-        result = interruption.run(_rolled_out(experiment, events, rows, attempts, kept, directory))
+        result = signals.run_until_signal(_roll_out(experiment, events, rows, attempts, kept, directory))
     path = directory.trajectories_file(kept.step, "rollout")
     if quiet:
         typer.echo(path)
@@ -79,16 +78,16 @@ def rollout(
     console = Console()
     for trajectory in result.trajectories:
         console.print(trajectory_panel(trajectory))
-    console.print(metrics_table(result.metrics, counted(len(result.trajectories), "rollout")))
+    console.print(metrics_table(result.metrics, pluralize(len(result.trajectories), "rollout")))
     console.print(f"trajectories: {path}", soft_wrap=True, highlight=False)
 
 
-async def _rolled_out(
+async def _roll_out(
     experiment: Experiment,
     events: EventStream,
     tasks: list[Task],
     attempts: int,
-    kept: KeptRun,
+    kept: CommandRun,
     directory: RunDirectory,
 ) -> RunResult:
     from agentfly.rollouts.run import run

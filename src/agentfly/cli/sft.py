@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,11 +34,10 @@ def sft(
     Trajectories of at least sft.min_reward are learned from: sampled ids as they are, and the conversations of an
     oracle or another model in this model's chat format. The loss is on the agent's own turns alone.
     """
-    from agentfly.cli.begun_run import begun_run
+    from agentfly.cli.command_run import run_to_go_on_with, save_config_on_start, tell_unused
     from agentfly.cli.config_file import is_override, load_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.cli.source import run_to_go_on_with, tell_unused
-    from agentfly.events import EventStream
+    from agentfly.core.events import EventStream
     from agentfly.training.sft.sft import sft as warm_start
 
     words = words or []
@@ -58,10 +57,10 @@ def sft(
         )
     tell_unused(overrides, "sft")
     config = load_config(source, overrides)
-    experiment = Experiment.of(config)
+    experiment = Experiment.load(config)
     experiment.fetch_model()
     events = EventStream()
-    with begun_run(config, resumed, events, command="sft", sources=shlex.join(data)):
+    with save_config_on_start(config, resumed, events, command="sft", sources=shlex.join(data)):
         result = warm_start(
             experiment.agent,
             data,
@@ -94,7 +93,7 @@ def _table(result: SFTResult) -> Table:
     rows: list[tuple[str, str]] = [
         ("trajectories learned from, by their own ids", str(examples.sampled)),
         ("trajectories learned from, rendered for this model", str(examples.rendered)),
-        *((f"left out: {cause.replace('_', ' ')}", str(count)) for cause, count in sorted(examples.left_out.items())),
+        *((f"left out: {cause.replace('_', ' ')}", str(count)) for cause, count in sorted(examples.excluded.items())),
         ("rows learned", str(len(examples.rows))),
         ("rows held out", str(len(examples.held_out))),
         ("updates", str(result.updates)),

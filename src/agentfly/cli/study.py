@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import ConfigError, did_you_mean, type_of
+from agentfly.core.errors import ConfigError, suggest_name, type_of
 
 if TYPE_CHECKING:
     from agentfly.benchmarks.studies.study import Study
@@ -36,10 +36,10 @@ def study(
     Runs that are finished in DIR are not made again, and those that were stopped go on. In DIR are then the runs,
     curves.svg, table.md and findings.json.
     """
-    from agentfly import interruption
-    from agentfly.benchmarks.studies.findings import Findings
+    from agentfly.benchmarks.studies.findings import StudyResults
     from agentfly.benchmarks.studies.picture import draw, require_matplotlib
     from agentfly.benchmarks.studies.run_study import run_study
+    from agentfly.core import signals
 
     chosen = _study(name)
     out = out or Path("studies") / chosen.name
@@ -48,8 +48,10 @@ def study(
     def report(line: str) -> None:
         typer.echo(line, err=True)
 
-    runs = interruption.run(run_study(chosen, out, seeds=seeds, workers=workers, words=words or (), report=report))
-    findings = Findings.of(chosen, runs)
+    runs = signals.run_until_signal(
+        run_study(chosen, out, seeds=seeds, workers=workers, words=words or (), report=report)
+    )
+    findings = StudyResults.of(chosen, runs)
     draw(chosen, runs, out / "curves.svg")
     (out / "table.md").write_text(findings.as_markdown() + "\n", encoding="utf-8")
     (out / "findings.json").write_text(json.dumps(findings.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -65,11 +67,11 @@ def _study(name: str) -> Study:
     """
     from agentfly.benchmarks.studies.catalog import STUDIES
     from agentfly.benchmarks.studies.study import Study
-    from agentfly.cli.references import load_reference
+    from agentfly.core.references import load_reference
 
     if ":" not in name:
         if name not in STUDIES:
-            raise ConfigError(f"There is no study {name!r}. {did_you_mean(name, sorted(STUDIES))}")
+            raise ConfigError(f"There is no study {name!r}. {suggest_name(name, sorted(STUDIES))}")
         return STUDIES[name]
     found = load_reference(name, base=Path.cwd(), field="study")
     if not isinstance(found, Study):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import AgentFlyError, ConfigError, TokenInvariantError
+from agentfly.core.errors import AgentFlyError, ConfigError, TokenInvariantError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentfly.rollouts.audit import TokenAudit
+    from agentfly.evaluation.token_audit import TokenAudit
 
 app = typer.Typer(help="Look into the tokens of a run.", no_args_is_help=True)
 
@@ -38,22 +38,22 @@ def audit(
     from rich.console import Console
 
     from agentfly.cli.rescore import trajectory_files
-    from agentfly.policies.catalog import find_model
+    from agentfly.core.trajectory import load_trajectories
+    from agentfly.evaluation.token_audit import audit_tokens
+    from agentfly.policies.catalog import resolve_model
     from agentfly.policies.hf_tokenizer import HFTokenizer
-    from agentfly.rollouts.audit import audit_tokens
-    from agentfly.trajectory import load_trajectories
 
     files = trajectory_files(source)
     model = model or _model(source, files)
-    tokenizer = HFTokenizer.load(find_model(model))
+    tokenizer = HFTokenizer.load(resolve_model(model))
     found = audit_tokens((one for path in files for one in load_trajectories(path)), tokenizer)
     if not found.trajectories:
         raise ConfigError(f"No trajectory of {source} holds token ids, so there is nothing to audit.")
-    if found.of_another_tokenizer:
+    if found.is_wrong_tokenizer:
         raise ConfigError(
-            f"The ids of {found.misspelt_turns} of {found.turns} turns do not spell their text, so they are not of "
+            f"The ids of {found.mismatched_turns} of {found.turns} turns do not spell their text, so they are not of "
             f"the tokenizer of {model}. Name the model that sampled them: --model NAME. What a ScriptedPolicy said "
-            "has its ByteTokenizer, and is audited in Python: agentfly.rollouts.audit.audit_tokens."
+            "has its ByteTokenizer, and is audited in Python: agentfly.evaluation.token_audit.audit_tokens."
         )
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
@@ -82,17 +82,17 @@ def _model(source: Path, files: Sequence[Path]) -> str:
     """
     from agentfly.cli.config_file import load_config
     from agentfly.cli.experiment import Experiment
-    from agentfly.rollouts.record import RolloutRecord
-    from agentfly.run_directory import RunDirectory
-    from agentfly.training.checkpoints import Checkpoints, read_place
+    from agentfly.core.run_directory import RunDirectory
+    from agentfly.rollouts.rollout_record import RolloutRecord
+    from agentfly.training.checkpoints import Checkpoints, read_trainer_state
 
     run = RunDirectory(source if source.is_dir() else source.parent.parent)
     config = run.config_file
     try:
         if config.is_file():
-            return str(Experiment.of(load_config(config, [])).agent.model)
-        if run.checkpoints.is_dir() and (checkpoint := Checkpoints(run.checkpoints, keep=1).sound()):
-            return read_place(checkpoint).model
+            return str(Experiment.load(load_config(config, [])).agent.model)
+        if run.checkpoints.is_dir() and (checkpoint := Checkpoints(run.checkpoints, keep=1).latest_valid()):
+            return read_trainer_state(checkpoint).model
         models = {str(RolloutRecord(path, resume=True).settings["the model"]) for path in files}
     except (AgentFlyError, KeyError) as error:
         home = config if config.is_file() else source

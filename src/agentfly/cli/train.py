@@ -1,18 +1,22 @@
-"""``agentfly train``: train the agent of a configuration file."""
+"""``agentfly train``: train the agent of a configuration file.
+
+``agentfly demo``: an agent learns before the user's eyes.
+"""
 
 from __future__ import annotations
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentfly.cli.config_file import RunConfig
-    from agentfly.run_directory import RunDirectory
+    from agentfly.core.run_directory import RunDirectory
 
 
 def train(
@@ -30,8 +34,8 @@ def train(
     ] = None,
 ) -> None:
     """Train the agent of a configuration file."""
+    from agentfly.cli.command_run import run_to_go_on_with, tell_unused
     from agentfly.cli.config_file import load_config
-    from agentfly.cli.source import run_to_go_on_with, tell_unused
 
     words = words or []
     if resume is not None:
@@ -47,7 +51,7 @@ def train(
 
 def new_run(config: RunConfig) -> RunDirectory:
     """The directory of a new run, where the configuration wants it."""
-    from agentfly.run_directory import RunDirectory
+    from agentfly.core.run_directory import RunDirectory
 
     if config.run_dir is None:
         return RunDirectory.create()
@@ -64,11 +68,11 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
     """
     from rich.console import Console
 
-    from agentfly.cli.begun_run import begun_run
-    from agentfly.cli.config_file import OracleConfig, PolicyConfig
+    from agentfly.cli.command_run import save_config_on_start
+    from agentfly.cli.config_file import EndpointConfig, OracleConfig
     from agentfly.cli.experiment import Experiment
-    from agentfly.events import EventStream
-    from agentfly.run_directory import RunDirectory
+    from agentfly.core.events import EventStream
+    from agentfly.core.run_directory import RunDirectory
     from agentfly.training.resume import depends_on_steps
     from agentfly.training.train import train as train_agent
     from agentfly.viewing.report import training_report
@@ -78,17 +82,17 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
             "policy: the oracle has nothing to learn. Leave it out, or warm-start a model on what the oracle does: "
             "agentfly rollout CONFIG policy=oracle, then agentfly sft."
         )
-    if isinstance(config.policy, PolicyConfig):
+    if isinstance(config.policy, EndpointConfig):
         raise ConfigError(
             "policy: an endpoint's weights cannot be trained from here; it is for evaluations and rollouts. Leave it "
             "out, and name a model that learns in this process, with 'policy: vllm' if vLLM is to sample from it."
         )
-    experiment = Experiment.of(config)
+    experiment = Experiment.load(config)
     tasks = experiment.required_tasks()
-    experiment.require_definitions([*tasks, *(experiment.eval_tasks or [])])
+    experiment.check_definitions([*tasks, *(experiment.eval_tasks or [])])
     experiment.fetch_model()
     events = EventStream()
-    with begun_run(config, resumed, events, command="train"):
+    with save_config_on_start(config, resumed, events, command="train"):
         result = train_agent(
             experiment.agent,
             tasks,
@@ -120,3 +124,33 @@ def _next_commands(run: RunDirectory, longer: str, *, evaluated: bool) -> list[s
     if run.tensorboard.exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(run.tensorboard))}")
     return commands
+
+
+class DemoModel(StrEnum):
+    """The models that the demo can train."""
+
+    TINY = "tiny"
+    SMOLLM2 = "smollm2-135m"
+
+
+def demo(
+    model: Annotated[DemoModel, typer.Option(help="The model to train.")] = DemoModel.TINY,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes the order of the tasks and what the model samples.")] = 1,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the run's files go; runs/<time> if not given.")
+    ] = None,
+) -> None:
+    """Train an agent in a sandbox, in some minutes on a processor, and show what it learned."""
+    from importlib.resources import as_file, files
+
+    from agentfly.cli.config_file import load_config
+
+    from agentfly.tasks.stockroom import ABOUT
+
+    overrides = [f"training.seed={seed}"]
+    with as_file(files("agentfly.tasks.stockroom").joinpath(f"{model.value}.yaml")) as path:
+        config = load_config(path, overrides)
+    if run_dir is not None:
+        config = config.model_copy(update={"run_dir": str(run_dir)})
+    typer.echo(f"{ABOUT}\n", err=True)
+    run_training(config)

@@ -1,4 +1,9 @@
-"""Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources."""
+"""Acquisition and lending: what `Context.acquire` and `Context.lease` return, each to be used in its one way.
+
+Used in another way, each says what to write. Python's own words for that name neither, and would be told to the model.
+
+Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +11,113 @@ import asyncio
 import concurrent.futures
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
-from agentfly.contexts.acquisition import Acquisition, Lending
-from agentfly.contexts.belongings import Belongings
-from agentfly.contexts.waits import Waits, waiting
-from agentfly.errors import AcquireTimeout, AgentFlyError, LeaseOver, ResourceError, ResourceStartError, UsageError, say
-from agentfly.interruption import must_pass
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.lease import Lease
-from agentfly.resources.registry import require_usable
-from agentfly.resources.resource import Resource
-from agentfly.resources.scope import Scope
+from agentfly.contexts.rollout_state import RolloutCache, WaitTimer, waiting
+from agentfly.core.errors import (
+    AcquireTimeout,
+    AgentFlyError,
+    LeaseExpired,
+    ResourceError,
+    ResourceStartError,
+    UnknownAttribute,
+    UsageError,
+    describe_error,
+)
+from agentfly.core.signals import should_propagate
+from agentfly.core.task import Task
+from agentfly.core.threads.pool import THREAD_POOL
+from agentfly.core.trajectory import Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.lease import Lease
+from agentfly.resources.kind import validate_spec
+from agentfly.resources.resource import Resource, Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.task import Task
-from agentfly.threads.pool import THREADS
-from agentfly.trajectory import Trajectory
+
+R_co = TypeVar("R_co", covariant=True)
+
+_ACQUIRE = (
+    "Write `resource = await context.acquire(…)`, or in a sync tool `context.wait(context.acquire(…))`, for what is "
+    "kept until the rollout ends; and `async with context.lease(…) as resource:` for the length of a block."
+)
+
+
+class AcquireCall(Coroutine[Any, Any, R_co]):
+    """A coroutine that gets a resource; to be awaited.
+
+    Args:
+        work: the coroutine itself.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, R_co]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, R_co]:
+        return self._work.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on, as coroutines do."""
+        return self._work.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with an exception, as coroutines do."""
+        return self._work.throw(*error)
+
+    def close(self) -> None:
+        """End, as coroutines do."""
+        self._work.close()
+
+    async def __aenter__(self) -> NoReturn:
+        self._work.close()
+        raise UsageError(f"`async with context.acquire(…)`: acquire() is no block. {_ACQUIRE}")
+
+    async def __aexit__(self, *_: object) -> None:
+        """Never reached, but looked for before the block is entered."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnknownAttribute(
+            f"context.acquire(…).{name}: acquire() was not awaited, so this is no resource. {_ACQUIRE}"
+        )
+
+
+class LeaseBlock(AbstractAsyncContextManager[R_co]):
+    """A block within which a resource is lent; to be entered with ``async with``.
+
+    Args:
+        block: the block itself.
+    """
+
+    def __init__(self, block: AbstractAsyncContextManager[R_co]) -> None:
+        self._block = block
+
+    async def __aenter__(self) -> R_co:
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, trace)
+
+    def __await__(self) -> NoReturn:
+        raise UsageError(f"`await context.lease(…)`: lease() is a block. {_ACQUIRE}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnknownAttribute(f"context.lease(…).{name}: lease() was not entered, so this is no resource. {_ACQUIRE}")
+
 
 R = TypeVar("R", bound=Resource)
 T = TypeVar("T")
 
 Prepare = Callable[[R, "Context"], Awaitable[object] | object]
 
-Notice = Callable[[tuple[ResourceSpec[Any], ...], Scope], AbstractContextManager[None]]
+WaitObserver = Callable[[tuple[ResourceSpec[Any], ...], Scope], AbstractContextManager[None]]
 """Told of every wait of a rollout for resources, as a block that lasts as long as the wait."""
 
 
-def unnoticed(_: tuple[ResourceSpec[Any], ...], __: Scope) -> AbstractContextManager[None]:
+def no_observer(_: tuple[ResourceSpec[Any], ...], __: Scope) -> AbstractContextManager[None]:
     """Nobody is told."""
     return nullcontext()
 
@@ -64,7 +147,7 @@ class Context:
         engine: ResourceEngine,
         *,
         priority: int = 0,
-        notice: Notice = unnoticed,
+        notice: WaitObserver = no_observer,
         over: bool = False,
     ) -> None:
         self.rollout_id = trajectory.rollout_id
@@ -78,9 +161,9 @@ class Context:
         self._notice = notice
         self._over = over
         self._loop = asyncio.get_running_loop()
-        self._rollout = _Shared()
-        self._waits = self._rollout_waits = Waits(self._loop.time)
-        self._call: _Call | None = None
+        self._rollout = RolloutState()
+        self._waits = self._rollout_waits = WaitTimer(self._loop.time)
+        self._call: CallScope | None = None
         self._task: Task | None = None
 
     @property
@@ -91,7 +174,7 @@ class Context:
         return self._task
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> WaitTimer:
         """The waits for resources: those of one call in the context of a call, else those of the whole rollout."""
         return self._waits
 
@@ -100,7 +183,7 @@ class Context:
         """The seconds that `waits` has counted until now. Calls that wait at the same time count once."""
         return self._waits.seconds
 
-    def declare(self, specs: Iterable[ResourceSpec[Any]]) -> None:
+    def declare_resources(self, specs: Iterable[ResourceSpec[Any]]) -> None:
         """Say what the rollout will need with scope ``rollout``: got together, at the first acquire of one of it."""
         self._rollout.declared = dict.fromkeys(specs)
 
@@ -111,7 +194,7 @@ class Context:
         *,
         timeout: float | None = None,
         prepare: Prepare[R] | None = None,
-    ) -> Acquisition[R]:
+    ) -> AcquireCall[R]:
         """A live instance of ``spec``: the same one for every call of this rollout, kept until the rollout ends.
 
         A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile. Of what the
@@ -136,12 +219,12 @@ class Context:
             UsageError: the spec is none, or of no registered kind; there is no such scope, or no call for scope
                 ``call`` to end with; or ``prepare`` is given for what is shared.
         """
-        return Acquisition(self._acquire(spec, scope, timeout, prepare))
+        return AcquireCall(self._acquire(spec, scope, timeout, prepare))
 
     async def _acquire(
         self, spec: ResourceSpec[R], scope: Scope | str, timeout: float | None, prepare: Prepare[R] | None
     ) -> R:
-        require_usable(spec)
+        validate_spec(spec)
         scope = Scope(scope)
         call = self._call if scope is Scope.CALL else None
         if scope is Scope.CALL and call is None:
@@ -150,7 +233,7 @@ class Context:
                 "Write `async with context.lease(spec) as resource:` instead."
             )
         if scope is Scope.ROLLOUT and self._over:
-            raise LeaseOver(
+            raise LeaseExpired(
                 f"{spec.label} was asked for as the agent left it, but rollout {self.rollout_id} is over and has given "
                 "it back. Group rewards, and rewards of stored trajectories, can have what is shared "
                 "(scope='global') or new for this call (scope='call', context.lease(…)), and what the trajectory holds."
@@ -176,18 +259,18 @@ class Context:
                 return lease.resource
             left = None if deadline is None else max(0.0, deadline - self._loop.time())
 
-    def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> Lending[R]:
+    def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> LeaseBlock[R]:
         """An instance of ``spec`` for the length of a block, however often the rollout asks.
 
         ``async with context.lease(SANDBOX) as box:``
 
         Raises: as `acquire`.
         """
-        return Lending(self._lend(spec, timeout))
+        return LeaseBlock(self._lend(spec, timeout))
 
     @asynccontextmanager
     async def _lend(self, spec: ResourceSpec[R], timeout: float | None) -> AsyncIterator[R]:
-        require_usable(spec)
+        validate_spec(spec)
         lease = await self._request(spec, Scope.CALL, timeout, (asyncio.current_task(), self._call))
         try:
             yield lease.resource
@@ -223,10 +306,10 @@ class Context:
         future.add_done_callback(ending.works.discard)
         if ending.ended:  # just now, so that it may not have been seen
             future.cancel()
-        with THREADS.waiting():
+        with THREAD_POOL.not_counted_while_waiting():
             return future.result()
 
-    async def keep(
+    async def cached(
         self,
         key: object,
         make: Callable[[Context], Coroutine[Any, Any, T]],
@@ -258,16 +341,16 @@ class Context:
         """
         of_call = self.timed_apart()
         if not noticed:
-            of_call._notice = unnoticed
-        of_call._call = call = _Call()
-        return _Block(of_call, call, self._engine, self._owner)
+            of_call._notice = no_observer
+        of_call._call = call = CallScope()
+        return _CallContextManager(of_call, call, self._engine, self._owner)
 
     def timed_apart(self) -> Context:
         """This context, with waits of its own: for one of several functions that run at the same time."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied._task = None
-        copied._waits = Waits(self._loop.time)
+        copied._waits = WaitTimer(self._loop.time)
         return copied
 
     async def close(self) -> None:
@@ -320,7 +403,7 @@ class Context:
         Raises:
             AcquireTimeout: another call was still preparing it at the deadline.
         """
-        preparation, task = self._rollout.preparations.setdefault(lease.id, _Preparation()), asyncio.current_task()
+        preparation, task = self._rollout.preparations.setdefault(lease.id, PrepareOnce()), asyncio.current_task()
         try:
             with waiting(self._waits, self._rollout_waits):
                 async with asyncio.timeout_at(deadline) as limit:
@@ -344,11 +427,11 @@ class Context:
                 preparation.failed = True
                 await self._engine.release(lease)
                 cancelled = isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > asked)
-                if isinstance(error, AgentFlyError) or cancelled or must_pass(error, task):
+                if isinstance(error, AgentFlyError) or cancelled or should_propagate(error, task):
                     raise
                 raise ResourceStartError(
                     f"Preparing {lease.spec.label} {lease.instance} for rollout {self.rollout_id} failed with "
-                    f"{say(error)}. The instance was given back; mend the function passed as "
+                    f"{describe_error(error)}. The instance was given back; mend the function passed as "
                     "prepare."
                 ) from error
             preparation.done = True
@@ -360,7 +443,7 @@ class Context:
         return ResourceError(f"A tool of rollout {self.rollout_id} outlived its call and can do nothing more.")
 
 
-class _Call:
+class CallScope:
     """One call of a tool or reward, and what ends with it: leases, and work that a thread waits for."""
 
     def __init__(self) -> None:
@@ -369,16 +452,16 @@ class _Call:
         self.ended = False
 
 
-class _Block:
+class _CallContextManager:
     """The block of one call."""
 
     __slots__ = ("_call", "_calling", "_context", "_engine")
 
-    def __init__(self, context: Context, call: _Call, engine: ResourceEngine, owner: str) -> None:
+    def __init__(self, context: Context, call: CallScope, engine: ResourceEngine, owner: str) -> None:
         self._context = context
         self._call = call
         self._engine = engine
-        self._calling = engine.calling(owner)
+        self._calling = engine.active_call(owner)
 
     async def __aenter__(self) -> Context:
         self._calling.__enter__()
@@ -396,7 +479,7 @@ class _Block:
             self._calling.__exit__()
 
 
-class _Preparation:
+class PrepareOnce:
     """Whether a lease has been prepared, or that came to nothing, and whose turn it is to do it."""
 
     def __init__(self) -> None:
@@ -405,13 +488,13 @@ class _Preparation:
         self.failed = False
 
 
-class _Shared:
+class RolloutState:
     """What all contexts of one rollout have in common, those of its single calls included."""
 
     def __init__(self) -> None:
-        self.preparations: dict[int, _Preparation] = {}
+        self.preparations: dict[int, PrepareOnce] = {}
         self.declared: dict[ResourceSpec[Any], None] = {}
         self.has_declared = False
-        self.belongings = Belongings()
+        self.belongings = RolloutCache()
         self.works: set[concurrent.futures.Future[Any]] = set()
         self.ended = False

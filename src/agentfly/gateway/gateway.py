@@ -10,33 +10,32 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 from agentfly.agents.agent import History
-from agentfly.agents.toolcalls.format import ToolCallFormat
-from agentfly.agents.toolcalls.registry import tool_call_format as named_format
-from agentfly.durations import is_whole, require_whole
-from agentfly.errors import ConfigError, PrerequisiteError, UsageError
-from agentfly.gateway.access import host_name, is_key, new_key
-from agentfly.gateway.chat_completions.api import ChatCompletions
-from agentfly.gateway.endpoint import RolloutEndpoint
-from agentfly.gateway.heavy_work import HeavyWork
+from agentfly.core.errors import ConfigError, PrerequisiteError, UsageError
+from agentfly.core.installation import install_command
+from agentfly.core.json_values import score_of
+from agentfly.core.numbers import is_whole, require_whole
+from agentfly.core.task import Task, to_tasks
+from agentfly.core.trajectory import Failure, Trajectory
+from agentfly.formats.toolcalls.registry import tool_call_format as named_format
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
+from agentfly.gateway.auth import host_name, is_key, new_key
+from agentfly.gateway.call_tree import ProgramAPI
+from agentfly.gateway.chat_completions.api import ChatCompletionsAPI
 from agentfly.gateway.limits import GatewayLimits
-from agentfly.gateway.model_codec import ModelCodec
-from agentfly.gateway.program_api import ProgramAPI
-from agentfly.gateway.sampling import RolloutSampling
-from agentfly.gateway.session import Session
-from agentfly.installation import install_command
-from agentfly.json_values import score_of
+from agentfly.gateway.model_request import RolloutSampling
+from agentfly.gateway.request_codec import RequestCodec
+from agentfly.gateway.rollout_registry import RolloutEndpoint
+from agentfly.gateway.session import ProgramSession, ThreadOffloader
 from agentfly.policies.policy import Policy
-from agentfly.task import Task, as_tasks
-from agentfly.trajectory import Failure, Trajectory
 
 if TYPE_CHECKING:
-    from agentfly.gateway.http import Server
+    from agentfly.gateway.http_server import GatewayHTTPServer
 
 logger = logging.getLogger(__name__)
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~@:-]{0,199}")
 _ATTEMPT = re.compile(r"(.+)\.(\d{1,9})")
-_REMEMBERED = 100_000  # rollouts that are over
+_MAX_FINISHED_IDS = 100_000  # rollouts that are over
 MAX_PORT = 65535
 
 
@@ -50,9 +49,9 @@ class Gateway:
             …  # have the program do its work, with `endpoint.environment`
             trajectory = gateway.finish("task-7.0", task=task, reward=1.0)
 
-    Calls may run at a time, also within a rollout. See `agentfly.gateway.session.Session` for how they become token
+    Calls may run at a time, also within a rollout. See `agentfly.gateway.session.ProgramSession` for how they become token
     sequences. A program can make calls of the model in its own rollout, and nothing else: see
-    `agentfly.gateway.access`.
+    `agentfly.gateway.auth`.
 
     Args:
         policy: samples; it belongs to the caller, who enters and leaves it.
@@ -140,12 +139,12 @@ class Gateway:
         self._history: History = history
         self._sampling = sampling or RolloutSampling()
         self._max_tokens = max_tokens
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ProgramSession] = {}
         self._keys: dict[str, str] = {}
         self._over: OrderedDict[str, str] = OrderedDict()  # the ids of rollouts that are over, with their keys
-        self._codec: ModelCodec | None = None
-        self._heavy = HeavyWork()
-        self._server: Server | None = None
+        self._codec: RequestCodec | None = None
+        self._heavy = ThreadOffloader()
+        self._server: GatewayHTTPServer | None = None
 
     @property
     def url(self) -> str:
@@ -180,7 +179,7 @@ class Gateway:
         if len(self._sessions) >= self.limits.max_open_rollouts:
             raise UsageError(f"{len(self._sessions)} rollouts are open (max_open_rollouts). Finish some.")
         assert self._codec is not None
-        self._sessions[rollout_id] = Session(
+        self._sessions[rollout_id] = ProgramSession(
             rollout_id,
             self.policy,
             self._codec,
@@ -244,7 +243,7 @@ class Gateway:
         if error is not None and not isinstance(error, BaseException | Failure):
             raise UsageError(f"finish(error={error!r:.100}): give the exception that kept the program from its work.")
         parts = _ATTEMPT.fullmatch(rollout_id)
-        described = None if task is None else as_tasks([task])[0]
+        described = None if task is None else to_tasks([task])[0]
         trajectory = self.session(rollout_id).finish(
             task=described,
             reward=score,
@@ -255,10 +254,10 @@ class Gateway:
         )
         self._forget(rollout_id)
         if tell:
-            self.tell(trajectory)
+            self.notify_finished(trajectory)
         return trajectory
 
-    def tell(self, trajectory: Trajectory) -> None:
+    def notify_finished(self, trajectory: Trajectory) -> None:
         """Tell ``on_finish`` of a finished trajectory. What it raises is logged."""
         if self.on_finish is None:
             return
@@ -276,7 +275,7 @@ class Gateway:
         self.session(rollout_id).close()
         self._forget(rollout_id)
 
-    def session(self, rollout_id: str) -> Session:
+    def session(self, rollout_id: str) -> ProgramSession:
         """The calls of a rollout that is open.
 
         Raises:
@@ -303,22 +302,22 @@ class Gateway:
             ChatFormatError: the model's conversations cannot be continued turn by turn.
         """
         try:
-            from agentfly.gateway.http import Server
+            from agentfly.gateway.http_server import GatewayHTTPServer
         except ModuleNotFoundError as error:
             raise PrerequisiteError(
                 f"The gateway needs {error.name}, which is not installed: {install_command('gateway')}"
             ) from error
-        self._codec = ModelCodec.of(self.policy.tokenizer, self._calls, history=self._history)
-        self._heavy = HeavyWork()
+        self._codec = RequestCodec.of(self.policy.tokenizer, self._calls, history=self._history)
+        self._heavy = ThreadOffloader()
         apis: list[ProgramAPI] = [
-            ChatCompletions(
+            ChatCompletionsAPI(
                 self.policy.tokenizer,
                 context_length=self.policy.context_length,
                 limits=self.limits,
                 max_tokens=self._max_tokens,
             )
         ]
-        server = Server(self, apis)
+        server = GatewayHTTPServer(self, apis)
         try:
             self.port = await server.start()
         except OSError as error:
@@ -344,7 +343,7 @@ class Gateway:
     def _forget(self, rollout_id: str) -> None:
         del self._sessions[rollout_id]
         self._over[rollout_id] = self._keys.pop(rollout_id)
-        if len(self._over) > _REMEMBERED:
+        if len(self._over) > _MAX_FINISHED_IDS:
             self._over.popitem(last=False)
 
 

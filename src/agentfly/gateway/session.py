@@ -1,4 +1,7 @@
-"""Session: the calls that a program makes in one rollout, and the record of them."""
+"""HeavyWork: what takes long enough to hold up the event loop, done on threads, a few at a time.
+
+Session: the calls that a program makes in one rollout, and the record of them.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,55 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from agentfly.errors import PromptTooLong, TokenInvariantError
-from agentfly.gateway.allowance import Allowance
-from agentfly.gateway.call_log import CallLog
-from agentfly.gateway.exchange import Branch, Exchange, Pending, Question
-from agentfly.gateway.exchange_tree import ExchangeTree
-from agentfly.gateway.heavy_work import HeavyWork
-from agentfly.gateway.limits import GatewayLimits
-from agentfly.gateway.model_codec import ModelAnswer, ModelCodec
-from agentfly.gateway.model_request import ModelRequest, extended, size_of
-from agentfly.gateway.refusal import Refusal
-from agentfly.gateway.sampling import ReplacedParameters, RolloutSampling
-from agentfly.messages import Message, text_of
-from agentfly.policies.policy import Generation, Policy, SamplingParams
-from agentfly.policies.vision import barred_ids
-from agentfly.rollouts.chat.chat_format import Rendered
-from agentfly.rollouts.tape import Place, Tape
-from agentfly.task import Task
-from agentfly.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.core.errors import PromptTooLong, TokenInvariantError
+from agentfly.core.messages import Message, text_of
+from agentfly.core.task import Task
+from agentfly.core.threads.pool import run_in_thread_to_completion
+from agentfly.core.trajectory import Failure, FinishReason, ToolRecord, Trajectory, Turn
+from agentfly.formats.chat.chat_format import RenderedTokens
+from agentfly.gateway.call_tree import CallTracker, CallTree, ModelCall, PreparedCall, SequenceBranch, UnrecordedAnswer
+from agentfly.gateway.limits import GatewayLimits, RequestError, RolloutQuota
+from agentfly.gateway.model_request import ModelRequest, OverriddenParameters, RolloutSampling, extend_hashes, size_of
+from agentfly.gateway.request_codec import ModelAnswer, RequestCodec
+from agentfly.policies.policy import Generation, Policy, SamplingParams, image_token_ids
+from agentfly.rollouts.token_recorder import TokenRecorder, TokenSpan
 
 T = TypeVar("T")
+
+OFFLOAD_CHARS = 32_768
+"""From so many characters or bytes on, reading or rendering them is heavy work: it takes milliseconds."""
+
+AT_A_TIME = 2
+
+
+class ThreadOffloader:
+    """Does work on the event loop where there is little of it, and otherwise on a thread.
+
+    Work that was begun is waited for even where nobody wants it any more, so that callers who give up cannot pile it
+    up.
+    """
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(AT_A_TIME)
+
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """What work gives.
+
+        Args:
+            work: the work; it must be of a kind that a thread can do.
+            size: how many characters or bytes it is about.
+        """
+        if size < OFFLOAD_CHARS:
+            return work()
+        async with self._free:
+            return await run_in_thread_to_completion(work)
+
 
 _BYTES_A_TOKEN = 40
 """What a token takes on the record: its id, where it came from, two log-probs and the version, with room to grow."""
 
 
-class Session:
+class ProgramSession:
     """One rollout of a program.
 
     A call whose messages go on from what this rollout was answered continues those tokens, exactly as they were
@@ -57,11 +83,11 @@ class Session:
         self,
         rollout_id: str,
         policy: Policy,
-        codec: ModelCodec,
+        codec: RequestCodec,
         *,
         sampling: RolloutSampling,
         limits: GatewayLimits,
-        heavy: HeavyWork,
+        heavy: ThreadOffloader,
     ) -> None:
         self.trajectory = Trajectory(rollout_id, rollout_id, Task(prompt=""))
         self._policy = policy
@@ -69,18 +95,18 @@ class Session:
         self._sampling = sampling
         self._heavy = heavy
         self._preparing = asyncio.Lock()  # one request at a time is heavy work, so that rollouts take turns
-        self._tree = ExchangeTree()
-        self._branches: list[Branch] = []
+        self._tree = CallTree()
+        self._branches: list[SequenceBranch] = []
         self._named = 0
-        self._undelivered: dict[bytes, list[Exchange]] = {}  # by request; the same may have been asked several times
-        self._seen_in_part: dict[int, Exchange] = {}  # by identity
+        self._undelivered: dict[bytes, list[ModelCall]] = {}  # by request; the same may have been asked several times
+        self._seen_in_part: dict[int, ModelCall] = {}  # by identity
         self._running: set[asyncio.Future[Generation]] = set()
         self._ends: dict[int, None] = {}  # the turns on record that no other follows
-        self._latest: Exchange | None = None
-        self._allowance = Allowance(limits)
-        self._log = CallLog()
-        self._replaced = ReplacedParameters()
-        self._spoiled: Failure | None = None
+        self._latest: ModelCall | None = None
+        self._allowance = RolloutQuota(limits)
+        self._log = CallTracker()
+        self._replaced = OverriddenParameters()
+        self._failure: Failure | None = None
         self._started = time.perf_counter()
         self._closed = False
 
@@ -99,12 +125,12 @@ class Session:
                 self._log.refusal = str(error)
                 raise
 
-    async def decoded(self, decode: Callable[[], T], *, size: int) -> T:
+    async def decode(self, decode: Callable[[], T], *, size: int) -> T:
         """What a request of the program says."""
         async with self._preparing:
-            return await self._heavy.do(decode, size=size)
+            return await self._heavy.run(decode, size=size)
 
-    async def answer(self, request: ModelRequest) -> Exchange:
+    async def answer(self, request: ModelRequest) -> ModelCall:
         """Have the model answer a request. Cancelling it aborts the generation, and leaves nothing on the record.
 
         Raises:
@@ -124,16 +150,16 @@ class Session:
         answer = self._codec.read(generation, request, first_call=question.calls)
         exchange = _exchange(question, answer, time.perf_counter() - started)
         self._tree.add(exchange)
-        self._allowance.record_bytes += size_of([*exchange.new, exchange.message]) + _waiting_bytes(exchange.pending)
+        self._allowance.record_bytes += size_of([*exchange.new_messages, exchange.message]) + _waiting_bytes(exchange.pending)
         return exchange
 
-    def delivered(self, exchange: Exchange) -> None:
+    def mark_delivered(self, exchange: ModelCall) -> None:
         """The program has got an answer."""
         if not self._closed:
             with contextlib.suppress(TokenInvariantError):  # which spoils the rollout, and it is too late to say so
                 self.record(exchange)
 
-    def undelivered(self, exchange: Exchange, request: bytes, *, seen_in_part: bool) -> None:
+    def mark_undelivered(self, exchange: ModelCall, request: bytes, *, seen_in_part: bool) -> None:
         """An answer did not arrive as a whole: it is kept for the program to ask the same again.
 
         If the program has seen a part of it, it may have acted on that. So where it does not ask again, the answer is
@@ -144,9 +170,9 @@ class Session:
             if seen_in_part:
                 self._seen_in_part[id(exchange)] = exchange
             else:
-                self._log.lost()
+                self._log.mark_lost()
 
-    def kept(self, request: bytes) -> Exchange | None:
+    def undelivered_answer(self, request: bytes) -> ModelCall | None:
         """The first answer to the same request that the program did not get, if there is one."""
         waiting = self._undelivered.pop(request, [])
         while waiting:
@@ -158,7 +184,7 @@ class Session:
                 return exchange
         return None
 
-    def record(self, exchange: Exchange) -> None:
+    def record(self, exchange: ModelCall) -> None:
         """Put an exchange on the record, unless it is there.
 
         Raises:
@@ -169,9 +195,9 @@ class Session:
             return
         self._log.delivered()
         try:
-            place = self._taped(exchange, pending)
+            place = self._record_tokens(exchange, pending)
         except TokenInvariantError as error:
-            self._spoiled = Failure.of(error)
+            self._failure = Failure.of(error)
             raise
         exchange.place, exchange.turn, exchange.pending = place, len(self.trajectory.turns), None
         self._latest = exchange
@@ -199,7 +225,7 @@ class Session:
             self._ends.pop(before, None)
         self._ends[exchange.turn] = None
         if exchange.parent is not None:
-            self._record_results(exchange.parent, exchange.new)
+            self._record_results(exchange.parent, exchange.new_messages)
 
     def finish(
         self,
@@ -216,23 +242,23 @@ class Session:
         The reward does not count where something else than the policy has spoiled the rollout, nor where the program
         has had no answer of the model at all.
         """
-        given_up = self._log.given_up
+        given_up = self._log.abandoned
         for exchange in self._seen_in_part.values():
-            self.delivered(exchange)
+            self.mark_delivered(exchange)
         self.close()
         try:
             for branch in self._branches:
-                branch.tape.finish()
+                branch.recorder.finish()
         except TokenInvariantError as error:
-            self._spoiled = Failure.of(error)
+            self._failure = Failure.of(error)
         trajectory, latest = self.trajectory, self._latest
         trajectory.messages = latest.conversation if latest is not None else []
         trajectory.task = task or Task(prompt=_first_words(trajectory.messages))
         trajectory.group_id, trajectory.attempt = group_id, attempt
         trajectory.metrics = dict(metrics)
-        trajectory.failure = self._spoiled or failure or self._log.failure
+        trajectory.failure = self._failure or failure or self._log.failure
         if trajectory.failure is None and not trajectory.turns:
-            trajectory.failure = self._log.without_answer()
+            trajectory.failure = self._log.no_answer_failure()
         spoiled = trajectory.infrastructure_failed  # and nothing that it earned counts
         trajectory.reward = None if spoiled else reward
         trajectory.finish = self._finish_reason(given_up)
@@ -248,12 +274,12 @@ class Session:
         for running in self._running:
             running.cancel()
         for branch in self._branches:
-            self._policy.forget(branch.name)
+            self._policy.release_rollout(branch.name)
 
-    async def _question(self, request: ModelRequest) -> Question:
+    async def _question(self, request: ModelRequest) -> PreparedCall:
         """Find out what a request continues, and render it."""
-        sampling = self._sampling.of(request.sampling)
-        parent = self._tree.continued_by(request)
+        sampling = self._sampling.resolve(request.sampling)
+        parent = self._tree.find_parent(request)
         before = None
         if parent is not None:
             self.record(parent)  # whoever goes on from an answer has got it
@@ -262,10 +288,10 @@ class Session:
             follows: tuple[int, ...] = (parent.turn,)
         else:
             # A new conversation comes after all that was answered before it, such as one with the past summed up.
-            same = self._tree.same_beginning(request)
+            same = self._tree.find_same_start(request)
             follows = same.follows if same is not None else tuple(self._ends)
         known = parent.length if parent is not None else 0
-        prompt = await self._heavy.do(lambda: self._rendered(request, known, before), size=request.size)
+        prompt = await self._heavy.run(lambda: self._rendered(request, known, before), size=request.size)
         self._require_open()
         limit = self._policy.context_length
         if len(prompt.ids) >= limit:
@@ -274,9 +300,9 @@ class Session:
                 "Shorten it."
             )
         calls = sum(len(message.get("tool_calls") or ()) for message in request.conversation)
-        return Question(request, parent, known, prompt, sampling, self._branch_after(parent), calls, follows)
+        return PreparedCall(request, parent, known, prompt, sampling, self._branch_after(parent), calls, follows)
 
-    def _rendered(self, request: ModelRequest, known: int, before: Rendered | None) -> Rendered:
+    def _rendered(self, request: ModelRequest, known: int, before: RenderedTokens | None) -> RenderedTokens:
         """A request as ids, those of the exchange that it continues first, unless the chat format rewrites them."""
         conversation, tools = request.conversation, request.tools
         prompt = None
@@ -284,9 +310,9 @@ class Session:
             prompt = self._codec.continuation(conversation[known:], before, conversation, tools)
         if prompt is None:
             prompt = self._codec.prompt(conversation, tools)
-        return Rendered(array("i", prompt.ids), prompt.images)
+        return RenderedTokens(array("i", prompt.ids), prompt.images)
 
-    async def _sampled(self, question: Question) -> Generation:
+    async def _sampled(self, question: PreparedCall) -> Generation:
         prompt, branch, how = question.prompt, question.branch, question.sampling
         sampling = SamplingParams(
             temperature=how.temperature,
@@ -295,7 +321,7 @@ class Session:
             max_tokens=min(question.request.max_tokens, self._policy.context_length - len(prompt.ids)),
             stop_ids=self._codec.chat.stop_ids,
             seed=how.seed,
-            barred_ids=barred_ids(self._policy.tokenizer.vision),
+            suppressed_ids=image_token_ids(self._policy.tokenizer.vision),
         )
         running = asyncio.ensure_future(
             self._policy.generate(prompt.ids, sampling, rollout_id=branch.name, images=prompt.images)
@@ -305,9 +331,9 @@ class Session:
         try:
             return await running
         except BaseException as error:
-            if branch.tip is None:
+            if branch.last_call is None:
                 self._branches.remove(branch)
-                self._policy.forget(branch.name)
+                self._policy.release_rollout(branch.name)
             if isinstance(error, Exception):
                 self._log.failure = Failure.of(error)
             elif self._closed and not _is_cancelled():
@@ -317,20 +343,20 @@ class Session:
             branch.busy = False
             self._running.discard(running)
 
-    def _taped(self, exchange: Exchange, pending: Pending) -> Place:
+    def _record_tokens(self, exchange: ModelCall, pending: UnrecordedAnswer) -> TokenSpan:
         branch = exchange.branch
-        if branch.tip is not None and branch.tip is not exchange.parent:
+        if branch.last_call is not None and branch.last_call is not exchange.parent:
             branch = self._new_branch()  # another answer was faster
-        before = branch.tip.place if branch.tip is not None else None
-        branch.tape.follow(pending.prompt)
-        branch.tape.prompt()
-        place = branch.tape.sampled(pending.answer.generation)
+        before = branch.last_call.place if branch.last_call is not None else None
+        branch.recorder.continue_or_begin(pending.prompt)
+        branch.recorder.prompt_ids()
+        place = branch.recorder.append_sampled(pending.answer.generation)
         known = before.stop if before is not None and before.sequence == place.sequence else 0
         self._allowance.record_bytes += _BYTES_A_TOKEN * (place.stop - known) - _waiting_bytes(pending)
-        branch.tip, exchange.branch = exchange, branch
+        branch.last_call, exchange.branch = exchange, branch
         return place
 
-    def _record_results(self, parent: Exchange, new: Sequence[Message]) -> None:
+    def _record_results(self, parent: ModelCall, new: Sequence[Message]) -> None:
         """Note with a turn what the program answered its calls."""
         turns = self.trajectory.turns
         if parent.turn is None or turns[parent.turn].results:
@@ -358,35 +384,35 @@ class Session:
             return FinishReason.WALL_TIME  # the program, or who runs it, did not wait for an answer
         return FinishReason.ANSWERED if turns[-1].stopped else FinishReason.LENGTH
 
-    def _branch_after(self, parent: Exchange | None) -> Branch:
-        if parent is not None and parent.branch.tip is parent and not parent.branch.busy:
+    def _branch_after(self, parent: ModelCall | None) -> SequenceBranch:
+        if parent is not None and parent.branch.last_call is parent and not parent.branch.busy:
             return parent.branch
         return self._new_branch()
 
-    def _new_branch(self) -> Branch:
+    def _new_branch(self) -> SequenceBranch:
         rollout_id = self.trajectory.rollout_id
         name = f"{rollout_id}/{self._named}" if self._named else rollout_id
         self._named += 1
-        tape = Tape(
+        tape = TokenRecorder(
             self.trajectory.sequences,
             max_tokens=self._policy.context_length,
             stop_ids=self._codec.chat.stop_ids,
-            barred_ids=barred_ids(self._policy.tokenizer.vision),
+            barred_ids=image_token_ids(self._policy.tokenizer.vision),
         )
-        self._branches.append(Branch(name, tape))
+        self._branches.append(SequenceBranch(name, tape))
         return self._branches[-1]
 
     def _require_open(self) -> None:
         if self._closed:
-            raise Refusal(f"The rollout {self.trajectory.rollout_id!r} is finished.", status=409, code="finished")
+            raise RequestError(f"The rollout {self.trajectory.rollout_id!r} is finished.", status=409, code="finished")
 
 
-def _exchange(question: Question, answer: ModelAnswer, seconds: float) -> Exchange:
+def _exchange(question: PreparedCall, answer: ModelAnswer, seconds: float) -> ModelCall:
     request = question.request
-    (with_answer,) = extended(request.hashes[-1], [answer.message])
-    return Exchange(
+    (with_answer,) = extend_hashes(request.hashes[-1], [answer.message])
+    return ModelCall(
         parent=question.parent,
-        new=request.conversation[question.known :],
+        new_messages=request.conversation[question.known :],
         message=answer.message,
         calls=answer.calls,
         asked_hash=request.hashes[-1],
@@ -394,11 +420,11 @@ def _exchange(question: Question, answer: ModelAnswer, seconds: float) -> Exchan
         length=len(request.conversation) + 1,
         follows=question.follows,
         branch=question.branch,
-        pending=Pending(question.prompt, answer, question.sampling, seconds),
+        pending=UnrecordedAnswer(question.prompt, answer, question.sampling, seconds),
     )
 
 
-def _waiting_bytes(pending: Pending | None) -> int:
+def _waiting_bytes(pending: UnrecordedAnswer | None) -> int:
     """What an answer takes that is not on the record yet."""
     if pending is None:
         return 0

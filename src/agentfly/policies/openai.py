@@ -9,7 +9,7 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeGuard
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     APIMalformed,
     APIRefused,
     ConfigError,
@@ -18,16 +18,15 @@ from agentfly.errors import (
     PromptTooLong,
     TokenInvariantError,
     UsageError,
-    did_you_mean,
+    suggest_name,
     type_of,
 )
-from agentfly.messages import Message, ToolCall, with_images_apart
+from agentfly.core.messages import Message, ToolCall, move_tool_images_to_user_messages
 from agentfly.policies.policy import ChatGeneration, SamplingParams
-from agentfly.resources.apis.api import ModelAPI
-from agentfly.resources.apis.client import ModelClient
-from agentfly.resources.apis.completion import ChatCompletion, FunctionCall, Json, read_json, read_models
-from agentfly.resources.apis.spec import ModelAPISpec
 from agentfly.resources.credentials import Credentials
+from agentfly.resources.model_api.client import ModelClient
+from agentfly.resources.model_api.model_api import ModelAPI, ModelAPISpec
+from agentfly.resources.model_api.responses import ChatCompletion, FunctionCall, Json, read_json, read_models
 
 _TOO_LONG = re.compile(
     r"context[ _](length|window|size)|maximum (model|input|context) length|prompt is too long|exceed_context|"
@@ -161,7 +160,7 @@ class OpenAIPolicy:
             ModelAPIError: it cannot be asked for its models.
         """
         if self._find_model or self._token_ids is None:
-            await self._look_around()
+            await self._discover_endpoint()
         api = ModelAPI(self._spec, f"policy:{self._spec.model}")
         await api.start()
         self._api = api
@@ -174,7 +173,7 @@ class OpenAIPolicy:
         if api is not None:
             await api.release()
 
-    async def _look_around(self) -> None:
+    async def _discover_endpoint(self) -> None:
         """Ask the endpoint for its models: which there are, and whether it is vLLM that serves them."""
         spec = self._spec
         credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
@@ -246,7 +245,7 @@ class OpenAIPolicy:
         return ChatGeneration(
             content=completion.text or str(said.get("refusal") or ""),
             calls=() if finish == "length" else tuple(map(_tool_call, completion.tool_calls)),
-            finish=finish,
+            finish_reason=finish,
             reasoning=reasoning if isinstance(reasoning, str) else None,
             prompt_ids=prompt_ids,
             ids=ids,
@@ -261,7 +260,7 @@ def _wire_messages(messages: Sequence[Message], *, send_reasoning: bool) -> Iter
 
     A tool message can only hold text there, so the images of tool results follow in a message of the user.
     """
-    for message in with_images_apart(messages):
+    for message in move_tool_images_to_user_messages(messages):
         wire: dict[str, Any] = {name: value for name, value in message.items() if name != "reasoning_content"}
         if send_reasoning and "reasoning_content" in message:
             wire["reasoning_content"] = message["reasoning_content"]
@@ -346,7 +345,7 @@ def _require_fields(settings: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(ModelAPISpec) if field.name not in ("base_url", "model")]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"OpenAIPolicy has no setting {name!r}. {did_you_mean(name, known)}")
+            raise ConfigError(f"OpenAIPolicy has no setting {name!r}. {suggest_name(name, known)}")
 
 
 def _fields_of(spec: ModelAPISpec) -> dict[str, Any]:

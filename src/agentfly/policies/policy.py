@@ -1,4 +1,12 @@
-"""Policy: what samples tokens from token ids. The rollout layer knows policies by this protocol only."""
+"""Vision: which tokens a model sees in place of an image.
+
+Policy: what samples tokens from token ids. The rollout layer knows policies by this protocol only.
+
+Vocabulary: which ids a model must never sample.
+
+The output layer of a model often has more rows than its tokenizer has tokens, because matrices of round sizes are
+faster. An id of such padding is no text: nobody would see it in what the model said.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,38 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from agentfly.durations import is_number, is_whole, require_number, require_whole
-from agentfly.errors import ConfigError
-from agentfly.images import PlacedImage
-from agentfly.json_values import Brief
-from agentfly.messages import Message, ToolCall
-from agentfly.policies.vision import Vision
+from agentfly.core.errors import ConfigError
+from agentfly.core.json_values import Brief
+from agentfly.core.messages import Image, Message, PlacedImage, ToolCall
+from agentfly.core.numbers import is_finite_number, is_whole, require_number, require_whole
+
+
+class Vision(Protocol):
+    """How a model that sees images is shown them: as placeholder tokens, whose places its image encoder fills."""
+
+    @property
+    def placeholder(self) -> str:
+        """The control token that the model's chat template writes once for each image."""
+        ...
+
+    @property
+    def reserved_ids(self) -> Collection[int]:
+        """The ids that only images may have, so that a model must never sample them."""
+        ...
+
+    def ids(self, image: Image) -> Sequence[int]:
+        """What stands in place of the template's placeholder for one image: as many ids as the encoder fills.
+
+        Raises:
+            UsageError: it is no picture that can be read.
+            PrerequisiteError: what reads images is not installed, or the model lacks its settings.
+        """
+        ...
+
+
+def image_token_ids(vision: Vision | None) -> tuple[int, ...]:
+    """The ids that a model with this vision must not sample."""
+    return tuple(vision.reserved_ids) if vision is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +60,7 @@ class SamplingParams:
         max_tokens: limit on sampled tokens of one generation.
         stop_ids: token ids that end a generation; the one that was sampled is returned as the last id.
         seed: makes one generation repeatable where the policy can; None draws from the policy's own generator.
-        barred_ids: token ids that are never sampled, for instance those that stand for images.
+        suppressed_ids: token ids that are never sampled, for instance those that stand for images.
         priority: where generations have to wait for one another, those of a higher one go first, if the policy can do
             that. It changes nothing of what is sampled.
 
@@ -40,12 +74,12 @@ class SamplingParams:
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
-    barred_ids: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
     priority: int = 0
 
     def __post_init__(self) -> None:
         require_number("SamplingParams", least=0, temperature=self.temperature)
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (is_finite_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"SamplingParams(top_p={self.top_p!r}): it must be a number above 0 and at most 1.")
         require_whole("SamplingParams", least=0, top_k=self.top_k)
         require_whole("SamplingParams", max_tokens=self.max_tokens)
@@ -64,7 +98,7 @@ class Generation(Brief):
         ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
         logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
             None where the policy cannot tell, which makes the trajectory untrainable. No id is one that no token has
-            (`agentfly.policies.vocabulary`).
+            (`agentfly.policies.policy`).
         finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
         version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
         raw_logprobs: per id, its log-prob at temperature 1, without cuts and bars; None where the policy cannot tell.
@@ -103,7 +137,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def token_ids(self) -> Collection[int]:
+    def vocabulary_ids(self) -> Collection[int]:
         """The ids that a token has. Models may have rows for more, which are padding and stand for no text."""
         ...
 
@@ -113,7 +147,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def greedy_tokens(self) -> dict[str, tuple[bool, bool]]:
+    def stripping_tokens(self) -> dict[str, tuple[bool, bool]]:
         """Control tokens that take the white space before or after them along, and which of the two; often none."""
         ...
 
@@ -132,7 +166,7 @@ class Tokenizer(Protocol):
         """Which tokens stand for an image; None where the model sees none."""
         ...
 
-    def render(
+    def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,
@@ -189,7 +223,7 @@ class Policy(Protocol):
         """
         ...
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         """The rollout has ended: whatever is kept for it may go."""
         ...
 
@@ -200,7 +234,7 @@ class Policy(Protocol):
     ) -> None: ...
 
 
-def generations_at_a_time(policy: Policy | ChatPolicy) -> int | None:
+def max_concurrent_generations_of(policy: Policy | ChatPolicy) -> int | None:
     """How many generations a policy makes at a time; None where it does not say.
 
     A policy says so by an attribute ``max_concurrent_generations``, a whole number or None.
@@ -209,7 +243,7 @@ def generations_at_a_time(policy: Policy | ChatPolicy) -> int | None:
     return said if isinstance(said, int) and said > 0 else None
 
 
-def token_limits_bind(policy: object) -> bool:
+def enforces_token_limits(policy: object) -> bool:
     """Whether an agent's limits on tokens are limits for a policy.
 
     They are made for the tokens of a model. A policy whose tokens are others, such as the bytes of a script, says so by
@@ -227,7 +261,7 @@ class ChatGeneration(Brief):
     Attributes:
         content: what was said, without thoughts and calls.
         calls: the tool calls, as the far side read them.
-        finish: ``stop`` if the model ended the turn itself, ``length`` if a limit cut it.
+        finish_reason: ``stop`` if the model ended the turn itself, ``length`` if a limit cut it.
         version: version of the policy's weights, 0 where nobody updates them.
         reasoning: the thoughts, where the far side tells them apart.
         prompt_ids, ids, logprobs: the exact tokens, where the far side tells them; without them the trajectory cannot
@@ -238,7 +272,7 @@ class ChatGeneration(Brief):
 
     content: str
     calls: tuple[ToolCall, ...]
-    finish: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"]
     version: int = 0
     reasoning: str | None = None
     prompt_ids: Sequence[int] | None = None
@@ -276,3 +310,15 @@ class ChatPolicy(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+def unsampleable_ids(tokenizer: Tokenizer, rows: int) -> tuple[int, ...]:
+    """The ids that a model must not sample: those that no token has, and those that only images have.
+
+    Args:
+        tokenizer: the model's.
+        rows: how many ids the model's output layer has a logit for.
+    """
+    known = tokenizer.vocabulary_ids
+    of_images = frozenset(image_token_ids(tokenizer.vision))
+    return tuple(token_id for token_id in range(rows) if token_id not in known or token_id in of_images)

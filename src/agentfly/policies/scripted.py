@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentfly.durations import is_number, require_whole
-from agentfly.errors import ConfigError, PolicyError, PromptTooLong
-from agentfly.images import Image, PlacedImage
-from agentfly.messages import Content, Message, text_of
+from agentfly.core.errors import ConfigError, PolicyError, PromptTooLong
+from agentfly.core.messages import Content, Image, Message, PlacedImage, text_of
+from agentfly.core.numbers import is_finite_number, require_whole
 from agentfly.policies.policy import Generation, SamplingParams
 
 Script = Callable[[str, int], str | Awaitable[str]]
@@ -37,7 +36,7 @@ class ByteTokenizer:
     """
 
     control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257, ByteVision.placeholder: 258}
-    greedy_tokens: dict[str, tuple[bool, bool]] = {}
+    stripping_tokens: dict[str, tuple[bool, bool]] = {}
     eos_ids = (257,)
     chat_template = "{# ChatML; tools and tool_calls, one a line as JSON #}"
 
@@ -48,7 +47,7 @@ class ByteTokenizer:
             self.vision = ByteVision()
 
     @property
-    def token_ids(self) -> range:
+    def vocabulary_ids(self) -> range:
         """The bytes, and the control tokens after them."""
         return range(max(self.control_tokens.values()) + 1)
 
@@ -63,7 +62,7 @@ class ByteTokenizer:
             characters = characters.replace(chr(control_id), token)
         return characters.encode("latin-1").decode("utf-8", errors="replace")
 
-    def render(
+    def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,
@@ -121,7 +120,7 @@ class ScriptedPolicy:
                     f"ScriptedPolicy({script!r:.100}): it must be a list of texts, one for each turn, or a function of "
                     "prompt and turn."
                 )
-        if not callable(seconds) and not (is_number(seconds) and seconds >= 0):
+        if not callable(seconds) and not (is_finite_number(seconds) and seconds >= 0):
             raise ConfigError(
                 f"ScriptedPolicy(seconds={seconds!r}): it must be a finite number of at least 0, or a function of "
                 "rollout id and turn."
@@ -130,7 +129,7 @@ class ScriptedPolicy:
         self.tokenizer = ByteTokenizer(sees=sees)
         self.context_length = context_length
         self.version = 0
-        self.unmetered = not limited
+        self.ignores_token_limits = not limited
         self._script = script
         self._seconds = seconds
         self._turns: dict[str, int] = {}
@@ -158,7 +157,7 @@ class ScriptedPolicy:
         finish: Literal["stop", "length"] = "stop" if len(cut) == len(ids) else "length"
         return Generation(cut, [0.0] * len(cut), finish, self.version, [0.0] * len(cut))
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         """Forget which turn the rollout had come to."""
         self._turns.pop(rollout_id, None)
 

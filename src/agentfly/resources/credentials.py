@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import quote
 
-from agentfly.errors import ConfigError, PrerequisiteError
+from agentfly.core.errors import ConfigError, PrerequisiteError
 
 REDACTED = b"[secret]"
 
-LEAST_SECRET = 8
+MIN_SECRET_LENGTH = 8
 """Characters of the shortest text that is taken for a secret. Servers that want no key get one such as ``EMPTY``, which
 may stand in any text."""
 
@@ -31,7 +31,7 @@ WIRE_LOGGERS = (
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token (RFC 9110, section 5.6.2)
-_THE_PROTOCOLS = (
+_RESERVED_HEADERS = (
     "accept",
     "accept-encoding",
     "connection",
@@ -40,7 +40,7 @@ _THE_PROTOCOLS = (
     "host",
     "transfer-encoding",
 )
-_LONG = 24  # a name in lower case that is longer is rather a key
+_MAX_LOWERCASE_NAME = 24  # a name in lower case that is longer is rather a key
 
 
 class Credentials:
@@ -60,7 +60,7 @@ class Credentials:
         """
         self._headers = dict(headers or {})
         hidden = {*secrets} or {*self._headers.values()}
-        forms = {form for secret in hidden if len(secret) >= LEAST_SECRET for form in _forms(secret)}
+        forms = {form for secret in hidden if len(secret) >= MIN_SECRET_LENGTH for form in _encodings_of(secret)}
         self._secrets = sorted((form.encode() for form in forms), key=len, reverse=True)
 
     @classmethod
@@ -155,12 +155,12 @@ def _read(variable: str, header: str) -> str:
     return secret
 
 
-def _forms(secret: str) -> set[str]:
+def _encodings_of(secret: str) -> set[str]:
     """How a secret may be written in an answer."""
     return {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
 
 
-def settle_credentials(spec: Any) -> None:
+def normalize_credentials(spec: Any) -> None:
     """Give a spec's ``headers_env`` one form, and see that what should name a variable is not what it should hold.
 
     The spec has a field ``api_key_env`` too.
@@ -190,7 +190,7 @@ def settle_credentials(spec: Any) -> None:
 
 
 def _require_headers(where: str, names: list[str], *, has_key: bool) -> None:
-    taken = [*_THE_PROTOCOLS, *(["authorization"] if has_key else [])]
+    taken = [*_RESERVED_HEADERS, *(["authorization"] if has_key else [])]
     for name in names:
         if not _HEADER.fullmatch(name) or name in taken or names.count(name) > 1:
             raise ConfigError(
@@ -202,4 +202,4 @@ def _require_headers(where: str, names: list[str], *, has_key: bool) -> None:
 def _is_variable(name: object) -> bool:
     if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
         return False
-    return name.isupper() or len(name) < _LONG
+    return name.isupper() or len(name) < _MAX_LOWERCASE_NAME

@@ -1,10 +1,15 @@
-"""Resource: a live instance of a spec."""
+"""Resource: a live instance of a spec.
+
+Scope: how long a lease lasts.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+
+from agentfly.core.errors import UsageError
 
 
 class Status(StrEnum):
@@ -109,3 +114,15 @@ class Resource(ABC):
         `start` and again after it. The kind's registered ``reap`` function gets it back.
         """
         return {}
+
+
+class Scope(StrEnum):
+    """How long a lease lasts."""
+
+    CALL = "call"  # this tool call
+    ROLLOUT = "rollout"  # until the rollout ends
+    GLOBAL = "global"  # shared by many owners, until the engine closes or it idles out
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise UsageError(f"scope={value!r}: write one of {', '.join(repr(scope.value) for scope in cls)}.")

@@ -1,18 +1,56 @@
-"""ResourceSpec: a frozen, typed description of something that a tool or reward needs."""
+"""What makes two specs the same: equal values of the same types, however deep they lie.
+
+ResourceSpec: a frozen, typed description of something that a tool or reward needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from datetime import datetime, time
+from decimal import Decimal
 from numbers import Integral
 from typing import Any, Generic, Literal, Self, TypeVar
 
-from agentfly.durations import is_duration, is_number
-from agentfly.errors import ConfigError, did_you_mean
-from agentfly.resources.byte_size import parse_bytes
+from agentfly.core.errors import ConfigError, suggest_name
+from agentfly.core.numbers import is_duration, is_finite_number, parse_byte_size
 from agentfly.resources.resource import Resource
-from agentfly.resources.spec_identity import typed_key
-from agentfly.resources.variables import repr_without_values
+from agentfly.resources.variables import repr_without_env_values
+
+_BY_REPR = (float, complex, Decimal, datetime, time)
+"""Types of which different values are equal, such as -0.0 and 0.0, or the same moment in two time zones."""
+
+
+def typed_key(value: Any) -> Hashable:
+    """A key that is equal for two values only if their types are equal too.
+
+    ``1``, ``1.0`` and ``True`` are equal to Python, and so are tuples of them. To what they are passed to they may be
+    three different things. What lies in tuples, frozen sets and dataclasses is told apart as well; of other objects,
+    the type and their own equality count. A value that cannot be hashed makes a key that cannot be hashed.
+    """
+    kind = type(value)
+    if isinstance(value, tuple):
+        return (kind, *map(typed_key, value))
+    if isinstance(value, frozenset):
+        return (kind, frozenset(map(typed_key, value)))
+    if kind in _BY_REPR:
+        return (kind, repr(value))
+    params = None if isinstance(value, type) else getattr(value, "__dataclass_params__", None)
+    if params is not None and params.eq:
+        return (kind, value, *_typed_fields(value))
+    return (kind, value)
+
+
+def _typed_fields(value: Any) -> Iterator[Hashable]:
+    """The fields that its own equality compares, without those that it takes care of hashing itself."""
+    for field in fields(value):
+        key = typed_key(getattr(value, field.name)) if field.compare else None
+        try:
+            hash(key)
+        except TypeError:
+            continue
+        yield key
+
 
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
@@ -23,7 +61,7 @@ class ResourceSpec(Generic[R_co]):
 
     Two specs that differ in any field never share an instance, and values of different types differ: ``1``, ``1.0``
     and ``True`` are three arguments. A new kind of resource is a subclass of this, a subclass of `Resource`, and a call
-    of `agentfly.resources.registry.register`.
+    of `agentfly.resources.kind.register`.
 
     Args:
         capacity: the most instances alive at once, counting those that start, reset or stop.
@@ -80,7 +118,7 @@ class ResourceSpec(Generic[R_co]):
             )
         for name in named:
             if name not in known:
-                raise ConfigError(f"{cls.__name__} has no field {name!r}. {did_you_mean(name, known)}")
+                raise ConfigError(f"{cls.__name__} has no field {name!r}. {suggest_name(name, known)}")
         if missing := [name for name in cls._required() if name not in named]:
             written = ", ".join(f"{name}=…" for name in missing)
             raise ConfigError(f"{cls.__name__} needs {' and '.join(missing)}. Write {cls.__name__}({written}).")
@@ -99,7 +137,7 @@ class ResourceSpec(Generic[R_co]):
             cls.__hash__ = ResourceSpec.__hash__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return repr_without_values(self)
+        return repr_without_env_values(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -134,19 +172,19 @@ class ResourceSpec(Generic[R_co]):
         return [one.name for one in fields(cls) if one.init and one.default is one.default_factory is MISSING]
 
     def __post_init__(self) -> None:
-        self._require_whole("capacity", least=1)
-        self._require_whole("warm", least=0)
+        self._require_int("capacity", least=1)
+        self._require_int("warm", least=0)
         if self.warm > self.capacity:
-            raise self._wrong("warm", f"no more can be kept ready than the capacity of {self.capacity}")
-        self._require_whole("replicas", least=1)
+            raise self._field_error("warm", f"no more can be kept ready than the capacity of {self.capacity}")
+        self._require_int("replicas", least=1)
         if self.replicas > self.capacity:
-            raise self._wrong("replicas", f"no more can be alive than the capacity of {self.capacity}")
+            raise self._field_error("replicas", f"no more can be alive than the capacity of {self.capacity}")
         for name in ("max_concurrency", "max_uses"):
             if getattr(self, name) is not None:
-                self._require_whole(name, least=1, otherwise=", or None for no limit")
+                self._require_int(name, least=1, otherwise=", or None for no limit")
         for name in ("cpus", "gpus"):
-            if not (is_number(value := getattr(self, name)) and value >= 0):
-                raise self._wrong(name, "write a number of at least 0, without quotes")
+            if not (is_finite_number(value := getattr(self, name)) and value >= 0):
+                raise self._field_error(name, "write a number of at least 0, without quotes")
         for name in ("prepare_timeout_s", "start_timeout_s", "reset_timeout_s", "release_timeout_s"):
             self._require_seconds(name)
         for name in ("idle_timeout_s", "check_interval_s"):
@@ -157,42 +195,42 @@ class ResourceSpec(Generic[R_co]):
         self._require_one_of("idle", "run", "freeze")
         self._require_size("memory")
 
-    def _require_whole(self, name: str, *, least: int, otherwise: str = "") -> None:
+    def _require_int(self, name: str, *, least: int, otherwise: str = "") -> None:
         value = getattr(self, name)
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise self._wrong(name, f"write a whole number of at least {least}, without quotes{otherwise}")
+            raise self._field_error(name, f"write a whole number of at least {least}, without quotes{otherwise}")
 
     def _require_seconds(self, name: str, *, otherwise: str = "") -> None:
         if not is_duration(getattr(self, name)):
-            raise self._wrong(name, f"write a number of seconds above 0, without quotes{otherwise}")
+            raise self._field_error(name, f"write a number of seconds above 0, without quotes{otherwise}")
 
     def _require_size(self, name: str) -> int:
         """Bytes of a field that is a size."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, Integral | str):
-            raise self._wrong(name, "write a text such as '512MiB', or a whole number of bytes without quotes")
+            raise self._field_error(name, "write a text such as '512MiB', or a whole number of bytes without quotes")
         try:
-            return parse_bytes(value if isinstance(value, str) else int(value))
+            return parse_byte_size(value if isinstance(value, str) else int(value))
         except ConfigError as error:
-            raise self._wrong(name, f"that {str(error).removeprefix(repr(value)).strip(' .')}") from None
+            raise self._field_error(name, f"that {str(error).removeprefix(repr(value)).strip(' .')}") from None
 
-    def _require_text(self, name: str) -> None:
+    def _require_str(self, name: str) -> None:
         if not isinstance(getattr(self, name), str):
-            raise self._wrong(name, "write a text, in quotes")
+            raise self._field_error(name, "write a text, in quotes")
 
     def _require_one_of(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:
             *others, last = map(repr, choices)
-            raise self._wrong(name, f"write {', '.join(others)} or {last}")
+            raise self._field_error(name, f"write {', '.join(others)} or {last}")
 
-    def _settle_tuple(self, name: str) -> None:
+    def _normalize_tuple(self, name: str) -> None:
         """Keep a field that was given as a list as a tuple, which can be hashed."""
         given = getattr(self, name)
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-            raise self._wrong(name, f"write a tuple; for a single one, {name}=({given!r},)")
+            raise self._field_error(name, f"write a tuple; for a single one, {name}=({given!r},)")
         object.__setattr__(self, name, tuple(given))
 
-    def _wrong(self, name: str, cure: str) -> ConfigError:
+    def _field_error(self, name: str, cure: str) -> ConfigError:
         return ConfigError(f"{type(self).__name__}({name}={getattr(self, name)!r}): {cure}.")
 
     @property
@@ -209,12 +247,12 @@ class ResourceSpec(Generic[R_co]):
         return None
 
     @property
-    def is_recreated(self) -> bool:
+    def is_single_use(self) -> bool:
         """Whether each owner gets an instance of its own, except of shared ones."""
         return self.reuse == "recreate"
 
     @property
-    def start_places(self) -> int:
+    def start_weight(self) -> int:
         """How many of the engine's places for starts one takes: more for what keeps a processor or a daemon busy.
 
         An engine that is told how many may start at once (``max_concurrent_starts``) counts each start as one.
@@ -222,11 +260,11 @@ class ResourceSpec(Generic[R_co]):
         return 1
 
     @property
-    def owners_at_once(self) -> int | None:
+    def max_owners(self) -> int | None:
         """How many owners may hold one ``global`` instance at a time: `max_concurrency`, unless the kind says else."""
         return self.max_concurrency
 
     @property
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
-        return parse_bytes(self.memory)
+        return parse_byte_size(self.memory)

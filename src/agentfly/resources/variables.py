@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-from agentfly.errors import ConfigError, type_of
+from agentfly.core.errors import ConfigError, type_of
 
-Variables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
+EnvironmentVariables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
 """A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
 
 
-def settle_variables(spec: Any) -> None:
+def normalize_env(spec: Any) -> None:
     """Give a spec's ``env`` its one form, so that specs that mean the same are equal.
 
     Raises:
@@ -39,7 +39,7 @@ def settle_variables(spec: Any) -> None:
     object.__setattr__(spec, "env", tuple(sorted(variables.items())))
 
 
-PASSED_ON = frozenset(
+INHERITED_VARIABLES = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "LANGUAGE"),
         *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
@@ -49,12 +49,12 @@ PASSED_ON = frozenset(
 """What programs and interpreters need in order to be found and to start; further ``LC_…``, for the locale."""
 
 
-def basic_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def minimal_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a process is given of this one's environment that is not to have the secrets in it."""
-    return {name: value for name, value in environment.items() if name in PASSED_ON or name.startswith("LC_")}
+    return {name: value for name, value in environment.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
 
 
-def repr_without_values(spec: Any) -> str:
+def repr_without_env_values(spec: Any) -> str:
     """A spec as text, with the names of its variables and without their values, which may be secrets."""
     shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.repr}
     if "env" in shown:

@@ -1,4 +1,7 @@
-"""Admission: when the next rollout may begin."""
+"""Concurrency: how many rollouts run at a time, and what holds back those that wait to begin.
+
+Admission: when the next rollout may begin.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,151 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
-from agentfly.resources.scope import Scope
+from agentfly.resources.resource import Scope
 from agentfly.resources.spec import ResourceSpec
-from agentfly.rollouts.concurrency import ConcurrencyMeter, Obstacle, limit_by_memory
+
+MAX_ROLLOUTS = 4096
+"""How many rollouts run at a time at most, where nobody says so and memory allows it."""
+
+ROLLOUT_BYTES = 2**20
+"""What a rollout is taken to hold: its tokens, with their log-probs, and its messages. 32,000 tokens take 0.8 MB."""
+
+MEMORY_SHARE = 0.5
+"""The share of the memory that is free which rollouts may be taken to hold."""
 
 
-class Source(Protocol):
+class BlockReason(StrEnum):
+    """What keeps the next rollout from beginning."""
+
+    LIMIT = "limit"  # as many run as may
+    POLICY = "policy"  # it makes as many generations as it can
+    RESOURCES = "resources"  # rollouts wait for them already
+
+
+@dataclass(frozen=True)
+class ConcurrencyStats:
+    """How many rollouts ran, over some time.
+
+    Attributes:
+        seconds: how long that was.
+        rollout_seconds: the seconds of all rollouts together that ran in it.
+        generation_seconds: the seconds of all generations together, waiting for the policy included.
+        blocked_seconds: by obstacle, how long it kept rollouts from beginning that waited to.
+    """
+
+    seconds: float = 0.0
+    rollout_seconds: float = 0.0
+    generation_seconds: float = 0.0
+    blocked_seconds: Mapping[BlockReason, float] = field(default_factory=dict)
+
+    def __sub__(self, before: ConcurrencyStats) -> ConcurrencyStats:
+        return ConcurrencyStats(
+            self.seconds - before.seconds,
+            self.rollout_seconds - before.rollout_seconds,
+            self.generation_seconds - before.generation_seconds,
+            {one: seconds - before.blocked_seconds.get(one, 0.0) for one, seconds in self.blocked_seconds.items()},
+        )
+
+    def blocked_fraction(self, obstacle: BlockReason) -> float:
+        """The share of the time in which an obstacle kept rollouts from beginning."""
+        return self.blocked_seconds.get(obstacle, 0.0) / self.seconds if self.seconds > 0 else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the time, and the shares of it in which rollouts were held back, by what."""
+        if self.seconds <= 0:
+            return {}
+        return {
+            "concurrency/rollouts": self.rollout_seconds / self.seconds,
+            "concurrency/generations": self.generation_seconds / self.seconds,
+            "concurrency/held_by_limit": self.blocked_fraction(BlockReason.LIMIT),
+            "concurrency/held_by_policy": self.blocked_fraction(BlockReason.POLICY),
+            "concurrency/held_by_resources": self.blocked_fraction(BlockReason.RESOURCES),
+        }
+
+
+class ConcurrencyMeter:
+    """Adds up how many rollouts run, and what holds others back.
+
+    Args:
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = self._last = clock()
+        self._rollouts = self._generations = 0
+        self._obstacle: BlockReason | None = None
+        self._rollout_seconds = 0.0
+        self._generation_times = 0.0  # those of ends less those of begins
+        self._held = dict.fromkeys(BlockReason, 0.0)
+        self.peak = 0
+        """How many rollouts ran at a time at most."""
+
+    def begin_generation(self) -> None:
+        """A generation begins."""
+        self._generation_times -= self._clock()
+        self._generations += 1
+
+    def end_generation(self) -> None:
+        """A generation has ended."""
+        self._generation_times += self._clock()
+        self._generations -= 1
+
+    def update(self, rollouts: int, obstacle: BlockReason | None) -> None:
+        """From now on so many rollouts run, and the next is kept from beginning by this."""
+        self._add_up()
+        self._rollouts, self._obstacle = rollouts, obstacle
+        if rollouts > self.peak:
+            self.peak = rollouts
+
+    def read(self) -> ConcurrencyStats:
+        """What came together so far."""
+        self._add_up()
+        generation_seconds = self._generation_times + self._generations * self._last
+        return ConcurrencyStats(self._last - self._began, self._rollout_seconds, generation_seconds, dict(self._held))
+
+    def _add_up(self) -> None:
+        now = self._clock()
+        passed, self._last = now - self._last, now
+        self._rollout_seconds += passed * self._rollouts
+        if self._obstacle is not None:
+            self._held[self._obstacle] += passed
+
+
+def limit_by_memory() -> int:
+    """How many rollouts may run at a time where nobody says so: `MAX_ROLLOUTS`, or fewer where memory is short."""
+    available = _available_bytes()
+    if available is None:
+        return MAX_ROLLOUTS
+    return max(64, min(MAX_ROLLOUTS, int(available * MEMORY_SHARE) // ROLLOUT_BYTES))
+
+
+def _available_bytes() -> int | None:
+    """The memory that this process may still take: the machine's, or its control group's if that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        available = min(available, max(left, 0))
+    return available
+
+
+class RolloutSource(Protocol):
     """Where rollouts that want to begin come from, in their order."""
 
     @property
@@ -29,7 +168,7 @@ class Source(Protocol):
         """Whether there is one to begin, as far as is known."""
         ...
 
-    def begin_next(self, guest: Guest) -> bool:
+    def begin_next(self, guest: AdmissionTicket) -> bool:
         """Begin the next rollout, as ``guest``, and return at once; False if there is none left."""
         ...
 
@@ -77,14 +216,14 @@ class Admission:
         self.max_concurrent = max_concurrent = limit_by_memory() if max_concurrent is None else max_concurrent
         self._running = 0
         self._arrivals = count()
-        self._places: dict[Source, int] = {}
-        self._waiting: list[tuple[int, int, Source]] = []
+        self._places: dict[RolloutSource, int] = {}
+        self._waiting: list[tuple[int, int, RolloutSource]] = []
         self._ahead: Counter[int] = Counter()
         self._limit: float = max_concurrent
         self._lines: Counter[tuple[ResourceSpec[Any], Scope]] = Counter()
         self._opening = False
 
-    def announce(self, source: Source) -> None:
+    def enqueue(self, source: RolloutSource) -> None:
         """A source has rollouts to begin. It keeps the place in line that it got when it first came."""
         place = self._places.get(source)
         if place is None:
@@ -94,7 +233,7 @@ class Admission:
             heapq.heappush(self._waiting, entry)
         self._open()
 
-    def forget(self, source: Source) -> None:
+    def remove(self, source: RolloutSource) -> None:
         """A source will have no more rollouts."""
         self._places.pop(source, None)
         self._waiting = [entry for entry in self._waiting if entry[2] is not source]
@@ -113,30 +252,30 @@ class Admission:
                     continue
                 if self._obstacle() is not None:
                     return
-                guest = Guest(self, source.priority)
+                guest = AdmissionTicket(self, source.priority)
                 if not source.begin_next(guest):
-                    guest.leave()
+                    guest.release()
                     self._waiting = [entry for entry in self._waiting if entry[2] is not source]
                     heapq.heapify(self._waiting)
         finally:
             self._opening = False
             self._note()
 
-    def _obstacle(self) -> Obstacle | None:
+    def _obstacle(self) -> BlockReason | None:
         """What keeps the first who waits from beginning."""
         priority = self._waiting[0][2].priority
         at_policy = _of_at_least(priority, self._at_policy)
         if self._running >= self.max_concurrent:
-            return Obstacle.POLICY if at_policy >= self._generations else Obstacle.LIMIT
+            return BlockReason.POLICY if at_policy >= self._generations else BlockReason.LIMIT
         if at_policy >= self._policy_places:
-            return Obstacle.POLICY
+            return BlockReason.POLICY
         if _of_at_least(priority, self._ahead) + 1 > self._limit:
-            return Obstacle.RESOURCES
+            return BlockReason.RESOURCES
         return None
 
     def _note(self) -> None:
         obstacle = self._obstacle() if self._waiting and self._waiting[0][2].waits else None
-        self.meter.note(self._running, obstacle)
+        self.meter.update(self._running, obstacle)
 
     def _join(self, specs: tuple[ResourceSpec[Any], ...], scope: Scope) -> None:
         for spec in specs:
@@ -154,7 +293,7 @@ class Admission:
         self._open()
 
 
-class Guest:
+class AdmissionTicket:
     """A rollout that has been let in, until it leaves.
 
     Attributes:
@@ -168,12 +307,12 @@ class Guest:
         self._is_ahead = False
         self._inside = True
         self._is_new = True  # and will be at the policy in a moment
-        self.generation = _Generation(self)
+        self.generation = _GenerationScope(self)
         admission._running += 1
         admission._at_policy[priority] += 1
         self._go_ahead(True)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The rollout has ended; leaving again does nothing."""
         if self._inside:
             self._inside = False
@@ -185,7 +324,7 @@ class Guest:
             self._admission._open()
 
     @contextmanager
-    def notice(self, specs: tuple[ResourceSpec[Any], ...], scope: Scope) -> Iterator[None]:
+    def waiting_for_resources(self, specs: tuple[ResourceSpec[Any], ...], scope: Scope) -> Iterator[None]:
         """Within the block the rollout waits for resources; it may be served at once."""
         self._waits += 1
         self._go_ahead(True)
@@ -221,12 +360,12 @@ class Guest:
             self._admission._ahead[self._priority] += 1 if ahead else -1
 
 
-class _Generation(AbstractContextManager[None]):
+class _GenerationScope(AbstractContextManager[None]):
     """A block in which a rollout has the policy make a generation."""
 
     __slots__ = ("_guest",)
 
-    def __init__(self, guest: Guest) -> None:
+    def __init__(self, guest: AdmissionTicket) -> None:
         self._guest = guest
 
     def __enter__(self) -> None:
@@ -249,4 +388,4 @@ def _places(spec: ResourceSpec[Any], scope: Scope) -> float:
     """How many can have something of a spec at a time."""
     if scope is not Scope.GLOBAL:
         return spec.capacity
-    return math.inf if spec.owners_at_once is None else spec.replicas * spec.owners_at_once
+    return math.inf if spec.max_owners is None else spec.replicas * spec.max_owners

@@ -1,14 +1,119 @@
-"""Backlog: the rollouts of a batch that have not begun."""
+"""Group: the attempts of a batch at one task.
+
+Foresight: what the next tasks will need is prepared for while the ones before them run.
+
+Backlog: the rollouts of a batch that have not begun.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, field, replace
 
-from agentfly.rollouts.foresight import AHEAD
-from agentfly.rollouts.group import Group
-from agentfly.run_directory import whole_number
-from agentfly.task import Row, Task, as_task
+from agentfly.core.errors import Boundary
+from agentfly.core.run_directory import whole_number
+from agentfly.core.task import Row, Task, as_task
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory
+from agentfly.rollouts.rollout import RunnerDependencies
+
+
+@dataclass(eq=False, slots=True)
+class AttemptGroup:
+    """The attempts at one task: those that wait, run, and have ended.
+
+    Attributes:
+        group_id: its name.
+        task: the task.
+        occurrence: how many groups of the batch were about a task of the same id before this one.
+        attempts: how many attempts there are to be.
+        begun: how many of them have begun.
+        ended: what came of those that have ended, in the order of their ends.
+        cancelled: whether it was cancelled: no further attempt begins, and those that run end.
+        scored: how many attempts were scored as a group in an earlier run.
+        partly_delivered: whether a trajectory was handed out alone.
+    """
+
+    group_id: str
+    task: Task
+    occurrence: int
+    attempts: int
+    begun: int = 0
+    ended: list[Trajectory] = field(default_factory=list)
+    cancelled: bool = False
+    scored: int = 0
+    partly_delivered: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """How many attempts have still to begin."""
+        return 0 if self.cancelled else self.attempts - self.begun
+
+    @property
+    def settled(self) -> bool:
+        """Whether no attempt waits or runs."""
+        return not self.waiting and len(self.ended) == self.begun
+
+    @property
+    def complete(self) -> bool:
+        """Whether every attempt has come to its own end, none cut off by a cancellation."""
+        finishes = [trajectory.finish for trajectory in self.ended]
+        return len(finishes) == self.attempts and FinishReason.CANCELLED not in finishes
+
+    @property
+    def by_attempt(self) -> list[Trajectory]:
+        """What came of the attempts that have ended, in the order of the attempts."""
+        return sorted(self.ended, key=lambda trajectory: trajectory.attempt)
+
+    def begin(self) -> Trajectory:
+        """The record of the next attempt, which begins."""
+        attempt = self.begun
+        self.begun += 1
+        return Trajectory(f"{self.group_id}.{attempt}", self.group_id, self.task, attempt)
+
+    def cancel_ended(self) -> int:
+        """The attempts, which have ended, are not wanted any more; how many were sound until then.
+
+        They become copies, so that scoring which takes no notice writes into nothing that is still looked at.
+        """
+        sound = [trajectory for trajectory in self.ended if not trajectory.infrastructure_failed]
+        self.ended = [
+            replace(one, finish=FinishReason.CANCELLED, reward=None) if not one.infrastructure_failed else replace(one)
+            for one in self.ended
+        ]
+        return len(sound)
+
+    def mark_unscored(self, error: BaseException) -> None:
+        """The attempts could not be scored together, for ``error``."""
+        for trajectory in self.ended:
+            trajectory.reward = None
+            trajectory.reward_failure = trajectory.reward_failure or Failure.of(error, Boundary.REWARD)
+
+
+logger = logging.getLogger(__name__)
+
+PREFETCH_TASKS = 8
+"""Tasks that are prepared for beyond the one whose rollout begins: enough to keep fetching, too few to fill a disk."""
+
+
+class Prefetcher:
+    """Has the engine prefetch what tools and reward have declared for tasks whose turn comes soon.
+
+    Args:
+        around: what all rollouts share.
+    """
+
+    def __init__(self, around: RunnerDependencies) -> None:
+        self._around = around
+
+    def prefetch(self, task: Task) -> None:
+        """The rollouts of a task will begin soon."""
+        try:
+            specs = self._around.resources_for(task)
+            self._around.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
+        except Exception as error:  # also of a user's own spec
+            logger.debug("Nothing is prefetched for task %s, whose rollouts will tell: %s", task.id, error)
 
 
 class Backlog:
@@ -24,7 +129,7 @@ class Backlog:
         self._label = label
         self._expect = expect
         self._sources: deque[tuple[Iterator[Row], int]] = deque()
-        self._read: deque[Group] = deque()
+        self._read: deque[AttemptGroup] = deque()
         self._numbers = first
         self._unwanted: set[int] = set()
         self._occurrences: Counter[str] = Counter()
@@ -44,7 +149,7 @@ class Backlog:
         elif self._unread is not None:
             self._unread += size * attempts
 
-    def group(self) -> Group | None:
+    def next_group(self) -> AttemptGroup | None:
         """The group whose next attempt comes next; None if nothing waits.
 
         Raises:
@@ -52,7 +157,7 @@ class Backlog:
             Exception: what the iterator raises.
         """
         while True:
-            while self._sources and len(self._read) <= AHEAD:
+            while self._sources and len(self._read) <= PREFETCH_TASKS:
                 self._read_one()
             if not self._read or self._read[0].waiting:
                 break
@@ -92,7 +197,7 @@ class Backlog:
         if self._unread is not None:
             self._unread -= attempts
         self._expect(task)
-        group = Group(f"{self._label}-{self._numbers}", task, self._occurrences[task.id], attempts)
+        group = AttemptGroup(f"{self._label}-{self._numbers}", task, self._occurrences[task.id], attempts)
         group.cancelled = self._numbers in self._unwanted
         self._read.append(group)
         self._numbers += 1

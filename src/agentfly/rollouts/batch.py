@@ -9,41 +9,40 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentfly.durations import require_whole
-from agentfly.errors import UsageError
-from agentfly.interruption import must_pass
-from agentfly.rollouts.admission import Admission, Guest
-from agentfly.rollouts.backlog import Backlog
-from agentfly.rollouts.crew import Crew, Work
-from agentfly.rollouts.group import Group
-from agentfly.rollouts.group_scoring import ScoreGroup
-from agentfly.rollouts.health import Health
-from agentfly.rollouts.record import Record
+from agentfly.core.errors import UsageError
+from agentfly.core.numbers import require_whole
+from agentfly.core.signals import should_propagate
+from agentfly.core.task import Tasks, tasks_to_read
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory
+from agentfly.rollouts.admission import Admission, AdmissionTicket
+from agentfly.rollouts.backlog import AttemptGroup, Backlog
+from agentfly.rollouts.failure_budget import FailureBudget
 from agentfly.rollouts.rollout import Rollout
-from agentfly.task import Tasks, tasks_to_read
-from agentfly.trajectory import Failure, FinishReason, Trajectory
+from agentfly.rollouts.rollout_record import RolloutStore
+from agentfly.rollouts.rollout_tasks import RolloutTask, RolloutTasks
+from agentfly.rollouts.scoring import ScoreGroup
 
 
 @dataclass(frozen=True, slots=True)
-class BatchState:
+class BatchProgress:
     """How far a batch is, in numbers of rollouts.
 
     Attributes:
         waiting: have not begun; None while that is not known, because the tasks come from an iterator.
         running: have begun and not ended, or their group is being scored.
         ready: have ended and were not handed out yet.
-        handed_out: were handed out.
+        delivered: were handed out.
         cancelled: have ended because they were cancelled, after they had begun.
     """
 
     waiting: int | None
     running: int
     ready: int
-    handed_out: int
+    delivered: int
     cancelled: int
 
     @property
-    def kept(self) -> int:
+    def unclaimed(self) -> int:
         """Those that have begun and were not handed out: what there is beyond what was enough."""
         return self.running + self.ready
 
@@ -72,14 +71,14 @@ class Batch:
 
     def __init__(
         self,
-        make: Callable[[Trajectory, Guest, Callable[[], bool]], Rollout],
+        make: Callable[[Trajectory, AdmissionTicket, Callable[[], bool]], Rollout],
         *,
         admission: Admission,
         backlog: Backlog,
-        health: Health,
+        health: FailureBudget,
         attempts: int = 1,
         priority: int = 0,
-        record: Record | None = None,
+        record: RolloutStore | None = None,
         score_group: ScoreGroup | None = None,
     ) -> None:
         self.priority = priority
@@ -90,13 +89,13 @@ class Batch:
         self._attempts = attempts
         self._record = record
         self._score_group = score_group
-        self._crew = Crew(self._give_up)
-        self._groups: dict[str, Group] = {}  # that have begun and are not whole
+        self._crew = RolloutTasks(self._give_up)
+        self._groups: dict[str, AttemptGroup] = {}  # that have begun and are not whole
         self._writes: set[asyncio.Future[None]] = set()
         self._ready: OrderedDict[str, Trajectory] = OrderedDict()
-        self._whole: OrderedDict[str, Group] = OrderedDict()  # of which nothing was handed out alone
+        self._whole: OrderedDict[str, AttemptGroup] = OrderedDict()  # of which nothing was handed out alone
         self._begun = self._handed_out = self._cancelled = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._closed = False
 
@@ -119,7 +118,7 @@ class Batch:
         if attempts is not None:
             require_whole("batch.add", attempts=attempts)
         self._backlog.add(tasks_to_read(tasks), self._attempts if attempts is None else attempts)
-        self._admission.announce(self)
+        self._admission.enqueue(self)
 
     @property
     def closed(self) -> bool:
@@ -127,14 +126,14 @@ class Batch:
         return self._closed
 
     @property
-    def state(self) -> BatchState:
+    def progress(self) -> BatchProgress:
         """How far it is."""
         ready = len(self._ready)
-        return BatchState(
+        return BatchProgress(
             waiting=self._backlog.rollouts,
             running=self._begun - ready - self._handed_out,
             ready=ready,
-            handed_out=self._handed_out,
+            delivered=self._handed_out,
             cancelled=self._cancelled,
         )
 
@@ -156,7 +155,7 @@ class Batch:
                 raise StopAsyncIteration
         trajectory = next(iter(self._ready.values()))
         if group := self._whole.pop(trajectory.group_id, None) or self._groups.get(trajectory.group_id):
-            group.taken_apart = True
+            group.partly_delivered = True
         return self._hand_out(trajectory)
 
     async def groups(self) -> AsyncIterator[list[Trajectory]]:
@@ -198,12 +197,12 @@ class Batch:
         """Wait until something has changed; False if nothing will."""
         if self._error is not None:
             raise self._error
-        if self._closed or not (self.state.running or self._backlog.rollouts != 0):
-            if error := self._health.verdict():
+        if self._closed or not (self.progress.running or self._backlog.rollouts != 0):
+            if error := self._health.error_if_all_failed():
                 raise error
             return False
-        self._news.clear()
-        await self._news.wait()
+        self._changed.clear()
+        await self._changed.wait()
         if self._closed:
             raise UsageError("This batch was closed, perhaps with its runner, while its trajectories were waited for.")
         return True
@@ -214,7 +213,7 @@ class Batch:
 
     def _hand_out_group(self) -> list[Trajectory]:
         _, group = self._whole.popitem(last=False)
-        return [self._hand_out(trajectory) for trajectory in group.in_order]
+        return [self._hand_out(trajectory) for trajectory in group.by_attempt]
 
     # --- how it ends --------------------------------------------------------------------------------------------------
 
@@ -230,10 +229,10 @@ class Batch:
         if group := groups.get(group_id):
             group.cancelled = True
             self._crew.cancel(group)
-            self._notice_whole(group)
+            self._check_complete(group)
         elif not self._backlog.cancel(group_id):
             raise UsageError(f"There is no group {group_id!r} in this batch of which an attempt waits or runs.")
-        self._news.set()
+        self._changed.set()
 
     async def cancel(self) -> None:
         """End all that has not ended; return when it has, its resources given back.
@@ -243,15 +242,15 @@ class Batch:
         self._backlog.clear()
         for group in {*self._groups.values(), *self._crew.groups()}:
             group.cancelled = True
-            self._notice_whole(group)
+            self._check_complete(group)
         await self._crew.end(self._writes)
 
     async def close(self) -> None:
         """End all that has not ended, hand nothing out any more, and return when everything is given back."""
         self._closed = True
-        self._admission.forget(self)
+        self._admission.remove(self)
         self._backlog.clear()
-        self._news.set()
+        self._changed.set()
         await self._crew.end(self._writes)
 
     async def __aenter__(self) -> Self:
@@ -269,65 +268,65 @@ class Batch:
         """Whether a rollout waits to begin, as far as is known."""
         return not self._over and self._backlog.rollouts != 0
 
-    def begin_next(self, guest: Guest) -> bool:
+    def begin_next(self, guest: AdmissionTicket) -> bool:
         """Begin the next rollout; those that had finished in an earlier run are not run again."""
         try:
-            while not self._over and (group := self._backlog.group()) is not None:
+            while not self._over and (group := self._backlog.next_group()) is not None:
                 self._groups.setdefault(group.group_id, group)
                 trajectory = group.begin()
                 self._begun += 1
                 finished = self._record.finished(group, trajectory.attempt) if self._record is not None else None
                 if finished is None:
-                    work = Work(group, trajectory, guest=guest)
-                    self._crew.start(work, self._play(work, trajectory, guest))
+                    work = RolloutTask(group, trajectory, guest=guest)
+                    self._crew.start(work, self._run_rollout(work, trajectory, guest))
                     return True
                 group.scored += finished.scored
                 self._ended(group, finished.trajectory)
         except Exception as error:  # of the tasks' iterator, or of a task that is not the one recorded
             self._fail(error)
-        self._news.set()
+        self._changed.set()
         return False
 
     @property
     def _over(self) -> bool:
         return self._closed or self._error is not None
 
-    async def _play(self, work: Work, trajectory: Trajectory, guest: Guest) -> None:
+    async def _run_rollout(self, work: RolloutTask, trajectory: Trajectory, guest: AdmissionTicket) -> None:
         """Run a rollout to its end, whatever happens in it."""
         work.begun = True
         group, task = work.group, asyncio.current_task()
         try:
-            if self._unwanted(group):
+            if self._is_cancelled(group):
                 raise asyncio.CancelledError
-            work.rollout = self._make(trajectory, guest, lambda: self._unwanted(group))
+            work.rollout = self._make(trajectory, guest, lambda: self._is_cancelled(group))
             await work.rollout.run()
         except BaseException as error:
-            self._pass_on(error, task)
-            if isinstance(error, asyncio.CancelledError) and self._unwanted(group):
+            self._propagate(error, task)
+            if isinstance(error, asyncio.CancelledError) and self._is_cancelled(group):
                 trajectory.finish, trajectory.reward = FinishReason.CANCELLED, None
             else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
                 trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
         finally:
-            guest.leave()
-        if not self._over and not work.given_up:
-            self._written(group, [trajectory], lambda: self._ended(group, trajectory))
+            guest.release()
+        if not self._over and not work.abandoned:
+            self._record_then(group, [trajectory], lambda: self._ended(group, trajectory))
 
-    def _unwanted(self, group: Group) -> bool:
+    def _is_cancelled(self, group: AttemptGroup) -> bool:
         """Whether what is done for a group was cancelled."""
         return group.cancelled or self._over
 
-    def _pass_on(self, error: BaseException, task: asyncio.Task[Any] | None) -> None:
+    def _propagate(self, error: BaseException, task: asyncio.Task[Any] | None) -> None:
         """Raise what ends the program; nobody waits for this batch any more then."""
-        if must_pass(error, task):
+        if should_propagate(error, task):
             self._fail(error)
             raise error
 
-    def _written(self, group: Group, trajectories: Sequence[Trajectory], then: Callable[[], None]) -> None:
+    def _record_then(self, group: AttemptGroup, trajectories: Sequence[Trajectory], then: Callable[[], None]) -> None:
         """Have trajectories recorded if there is a record, and then go on."""
         if self._record is None:
             then()
             return
-        scored = self._score_group is None or group.whole
+        scored = self._score_group is None or group.settled
         writing = asyncio.ensure_future(self._record.append(group, trajectories, scored=scored))
         self._writes.add(writing)
 
@@ -339,44 +338,44 @@ class Batch:
 
         writing.add_done_callback(written)
 
-    def _ended(self, group: Group, trajectory: Trajectory) -> None:
+    def _ended(self, group: AttemptGroup, trajectory: Trajectory) -> None:
         """A rollout has ended, and is recorded."""
         group.ended.append(trajectory)
         self._cancelled += trajectory.finish is FinishReason.CANCELLED
         if self._score_group is None:
             self._make_ready(trajectory)
-        self._notice_whole(group)
+        self._check_complete(group)
 
-    def _notice_whole(self, group: Group) -> None:
+    def _check_complete(self, group: AttemptGroup) -> None:
         """Go on with a group if it has become whole."""
-        if group.whole and self._groups.pop(group.group_id, None) is not None:
+        if group.settled and self._groups.pop(group.group_id, None) is not None:
             if self._score_group is None or not group.complete or group.scored == group.attempts:
                 self._scored(group)
             else:
-                work = Work(group)
+                work = RolloutTask(group)
                 self._crew.start(work, self._score(self._score_group, work))
-        self._news.set()
+        self._changed.set()
 
-    async def _score(self, score_group: ScoreGroup, work: Work) -> None:
+    async def _score(self, score_group: ScoreGroup, work: RolloutTask) -> None:
         """Score a group. A failure leaves all of it unscored."""
         work.begun = True
         group, task = work.group, asyncio.current_task()
         try:
-            if not self._unwanted(group):
-                await score_group(group.in_order)
-            if self._unwanted(group):  # also if the reward has caught the cancellation
+            if not self._is_cancelled(group):
+                await score_group(group.by_attempt)
+            if self._is_cancelled(group):  # also if the reward has caught the cancellation
                 raise asyncio.CancelledError
         except BaseException as error:
-            self._pass_on(error, task)
+            self._propagate(error, task)
             if group.cancelled and isinstance(error, asyncio.CancelledError):
-                if not self._over and not work.given_up:
+                if not self._over and not work.abandoned:
                     self._give_up(work)  # on the record the attempts still wait for their score
                 return
-            group.leave_unscored(error)
-        if not self._over and not work.given_up:
-            self._written(group, group.ended, lambda: self._scored(group))
+            group.mark_unscored(error)
+        if not self._over and not work.abandoned:
+            self._record_then(group, group.ended, lambda: self._scored(group))
 
-    def _give_up(self, work: Work) -> None:
+    def _give_up(self, work: RolloutTask) -> None:
         """What a rollout, or the scoring of a group, that does not end may still do counts no more."""
         if work.trajectory is None:
             self._cancelled += work.group.cancel_ended()
@@ -387,21 +386,21 @@ class Batch:
             cancelled.finish = FinishReason.CANCELLED
             self._ended(work.group, cancelled)
 
-    def _scored(self, group: Group) -> None:
+    def _scored(self, group: AttemptGroup) -> None:
         """Nothing more will happen to a group."""
         if self._score_group is not None:
             for trajectory in group.ended:
                 self._make_ready(trajectory)
-        if group.ended and not group.taken_apart:
+        if group.ended and not group.partly_delivered:
             self._whole[group.group_id] = group
-        self._news.set()
+        self._changed.set()
 
     def _make_ready(self, trajectory: Trajectory) -> None:
         self._ready[trajectory.rollout_id] = trajectory
         waiting = self._backlog.rollouts
         rollouts = None if waiting is None else waiting + self._begun
         if trajectory.finish is not FinishReason.CANCELLED and (
-            error := self._health.count(trajectory, rollouts=rollouts)
+            error := self._health.record(trajectory, rollouts=rollouts)
         ):
             self._fail(error)
 
@@ -411,4 +410,4 @@ class Batch:
             self._error = error
             self._backlog.clear()
             self._crew.cancel()
-            self._news.set()
+            self._changed.set()

@@ -11,25 +11,25 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
-from agentfly.contexts.context import Context, Notice, unnoticed
-from agentfly.errors import ConversationRefused
-from agentfly.events import EventStream, RolloutFinished, RolloutStarted
-from agentfly.interruption import must_pass
-from agentfly.resources.engine import ResourceEngine
+from agentfly.contexts.context import Context, WaitObserver, no_observer
+from agentfly.core.errors import ConversationRefused
+from agentfly.core.events import EventStream, RolloutFinished, RolloutStarted
+from agentfly.core.signals import should_propagate
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.spec import ResourceSpec
-from agentfly.rollouts.conversation import NOBODY_TOLD, Conversation
+from agentfly.rollouts.agent_loop import NO_SCOPE, AgentLoop
+from agentfly.rollouts.agent_runtime import AgentRuntime, SamplingOverride, keep_sampling
 from agentfly.rollouts.scoring import score_rollout
-from agentfly.rollouts.scribe import Scribe
-from agentfly.rollouts.voice import ChangeOfSampling, Voice, unchanged
-from agentfly.task import Task
-from agentfly.trajectory import Failure, FinishReason, Trajectory
+from agentfly.rollouts.trajectory_recorder import TrajectoryRecorder
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunnerDependencies:
     """What all rollouts of a runner share."""
 
-    voice: Voice
+    voice: AgentRuntime
     engine: ResourceEngine
     reward: AnyReward | None
     events: EventStream
@@ -39,13 +39,13 @@ class Surroundings:
         """The agent."""
         return self.voice.agent
 
-    def needs(self, task: Task) -> list[ResourceSpec[Any]]:
+    def resources_for(self, task: Task) -> list[ResourceSpec[Any]]:
         """The resources that the tools and the reward have declared for a task.
 
         Raises:
             UsageError: a function that says so failed for this task.
         """
-        return [*self.agent.needs(task), *(self.reward.needs(task) if self.reward is not None else ())]
+        return [*self.agent.resources_for(task), *(self.reward.resources_for(task) if self.reward is not None else ())]
 
 
 class Rollout:
@@ -66,13 +66,13 @@ class Rollout:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        surroundings: RunnerDependencies,
         trajectory: Trajectory,
         *,
-        sampling: ChangeOfSampling = unchanged,
+        sampling: SamplingOverride = keep_sampling,
         priority: int = 0,
-        notice: Notice = unnoticed,
-        generation: AbstractContextManager[None] = NOBODY_TOLD,
+        notice: WaitObserver = no_observer,
+        generation: AbstractContextManager[None] = NO_SCOPE,
         unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generation = generation
@@ -94,7 +94,7 @@ class Rollout:
             RolloutStarted(rollout_id=trajectory.rollout_id, group_id=trajectory.group_id, task_id=trajectory.task.id)
         )
         try:
-            await self._converse()
+            await self._run_agent()
             self._go_on_if_wanted()
             await score_rollout(trajectory, self._around.reward, self._context, events)
             self._go_on_if_wanted()
@@ -105,7 +105,7 @@ class Rollout:
             await self._end()
         return trajectory
 
-    async def give_up(self) -> None:
+    async def abandon(self) -> None:
         """Give everything back though the rollout does not end; what it still does counts no more."""
         if not self._finished:
             self._cancelled()
@@ -141,14 +141,14 @@ class Rollout:
         trajectory.seconds["waiting"] = self._context.waited_seconds
         trajectory.seconds["total"] = time.perf_counter() - self._started
         self._around.events.emit(_finished_event(trajectory))
-        self._around.voice.forget(trajectory.rollout_id)
+        self._around.voice.release_rollout(trajectory.rollout_id)
 
-    async def _converse(self) -> None:
+    async def _run_agent(self) -> None:
         trajectory, task = self.trajectory, asyncio.current_task()
-        scribe = Scribe(trajectory, self._around.events)
+        scribe = TrajectoryRecorder(trajectory, self._around.events)
         try:
-            self._context.declare(self._around.needs(trajectory.task))
-            conversation = Conversation(
+            self._context.declare_resources(self._around.resources_for(trajectory.task))
+            conversation = AgentLoop(
                 self._around.voice,
                 trajectory.task.messages,
                 scribe=scribe,
@@ -159,14 +159,14 @@ class Rollout:
             )
             trajectory.messages = conversation.messages
             try:
-                trajectory.finish = await conversation.play()
+                trajectory.finish = await conversation.run()
             except ConversationRefused as error:
                 trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
             scribe.finish()
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a policy's library that would end the process ends its rollout
-            if must_pass(error, task):
+            if should_propagate(error, task):
                 raise
             trajectory.finish = FinishReason.FAILED
             trajectory.failure = Failure.of(error)

@@ -1,4 +1,7 @@
-"""run and evaluate: the two calls that roll an agent out."""
+"""Task fields: what tools and reward ask of every task, looked for before anything runs.
+
+run and evaluate: the two calls that roll an agent out.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,69 @@ from typing import Unpack, get_args
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.durations import require_number, require_whole
-from agentfly.errors import ConfigError, refuse_unknown
-from agentfly.events import RolloutsPlanned
-from agentfly.garbage import tuned_gc
-from agentfly.interruption import ended_by_sigterm
+from agentfly.agents.tool_decorator import Tool
+from agentfly.core.errors import ConfigError, RewardDefinitionError, ToolDefinitionError, reject_unknown_arguments
+from agentfly.core.events import RolloutsScheduled
+from agentfly.core.gc_tuning import tuned_gc
+from agentfly.core.numbers import require_number, require_whole
+from agentfly.core.run_directory import RunDirectory, TrajectoryKind
+from agentfly.core.signals import cancel_on_sigterm
+from agentfly.core.task import Task, Tasks, to_tasks
+from agentfly.core.trajectory import Trajectory
 from agentfly.policies.policy import SamplingParams
-from agentfly.rollouts.record import RolloutRecord
+from agentfly.rollouts.metrics import occupancy_metrics, summarize
+from agentfly.rollouts.rollout_record import RolloutRecord
 from agentfly.rollouts.runner import BatchSettings, Runner, RunnerSettings, check_batch, require_agent
 from agentfly.rollouts.scoring import can_be_scored
-from agentfly.rollouts.summary import occupancy_metrics, summarize
-from agentfly.rollouts.task_fields import require_fields
-from agentfly.run_directory import Kind, RunDirectory
-from agentfly.task import Tasks, as_tasks
-from agentfly.trajectory import Trajectory
+
+
+def require_fields(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None) -> None:
+    """See that each task has the fields that the agent's tools and the reward ask for.
+
+    Raises: as of `require_tool_fields` and `require_reward_fields`.
+    """
+    for tool in agent.tools:
+        require_tool_fields(tool, tasks)
+    if reward is not None:
+        require_reward_fields(reward, tasks)
+
+
+def require_tool_fields(tool: Tool, tasks: Sequence[Task]) -> None:
+    """See that each task has the fields that a tool, or the class that it is a method of, asks for.
+
+    Raises:
+        ToolDefinitionError: one has not.
+    """
+    for name in tool.task_fields:
+        if lacking := _lacking(name, tasks):
+            raise ToolDefinitionError(f"The tool {tool.name!r} asks for the field {name!r}, {lacking}")
+
+
+def require_reward_fields(reward: AnyReward, tasks: Sequence[Task]) -> None:
+    """See that each task has the fields that a reward, or one that it is made of, asks for.
+
+    Raises:
+        RewardDefinitionError: one has not.
+    """
+    for name in reward.task_fields:
+        if lacking := _lacking(name, tasks):
+            raise RewardDefinitionError(
+                f"The reward {reward.name!r} asks for the field {name!r}, {lacking} Beside these it can ask for "
+                f"'context', {', '.join(map(repr, reward.injectable_names))}."
+            )
+
+
+def _lacking(name: str, tasks: Sequence[Task]) -> str:
+    """How many tasks do not have a field, and what to do; empty if all have it."""
+    lacking = [task for task in tasks if name not in task.fields]
+    if not lacking:
+        return ""
+    return (
+        f"which {len(lacking)} of {len(tasks)} tasks do not have, for instance {lacking[0].id}, which has "
+        f"{sorted(map(str, lacking[0].fields))}. Rename the parameter, give it a default, or add the field to the "
+        "tasks."
+    )
+
 
 _SHOWN = ("reward/mean", "unscored", "turns/mean")
 """Metrics by which a result is shown."""
@@ -43,7 +95,7 @@ class RunResult:
 
     Attributes:
         trajectories: in the order of the tasks and attempts.
-        metrics: numbers over all of them, by the names of `agentfly.rollouts.summary`.
+        metrics: numbers over all of them, by the names of `agentfly.rollouts.metrics`.
         note: what else is to be known of it, in words; empty where there is nothing.
     """
 
@@ -74,7 +126,7 @@ async def run(
     priority: int = 0,
     run_dir: RunDirectory | Path | str | None = None,
     resume: bool = False,
-    kind: Kind = "rollout",
+    kind: TrajectoryKind = "rollout",
     step: int = 0,
     **runner_settings: Unpack[RunnerSettings],
 ) -> RunResult:
@@ -85,7 +137,7 @@ async def run(
 
     Args:
         agent: the agent.
-        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.task_files`).
+        tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.core.task`).
         reward: scores each rollout. Without one, the sum of the tools' rewards is the score; where these give none,
             nothing is scored.
         attempts: rollouts a task; they form a group.
@@ -105,16 +157,16 @@ async def run(
         TooManyFailures: too large a share of the rollouts failed for reasons the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
-    refuse_unknown("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])
+    reject_unknown_arguments("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])
     require_whole("run", attempts=attempts)
     require_whole("run", least=0, step=step)
     check_batch(BatchSettings(attempts=attempts, sampling=sampling, label=label, priority=priority))
-    if kind not in get_args(Kind):
-        raise ConfigError(f"kind={kind!r:.100}: it must be one of {', '.join(map(repr, get_args(Kind)))}.")
+    if kind not in get_args(TrajectoryKind):
+        raise ConfigError(f"kind={kind!r:.100}: it must be one of {', '.join(map(repr, get_args(TrajectoryKind)))}.")
     if run_dir is not None and not isinstance(run_dir, RunDirectory | Path | str):
         raise ConfigError(f"run_dir={run_dir!r:.100}: it must be the path of a directory.")
     require_agent(agent)
-    rows = as_tasks(tasks)
+    rows = to_tasks(tasks)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     if reward is not None:
@@ -122,20 +174,22 @@ async def run(
     require_fields(agent, rows, reward)
     directory = run_dir if isinstance(run_dir, RunDirectory) or run_dir is None else RunDirectory(run_dir)
     record = None if directory is None else RolloutRecord(directory.trajectories_file(step, kind), resume=resume)
-    with ended_by_sigterm():
+    with cancel_on_sigterm():
         async with Runner(agent, reward=reward, **runner_settings) as runner, AsyncExitStack() as stack:
             settings = BatchSettings(
                 attempts=attempts, sampling=sampling, label=label, priority=priority, record=record
             )
             if directory is not None and record is not None:
-                settings["label"] = label or record.about.get("label") or uuid.uuid4().hex[:8]
+                settings["label"] = label or record.info.get("label") or uuid.uuid4().hex[:8]
                 about = {"label": settings["label"], "tasks": len(rows), "attempts": attempts}
                 directory.ensure()
                 stack.callback(directory.remove_unless_begun)
-                await stack.enter_async_context(record.opened(runner.traits(sampling), about))
+                await stack.enter_async_context(record.opened(runner.settings_fingerprint(sampling), about))
             if (events := runner_settings.get("events")) is not None:
                 total = len(rows) * attempts
-                events.emit(RolloutsPlanned(total=total, recorded=0 if record is None else min(record.recorded, total)))
+                events.emit(
+                    RolloutsScheduled(total=total, recorded=0 if record is None else min(record.recorded, total))
+                )
             stack.enter_context(tuned_gc())
             before, began = runner.occupancy(), runner.concurrency()
             trajectories = await runner.collect(rows, **settings)
@@ -178,7 +232,9 @@ async def evaluate(
     Its requests for resources go before those of a `run` on the same engine, and its rollouts begin before those of
     other batches of the same runner.
     """
-    refuse_unknown("evaluate", runner_settings, [*signature(evaluate).parameters, *RunnerSettings.__annotations__])
+    reject_unknown_arguments(
+        "evaluate", runner_settings, [*signature(evaluate).parameters, *RunnerSettings.__annotations__]
+    )
     require_whole("evaluate", attempts=attempts)
     require_number("evaluate", least=0, temperature=temperature)
     return await run(

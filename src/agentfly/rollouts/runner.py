@@ -14,34 +14,31 @@ from typing import Any, Self, TypedDict, Unpack
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.agents.tool import Tool
-from agentfly.durations import require_number, require_whole
-from agentfly.errors import ConfigError, UsageError, refuse_unknown, type_of
-from agentfly.events import EventStream
+from agentfly.agents.tool_decorator import Tool
+from agentfly.core.errors import ConfigError, UsageError, reject_unknown_arguments, type_of
+from agentfly.core.events import EventStream
+from agentfly.core.numbers import require_number, require_whole
+from agentfly.core.task import Tasks
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.trajectory import Trajectory
 from agentfly.policies.load import load_policy
-from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, generations_at_a_time
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.instances.attendance import Occupancy
-from agentfly.rollouts.admission import Admission, Guest
-from agentfly.rollouts.backlog import Backlog
+from agentfly.policies.policy import ChatPolicy, Policy, SamplingParams, max_concurrent_generations_of
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.engine.usage import Occupancy
+from agentfly.rollouts.admission import Admission, AdmissionTicket, BlockReason, ConcurrencyStats
+from agentfly.rollouts.agent_runtime import NO_POLICIES, AgentRuntime, keep_sampling
+from agentfly.rollouts.backlog import Backlog, Prefetcher
 from agentfly.rollouts.batch import Batch
-from agentfly.rollouts.concurrency import Concurrency, Obstacle
-from agentfly.rollouts.foresight import Foresight
-from agentfly.rollouts.group_scoring import group_scorer
-from agentfly.rollouts.health import Health
-from agentfly.rollouts.record import Record
-from agentfly.rollouts.rollout import Rollout, Surroundings
-from agentfly.rollouts.strategy import require_strategy
-from agentfly.rollouts.traits import agent_traits
-from agentfly.rollouts.voice import NO_OTHERS, Voice, unchanged
-from agentfly.task import Tasks
-from agentfly.threads.pool import on_thread
-from agentfly.trajectory import Trajectory
+from agentfly.rollouts.failure_budget import FailureBudget
+from agentfly.rollouts.rollout import Rollout, RunnerDependencies
+from agentfly.rollouts.rollout_record import RolloutStore, agent_fingerprint
+from agentfly.rollouts.scoring import group_scorer
+from agentfly.rollouts.token_recorder import require_strategy
 
-TOLD_SHARE = 0.25
+LIMIT_WARNING_FRACTION = 0.25
 """From this share of the time on, in which the limit alone held rollouts back, the user is told."""
 
-TOLD_SECONDS = 10.0
+LIMIT_WARNING_MIN_S = 10.0
 """Of runs that are shorter nothing is told."""
 
 logger = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class BatchSettings(TypedDict, total=False):
     sampling: Callable[[SamplingParams], SamplingParams] | None
     label: str | None
     priority: int
-    record: Record | None
+    record: RolloutStore | None
     first_group: int
 
 
@@ -121,7 +118,7 @@ class Runner:
         subagent_policies: what subagents with another model speak by, by the model; made of it if not given. What these
             sample is not trained.
         max_failure_share: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
-            infrastructure's reasons (see `Health`).
+            infrastructure's reasons (see `FailureBudget`).
 
     Raises:
         UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, or a policy is not a policy.
@@ -136,7 +133,7 @@ class Runner:
         reward: AnyReward | None = None,
         events: EventStream | None = None,
         strategy: str = "chain",
-        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
+        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
         max_concurrent_rollouts: int | None = None,
         max_concurrent_starts: int | None = None,
         max_failure_share: float = 0.5,
@@ -173,7 +170,7 @@ class Runner:
         self._owned = AsyncExitStack()
         self._admission: Admission | None = None
         self._batches: set[Batch] = set()
-        self._around: Surroundings | None = None
+        self._dependencies: RunnerDependencies | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -189,26 +186,26 @@ class Runner:
             if engine is None:
                 made = ResourceEngine(events=self._events, max_concurrent_starts=self._max_concurrent_starts)
                 engine = await self._owned.enter_async_context(made)
-            voice = Voice.of(self._agent, policy, strategy=self._strategy, others=others)
+            voice = AgentRuntime.create(self._agent, policy, strategy=self._strategy, others=others)
         except BaseException:
             await self._owned.aclose()
             raise
-        self._around = Surroundings(voice, engine, self._reward, self._events)
+        self._dependencies = RunnerDependencies(voice, engine, self._reward, self._events)
         self._admission = Admission(
             self._max_concurrent,
-            generations=generations_at_a_time(policy),
+            generations=max_concurrent_generations_of(policy),
             clock=asyncio.get_running_loop().time,
         )
         return self
 
     async def _load(self, model: str | Path) -> Policy:
-        loaded = await on_thread(load_policy, model)
+        loaded = await run_in_thread(load_policy, model)
         return await self._owned.enter_async_context(loaded)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._around = None
+        self._dependencies = None
         if self._admission is not None:
             self._tell_of_limit(self._admission)
         try:
@@ -221,7 +218,7 @@ class Runner:
         finally:
             await self._owned.aclose()
 
-    def concurrency(self) -> Concurrency:
+    def concurrency(self) -> ConcurrencyStats:
         """How many rollouts ran so far, and what held others back."""
         self._require_entered()
         assert self._admission is not None
@@ -230,8 +227,12 @@ class Runner:
     def _tell_of_limit(self, admission: Admission) -> None:
         """Tell whether more rollouts could have run at a time, where that is known."""
         found, at_policy = admission.meter.read(), admission.generations
-        share = found.held_share(Obstacle.LIMIT)
-        if found.seconds < TOLD_SECONDS or share < TOLD_SHARE or (self._max_concurrent and at_policy is None):
+        share = found.blocked_fraction(BlockReason.LIMIT)
+        if (
+            found.seconds < LIMIT_WARNING_MIN_S
+            or share < LIMIT_WARNING_FRACTION
+            or (self._max_concurrent and at_policy is None)
+        ):
             return
         bound = f"max_concurrent_rollouts={admission.max_concurrent}"
         if self._max_concurrent is None:
@@ -267,7 +268,7 @@ class Runner:
         check_batch(settings)
         label = settings.get("label") or uuid.uuid4().hex[:8]
         priority = settings.get("priority", 0)
-        change = settings.get("sampling") or unchanged
+        change = settings.get("sampling") or keep_sampling
 
         def sampling(params: SamplingParams) -> SamplingParams:
             changed = change(params)
@@ -280,13 +281,13 @@ class Runner:
 
         around.voice.sampling(sampling)  # so that what cannot be is told before anything begins
 
-        def make(trajectory: Trajectory, guest: Guest, unwanted: Callable[[], bool]) -> Rollout:
+        def make(trajectory: Trajectory, guest: AdmissionTicket, unwanted: Callable[[], bool]) -> Rollout:
             return Rollout(
                 around,
                 trajectory,
                 sampling=sampling,
                 priority=priority,
-                notice=guest.notice,
+                notice=guest.waiting_for_resources,
                 generation=guest.generation,
                 unwanted=unwanted,
             )
@@ -294,8 +295,8 @@ class Runner:
         batch = Batch(
             make,
             admission=admission,
-            backlog=Backlog(label, Foresight(around).expect, settings.get("first_group", 0)),
-            health=Health(self._max_failure_share, lambda: admission.meter.most),
+            backlog=Backlog(label, Prefetcher(around).prefetch, settings.get("first_group", 0)),
+            health=FailureBudget(self._max_failure_share, lambda: admission.meter.peak),
             attempts=settings.get("attempts", 1),
             priority=priority,
             record=settings.get("record"),
@@ -323,26 +324,26 @@ class Runner:
             trajectories = [trajectory async for trajectory in batch]
         return sorted(trajectories, key=lambda t: (_task_number(t), t.attempt))
 
-    def traits(self, change: Callable[[SamplingParams], SamplingParams] | None = None) -> dict[str, Any]:
+    def settings_fingerprint(self, change: Callable[[SamplingParams], SamplingParams] | None = None) -> dict[str, Any]:
         """What shapes the rollouts, as JSON-able values by name, so that they are told apart from other ones.
 
         Args:
             change: changes the agent's sampling.
         """
-        sampling = asdict(self._require_entered().voice.sampling(change or unchanged))
+        sampling = asdict(self._require_entered().voice.sampling(change or keep_sampling))
         del sampling["priority"]  # it says when, and not how
         return {
             "the model": str(self._agent.model),
             "the reward": None if self._reward is None else self._reward.name,
             "the strategy": self._strategy,
-            **{f"the agent's {name}": value for name, value in agent_traits(self._agent).items()},
+            **{f"the agent's {name}": value for name, value in agent_fingerprint(self._agent).items()},
             **{f"the sampling's {name}": value for name, value in sampling.items()},
         }
 
-    def _require_entered(self) -> Surroundings:
-        if self._around is None:
+    def _require_entered(self) -> RunnerDependencies:
+        if self._dependencies is None:
             raise UsageError("The runner is not open. Use it as `async with Runner(agent) as runner: …`.")
-        return self._around
+        return self._dependencies
 
 
 def check_batch(settings: BatchSettings) -> None:
@@ -352,7 +353,7 @@ def check_batch(settings: BatchSettings) -> None:
         UsageError: one is unknown.
         ConfigError: one is out of its range, or of another type.
     """
-    refuse_unknown("A batch", settings, BatchSettings.__annotations__)
+    reject_unknown_arguments("A batch", settings, BatchSettings.__annotations__)
     require_whole("batch", attempts=settings.get("attempts", 1))
     require_whole("batch", least=None, priority=settings.get("priority", 0))
     require_whole("batch", least=0, first_group=settings.get("first_group", 0))
@@ -387,7 +388,7 @@ def require_events(events: object) -> None:
     """
     if events is not None and not isinstance(events, EventStream):
         raise UsageError(
-            f"events={events!r:.100}: it must be an agentfly.events.EventStream. A function is told of events by "
+            f"events={events!r:.100}: it must be an agentfly.core.events.EventStream. A function is told of events by "
             "events.subscribe(function)."
         )
 

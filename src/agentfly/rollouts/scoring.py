@@ -1,20 +1,25 @@
-"""Scoring: what a finished rollout was worth, and why where nothing can be said."""
+"""Scoring: what a finished rollout was worth, and why where nothing can be said.
+
+Scoring of groups: all attempts at a task, once they have ended, are scored together.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from agentfly.agents.group_reward import AnyReward, GroupReward
 from agentfly.agents.reward import sum_of_tool_rewards
 from agentfly.agents.reward_result import RewardResult
 from agentfly.contexts.context import Context
-from agentfly.errors import Boundary
-from agentfly.events import EventStream, RewardFinished
-from agentfly.interruption import must_pass
-from agentfly.trajectory import Failure, Trajectory
+from agentfly.core.errors import Boundary
+from agentfly.core.events import EventStream, RewardFinished
+from agentfly.core.signals import should_propagate
+from agentfly.core.trajectory import Failure, FinishReason, Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
 
 
 async def score_rollout(
@@ -26,11 +31,11 @@ async def score_rollout(
     for; ``trajectory.reward_failure`` then says why. Without a reward the sum of the tools' rewards is the score. Each
     turn has what its tools said for its reward, unless the reward says more. Where a group reward is the reward, only
     what it wants to be scored ``after`` is computed here, and kept as a metric of that name: the score comes with the
-    group (`agentfly.rollouts.group_scoring`).
+    group (`agentfly.rollouts.scoring`).
     """
     if not can_be_scored(trajectory):
         return
-    _credit(trajectory, [sum_of_tool_rewards([turn]) for turn in trajectory.turns])
+    _set_turn_rewards(trajectory, [sum_of_tool_rewards([turn]) for turn in trajectory.turns])
     if reward is None:
         trajectory.reward = sum_of_tool_rewards(trajectory.turns)
         return
@@ -44,18 +49,18 @@ async def score_rollout(
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        if must_pass(error, task):
+        if should_propagate(error, task):
             raise
-        refuse_score(trajectory, error)
+        mark_unscored(trajectory, error)
     else:
-        take_score(trajectory, result)
+        set_score(trajectory, result)
         if alone is not reward and trajectory.reward is not None:
             trajectory.metrics[alone.name] = trajectory.reward
             trajectory.reward = None
     seconds = time.perf_counter() - started
     trajectory.seconds["reward"] = seconds
     if alone is reward or trajectory.reward_failure is not None:
-        tell_score(trajectory, seconds, events)
+        emit_score(trajectory, seconds, events)
 
 
 def can_be_scored(trajectory: Trajectory) -> bool:
@@ -63,21 +68,21 @@ def can_be_scored(trajectory: Trajectory) -> bool:
     return not trajectory.infrastructure_failed and bool(trajectory.turns)
 
 
-def take_score(trajectory: Trajectory, result: RewardResult) -> None:
+def set_score(trajectory: Trajectory, result: RewardResult) -> None:
     """Give a trajectory its score."""
     trajectory.reward = result.reward
     trajectory.metrics.update(result.metrics)
     if result.turn_rewards is not None:
-        _credit(trajectory, result.turn_rewards)
+        _set_turn_rewards(trajectory, result.turn_rewards)
 
 
-def refuse_score(trajectory: Trajectory, error: BaseException) -> None:
+def mark_unscored(trajectory: Trajectory, error: BaseException) -> None:
     """Leave a trajectory unscored, and say why."""
     trajectory.reward = None
     trajectory.reward_failure = Failure.of(error, Boundary.REWARD)
 
 
-def tell_score(trajectory: Trajectory, seconds: float, events: EventStream) -> None:
+def emit_score(trajectory: Trajectory, seconds: float, events: EventStream) -> None:
     """Tell what came of scoring."""
     failure = trajectory.reward_failure
     events.emit(
@@ -90,9 +95,77 @@ def tell_score(trajectory: Trajectory, seconds: float, events: EventStream) -> N
     )
 
 
-def _credit(trajectory: Trajectory, rewards: Sequence[float | None]) -> None:
+def _set_turn_rewards(trajectory: Trajectory, rewards: Sequence[float | None]) -> None:
     """Say what each turn was worth."""
     trajectory.turns[:] = [
         turn if turn.reward == one else replace(turn, reward=one)
         for turn, one in zip(trajectory.turns, rewards, strict=True)
     ]
+
+
+ScoreGroup = Callable[[Sequence[Trajectory]], Awaitable[None]]
+"""Scores all attempts at a task together, by writing into their trajectories."""
+
+
+def group_scorer(
+    reward: AnyReward | None, engine: ResourceEngine, events: EventStream, *, priority: int = 0
+) -> ScoreGroup | None:
+    """What is to be called with the attempts of each group once all have ended; None if each is scored by itself."""
+    if not isinstance(reward, GroupReward):
+        return None
+    return partial(score_group, reward=reward, engine=engine, events=events, priority=priority)
+
+
+async def score_group(
+    trajectories: Sequence[Trajectory],
+    reward: GroupReward,
+    engine: ResourceEngine,
+    events: EventStream,
+    *,
+    priority: int = 0,
+) -> None:
+    """Score the attempts at one task together: those that are sound and whose part ``after`` has given a score.
+
+    What becomes of each is as in `agentfly.rollouts.scoring.score_rollout`. A failure of the whole leaves all of them
+    unscored.
+    """
+    sound = sorted((one for one in trajectories if _is_eligible(one, reward)), key=lambda one: one.attempt)
+    if not sound:
+        return
+    started, task = time.perf_counter(), asyncio.current_task()
+    first = sound[0]
+    context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, priority=priority, over=True)
+    try:
+        try:
+            async with context.call() as call_context:
+                outcomes = await reward.score([_seen(one, reward) for one in sound], call_context)
+        finally:
+            await asyncio.shield(context.close())
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        if should_propagate(error, task):
+            raise
+        for one in sound:
+            mark_unscored(one, error)
+    else:
+        for one, outcome in zip(sound, outcomes, strict=True):
+            if isinstance(outcome, RewardResult):
+                set_score(one, outcome)
+            elif outcome is not None:
+                mark_unscored(one, outcome)
+    seconds = time.perf_counter() - started
+    for one in sound:
+        one.seconds["reward"] = one.seconds.get("reward", 0.0) + seconds
+        emit_score(one, seconds, events)
+
+
+def _is_eligible(trajectory: Trajectory, reward: GroupReward) -> bool:
+    if trajectory.finish is FinishReason.CANCELLED or not can_be_scored(trajectory):
+        return False
+    return reward.after is None or reward.after.name in trajectory.metrics
+
+
+def _seen(trajectory: Trajectory, reward: GroupReward) -> Trajectory:
+    """A trajectory as the group reward sees it: with the score of what comes first, if something does."""
+    return trajectory if reward.after is None else replace(trajectory, reward=trajectory.metrics[reward.after.name])

@@ -11,44 +11,44 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from agentfly.resources.registry import register
+from agentfly.resources.kind import register
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 
-Behave = Callable[[str, str], Awaitable[None]]
+FaultHook = Callable[[str, str], Awaitable[None]]
 """Called with an operation (``start``, ``reset``, ``status``, ``release``, ``freeze``, ``thaw``, ``use``) and an
 instance's name, or with ``prepare`` and an image, while the operation is under way: it may take its time, raise, or
 never return."""
 
 
-async def behave_well(operation: str, instance: str) -> None:
+async def no_faults(operation: str, instance: str) -> None:
     """Let every operation succeed at once."""
 
 
-class FakeWorld:
+class FakeBackend:
     """Where fake instances exist.
 
     An instance comes into being before its ``start`` has succeeded, and ends only when a ``release`` succeeds, as it is
     with real ones.
 
     Attributes:
-        behave: what operations do; may be exchanged at any time.
+        hook: what operations do; may be exchanged at any time.
         alive: the instances that exist.
-        broken: those of them that have died, but have still to be released.
+        dead: those of them that have died, but have still to be released.
         frozen: those of them that are frozen.
         history: every operation that was begun, with its instance, in order.
     """
 
-    def __init__(self, behave: Behave = behave_well) -> None:
-        self.behave = behave
+    def __init__(self, behave: FaultHook = no_faults) -> None:
+        self.hook = behave
         self.alive: set[str] = set()
-        self.broken: set[str] = set()
+        self.dead: set[str] = set()
         self.frozen: set[str] = set()
         self.history: list[tuple[str, str]] = []
 
     def kill(self, instance: str) -> None:
         """Have an instance die."""
-        self.broken.add(instance)
+        self.dead.add(instance)
 
     def count(self, operation: str) -> int:
         """How often an operation was begun."""
@@ -59,7 +59,7 @@ class FakeWorld:
 class FakeSpec(ResourceSpec["FakeResource"]):
     """A fake resource in a world; ``name`` tells specs of one world apart. An ``image`` has to be prepared first."""
 
-    world: FakeWorld = field(default_factory=FakeWorld)
+    world: FakeBackend = field(default_factory=FakeBackend)
     name: str = "fake"
     image: str | None = None
 
@@ -75,7 +75,7 @@ class FakeSpec(ResourceSpec["FakeResource"]):
 
 
 class FakeResource(Resource):
-    """An instance in a `FakeWorld`.
+    """An instance in a `FakeBackend`.
 
     Attributes:
         contents: what owners have left in it; a reset empties it.
@@ -102,12 +102,12 @@ class FakeResource(Resource):
     async def status(self) -> Status:
         """Behave, then say whether it lives."""
         await self._behave("status")
-        lives = self.instance in self.world.alive and self.instance not in self.world.broken
+        lives = self.instance in self.world.alive and self.instance not in self.world.dead
         return Status.HEALTHY if lives else Status.BROKEN
 
     def quick_status(self) -> Status:
         """Say whether it lives."""
-        return Status.BROKEN if self.instance in self.world.broken else Status.HEALTHY
+        return Status.BROKEN if self.instance in self.world.dead else Status.HEALTHY
 
     async def release(self) -> None:
         """Behave, then be gone."""
@@ -137,14 +137,14 @@ class FakeResource(Resource):
 
     @classmethod
     async def prepare(cls, spec: FakeSpec) -> None:
-        """Behave."""
+        """FaultHook."""
         assert spec.image is not None
         spec.world.history.append(("prepare", spec.image))
-        await spec.world.behave("prepare", spec.image)
+        await spec.world.hook("prepare", spec.image)
 
     async def _behave(self, operation: str) -> None:
         self.world.history.append((operation, self.instance))
-        await self.world.behave(operation, self.instance)
+        await self.world.hook(operation, self.instance)
 
 
 register(FakeSpec, FakeResource, kind="fake")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agentfly.errors import PrerequisiteError
+from agentfly.core.errors import PrerequisiteError
 
 _PATIENCE_S = 60.0
 _END_PATIENCE_S = 5.0  # what it has is thrown away anyway

@@ -28,12 +28,11 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.resources import orphans
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.registry import kind_of, load, make_resource, prepare
-from agentfly.resources.resource import Resource, Status
-from agentfly.resources.scope import Scope
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.kind import create_resource, import_object, kind_of, prepare
+from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
 
 R = TypeVar("R", bound=Resource)
@@ -63,7 +62,7 @@ async def check_resource(
     Raises:
         AssertionError: a clause is broken; the message is the clause and what was found.
     """
-    suite = _Suite(spec, dirty, is_clean, use)
+    suite = _ConformanceSuite(spec, dirty, is_clean, use)
     suite.spec_is_a_key_and_travels()
     await suite.is_prepared_for()
     await suite.lives_and_goes()
@@ -77,7 +76,7 @@ async def check_resource(
     await suite.is_replaced_by_the_engine_once_it_is_gone()
 
 
-class _Suite(Generic[R]):
+class _ConformanceSuite(Generic[R]):
     def __init__(
         self,
         spec: ResourceSpec[R],
@@ -93,15 +92,15 @@ class _Suite(Generic[R]):
 
     def spec_is_a_key_and_travels(self) -> None:
         again = type(self.spec)(**{name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__})
-        _hold(again == self.spec and hash(again) == hash(self.spec), "Equal specs are equal and have one hash")
+        _require(again == self.spec and hash(again) == hash(self.spec), "Equal specs are equal and have one hash")
         frozen = False
         try:
             self.spec.capacity = self.spec.capacity  # type: ignore[misc]
         except AttributeError:
             frozen = True
-        _hold(frozen, "A spec is frozen: write @dataclass(frozen=True, kw_only=True)")
+        _require(frozen, "A spec is frozen: write @dataclass(frozen=True, kw_only=True)")
         travelled = cloudpickle.loads(cloudpickle.dumps(self.spec))
-        _hold(type(travelled).__name__ == type(self.spec).__name__, "A spec can be pickled by cloudpickle")
+        _require(type(travelled).__name__ == type(self.spec).__name__, "A spec can be pickled by cloudpickle")
 
     async def is_prepared_for(self) -> None:
         key = self.spec.preparation_key
@@ -122,7 +121,7 @@ class _Suite(Generic[R]):
             self._check_traces(resource, "after start()")
             await self._expect(resource, Status.HEALTHY, "after start()")
             statuses = await asyncio.gather(*(resource.status() for _ in range(3)))
-            _hold(set(statuses) == {Status.HEALTHY}, "status() may be called by several at once", statuses)
+            _require(set(statuses) == {Status.HEALTHY}, "status() may be called by several at once", statuses)
         await self._expect(resource, Status.BROKEN, "after release()")
         again = asyncio.gather(*(resource.release() for _ in range(3)))
         await self._within(again, self.spec.release_timeout_s * 2, "release() may be called again, by several at once")
@@ -160,7 +159,7 @@ class _Suite(Generic[R]):
             await asyncio.sleep(0)
             starting.cancel()  # who gives up may be given up
             await asyncio.wait({starting}, timeout=self.spec.start_timeout_s)
-            _hold(starting.done(), f"start() ends when it is cancelled ({cut} s after it began)")
+            _require(starting.done(), f"start() ends when it is cancelled ({cut} s after it began)")
             await self._within(
                 resource.release(),
                 self.spec.release_timeout_s * 2,
@@ -175,11 +174,11 @@ class _Suite(Generic[R]):
         async with self._started(resource):
             using = asyncio.ensure_future(self.use(resource))
             await asyncio.wait({using}, timeout=0.2)
-            _hold(not using.done(), "use() takes a while", using)
+            _require(not using.done(), "use() takes a while", using)
             await self._expect(resource, Status.HEALTHY, "while it is used")
             await self._within(resource.release(), self.spec.release_timeout_s * 2, "release() while it is used")
             await asyncio.wait({using}, timeout=self.spec.release_timeout_s)
-            _hold(using.done(), "What an owner had called ends when the instance is released")
+            _require(using.done(), "What an owner had called ends when the instance is released")
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 using.result()
         await self._expect(resource, Status.BROKEN, "after a release() while it was used")
@@ -192,7 +191,7 @@ class _Suite(Generic[R]):
                 await asyncio.sleep(cut)
                 releasing.cancel()
                 await asyncio.wait({releasing}, timeout=self.spec.release_timeout_s * 2)
-                _hold(releasing.done(), f"release() ends when it is cancelled ({cut} s after it began)")
+                _require(releasing.done(), f"release() ends when it is cancelled ({cut} s after it began)")
             await self._expect(resource, Status.BROKEN, "after a release() that was cancelled and called again")
 
     async def stands_still_while_it_is_frozen(self) -> None:
@@ -200,7 +199,7 @@ class _Suite(Generic[R]):
             spec = dataclasses.replace(self.spec, idle="freeze")
         except ConfigError:
             return  # such a spec is refused at once
-        resource = make_resource(spec, f"conformance-{uuid.uuid4().hex[:12]}")
+        resource = create_resource(spec, f"conformance-{uuid.uuid4().hex[:12]}")
         if not resource.can_freeze:
             return
         try:
@@ -223,7 +222,7 @@ class _Suite(Generic[R]):
                 await asyncio.sleep(cut)
                 freezing.cancel()
                 await asyncio.wait({freezing}, timeout=spec.reset_timeout_s)
-                _hold(freezing.done(), f"freeze() ends when it is cancelled ({cut} s after it began)")
+                _require(freezing.done(), f"freeze() ends when it is cancelled ({cut} s after it began)")
                 await self._within(resource.thaw(), spec.reset_timeout_s, "thaw() succeeds after a freeze() cut off")
             await self._dirty(resource)
             await self._within(resource.reset(), spec.reset_timeout_s, "reset() succeeds after a thaw()")
@@ -235,7 +234,7 @@ class _Suite(Generic[R]):
         address = kind_of(self.spec).reap_address
         if address is None:
             return
-        reap = load(address)
+        reap = import_object(address)
         resource = self._make()
         before = _through_json(resource.traces)
         async with self._started(resource):
@@ -244,11 +243,11 @@ class _Suite(Generic[R]):
                 return  # it lives within this process and ends with it
             if self.freezes:
                 await self._within(resource.freeze(), self.spec.reset_timeout_s, "freeze() succeeds")
-            await orphans.remove(reap, traces)
+            await orphans.run_reap(reap, traces)
             await self._expect(resource, Status.BROKEN, "when reap() had removed it by its traces")
         for told, left in (("after it is gone", traces), ("with the traces from before a start()", before)):
             try:
-                await orphans.remove(reap, left)
+                await orphans.run_reap(reap, left)
             except Exception as error:
                 raise AssertionError(f"reap() does nothing {told}, but it raised {error!r}.") from error
 
@@ -260,15 +259,17 @@ class _Suite(Generic[R]):
                     engine.prefetch([self.spec])
                 await self._dirty(first.resource)
                 await first.resource.release()
-                _hold(await engine.check(first) is Status.BROKEN, "status() tells the engine that an instance is gone")
+                _require(
+                    await engine.check(first) is Status.BROKEN, "status() tells the engine that an instance is gone"
+                )
                 await engine.release(first)
                 second = await engine.acquire(self.spec, "second owner", scope=Scope.CALL)
-                _hold(second.instance != first.instance, "An instance that is gone is not given out again")
+                _require(second.instance != first.instance, "An instance that is gone is not given out again")
                 await self._expect_clean(second.resource, "for its first owner")
-            _hold(_is_empty(directory), "Nothing is left in the ledger when the engine is closed")
+            _require(_is_empty(directory), "Nothing is left in the ledger when the engine is closed")
 
     def _make(self) -> R:
-        return make_resource(self.spec, f"conformance-{uuid.uuid4().hex[:12]}")
+        return create_resource(self.spec, f"conformance-{uuid.uuid4().hex[:12]}")
 
     @contextlib.asynccontextmanager
     async def _started(self, resource: R) -> AsyncIterator[None]:
@@ -296,26 +297,26 @@ class _Suite(Generic[R]):
                 status = await resource.status()
         except Exception as error:
             raise AssertionError(f"status() never raises nor hangs, {when}: {error!r}") from error
-        _hold(status is expected, f"status() is {expected.value} {when}", status)
+        _require(status is expected, f"status() is {expected.value} {when}", status)
         if expected is Status.HEALTHY:
-            _hold(resource.quick_status() is expected, f"quick_status() is healthy {when}, at once")
+            _require(resource.quick_status() is expected, f"quick_status() is healthy {when}, at once")
 
     async def _dirty(self, resource: R) -> None:
         if self.dirty is not None:
             await _await(self.dirty(resource))
             if self.is_clean is not None:
-                _hold(not await _await(self.is_clean(resource)), "is_clean() sees what dirty() leaves behind")
+                _require(not await _await(self.is_clean(resource)), "is_clean() sees what dirty() leaves behind")
 
     async def _expect_clean(self, resource: R, when: str) -> None:
         if self.is_clean is not None:
-            _hold(bool(await _await(self.is_clean(resource))), f"An instance is clean {when}")
+            _require(bool(await _await(self.is_clean(resource))), f"An instance is clean {when}")
 
     def _check_traces(self, resource: R, when: str) -> None:
         try:
             same = _through_json(resource.traces) == resource.traces
         except (TypeError, ValueError) as error:
             raise AssertionError(f"traces are JSON-able {when}: {error}") from error
-        _hold(same, f"traces come back from JSON as they were {when}", resource.traces)
+        _require(same, f"traces come back from JSON as they were {when}", resource.traces)
 
 
 def _is_empty(directory: str) -> bool:
@@ -331,6 +332,6 @@ async def _await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _hold(holds: bool, clause: str, found: object = None) -> None:
+def _require(holds: bool, clause: str, found: object = None) -> None:
     if not holds:
         raise AssertionError(clause + ("." if found is None else f", but it was {found!r}."))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentfly.testing.far_side import FarSide, Request, replies
+from agentfly.testing.fake_openai_server import FakeOpenAIServer, ReceivedRequest, raw_reply
 
 CONTEXT = 100
 """Tokens that the model holds."""
@@ -22,31 +22,31 @@ CONTEXT = 100
 STARTED = "default"
 
 
-class StandInVLLM(FarSide):
-    """One server. Leaving it is its death; after `begin_anew` it is what its supervisor has started in its place.
+class FakeVLLMServer(FakeOpenAIServer):
+    """One server. Leaving it is its death; after `restart` it is what its supervisor has started in its place.
 
     Attributes:
-        how: words that say how it misbehaves; see where they are looked for.
+        faults: words that say how it misbehaves; see where they are looked for.
         free: whether generations come to their end; cleared, they wait.
         bias: of the weights it serves.
         adapters: what each adapter adds to that.
         generated: the bodies of the requests to sample, as they came.
         running: how many are being sampled.
-        given_up: how many were not sampled to their end, because whoever asked had gone.
+        aborted: how many were not sampled to their end, because whoever asked had gone.
     """
 
     def __init__(self, *how: str) -> None:
         super().__init__()
-        self.always = self._answer_one
-        self.how = set(how)
+        self.default_reply = self._answer_one
+        self.faults = set(how)
         self.free = asyncio.Event()
         self.free.set()
         self.generated: list[dict[str, Any]] = []
         self.running = 0
-        self.given_up = 0
-        self.begin_anew()
+        self.aborted = 0
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Serve what a fresh server does."""
         self.bias = 1.0
         self.label = STARTED
@@ -57,16 +57,16 @@ class StandInVLLM(FarSide):
         """How many requests came for a path."""
         return sum(request.path.partition("?")[0] == path for request in self.requests)
 
-    async def _answer_one(self, request: Request, writer: asyncio.StreamWriter) -> None:
+    async def _answer_one(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         path = request.path.partition("?")[0]
         if path != "/inference/v1/generate":
             answer = self._control(path, request.body or {})
-        elif "no token ids" in self.how:
-            await replies(404, {"error": {"message": "Not Found"}})(request, writer)
+        elif "no token ids" in self.faults:
+            await raw_reply(404, {"error": {"message": "Not Found"}})(request, writer)
             return
         else:
             answer = await self._generate(request.body)
-        await replies(200, answer)(request, writer)
+        await raw_reply(200, answer)(request, writer)
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
         match path:
@@ -87,9 +87,9 @@ class StandInVLLM(FarSide):
         return {}
 
     def _load(self, directory: str | None) -> dict[str, Any]:
-        if "cannot load" in self.how:
+        if "cannot load" in self.faults:
             return {"error": "RuntimeError: shapes do not fit"}
-        if "loads nothing" not in self.how:
+        if "loads nothing" not in self.faults:
             self.bias = 1.0 if directory is None else _read_bias(Path(directory) / "model.safetensors")
         return {"loaded": 1}
 
@@ -106,7 +106,7 @@ class StandInVLLM(FarSide):
         try:
             return await self._sample(body, sampling, prompt)
         except asyncio.CancelledError:
-            self.given_up += 1
+            self.aborted += 1
             raise
         finally:
             self.running -= 1
@@ -123,13 +123,13 @@ class StandInVLLM(FarSide):
         half = 0 if first == self.label else len(ids) // 2
         spans = [{"version": first, "start": 0, "end": half}] if half else []
         spans.append({"version": self.label, "start": half, "end": len(ids)})
-        cut = sampling["top_k"] == 1 and "raw log-probs" not in self.how
-        of_cut = math.log(0.5) if "ties" in self.how else 0.0
+        cut = sampling["top_k"] == 1 and "raw log-probs" not in self.faults
+        of_cut = math.log(0.5) if "ties" in self.faults else 0.0
         logprobs = [{"token_id": one, "logprob": of_cut if cut else -self._bias(body)} for one in ids]
         stopped = ids[-1] in sampling["stop_token_ids"]
         choice = {
-            "token_ids": ids[:4] if "loses ids" in self.how and not cut else ids,
-            "finish_reason": "abort" if "aborts" in self.how and not cut else "stop" if stopped else "length",
+            "token_ids": ids[:4] if "loses ids" in self.faults and not cut else ids,
+            "finish_reason": "abort" if "aborts" in self.faults and not cut else "stop" if stopped else "length",
             "logprobs": {"content": logprobs},
             "weight_versions": spans,
         }

@@ -16,16 +16,15 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentfly.errors import ConfigError, PrerequisiteError, say
-from agentfly.policies.embedded.adapters import has_adapters, load_adapters, save_adapters
-from agentfly.policies.embedded.loading import quiet_transformers
-from agentfly.run_directory import numbered
-from agentfly.training.standing import Standing
+from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error
+from agentfly.core.run_directory import numbered
+from agentfly.policies.embedded.loading import has_adapters, load_adapters, quiet_transformers, save_adapters
+from agentfly.training.evaluator import EvaluationHistory
 
 FORMAT = 4
 """Version of the trainer's files in a checkpoint."""
 
-SUMS = "SHA256SUMS"
+CHECKSUM_FILE = "SHA256SUMS"
 """The file with the SHA-256 of every other file of a checkpoint, as ``sha256sum --check`` reads it."""
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainerState:
     """How far a run has come, and what it is a run of.
 
     Attributes:
@@ -48,7 +47,7 @@ class Place:
         config: the run's settings, with the temperature in force.
         curriculum: what chooses the tasks, in words; None where nothing does.
         order: what the order of tasks needs besides the cursor.
-        standing: how the evaluations have gone so far.
+        evaluations: how the evaluations have gone so far.
     """
 
     step: int
@@ -61,7 +60,7 @@ class Place:
     config: dict[str, Any]
     curriculum: str | None = None
     order: dict[str, Any] = field(default_factory=dict)
-    standing: Standing = field(default_factory=Standing)
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
 
 
 class Checkpoints:
@@ -75,7 +74,7 @@ class Checkpoints:
         keep: how many to keep; older ones are removed when a new one is whole.
 
     Attributes:
-        current: the checkpoint that the run stands at: the one that `sound` found or `save` made last. Others may have
+        current: the checkpoint that the run stands at: the one that `latest_valid` found or `save` made last. Others may have
             a higher step and be damaged.
     """
 
@@ -88,7 +87,7 @@ class Checkpoints:
         """The checkpoints with their steps, lowest step first; damaged ones too."""
         return numbered(self._directory.glob("step-*"), "step-")
 
-    def sound(self) -> Path | None:
+    def latest_valid(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; None where there is no checkpoint at all.
 
         A damaged one is passed over, with a warning.
@@ -98,7 +97,7 @@ class Checkpoints:
         """
         damages = []
         for _, path in reversed(self.saved()):
-            damage = damage_of(path)
+            damage = find_damage(path)
             if not damage:
                 self.current = path
                 return path
@@ -143,14 +142,14 @@ class Checkpoints:
             PrerequisiteError: the disk is full.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        self.remove_unfinished()
+        self.remove_partial()
         final = self._directory / f"step-{step:06d}"
         unfinished = self._directory / f".unfinished-{step:06d}"
         try:
             unfinished.mkdir()
             write(unfinished)
-            _write_sums(unfinished)
-            _force_to_disk(unfinished)
+            _write_checksums(unfinished)
+            fsync_tree(unfinished)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             if "No space left on device" not in str(error):  # safetensors has an error type of its own for it
@@ -164,7 +163,7 @@ class Checkpoints:
             if number >= step:
                 self._remove(path)
         unfinished.rename(final)
-        _force_to_disk(self._directory, deep=False)
+        fsync_tree(self._directory, deep=False)
         self.current = final
         if best:
             self.mark_best(best)
@@ -174,7 +173,7 @@ class Checkpoints:
                 self._remove(old)
         return final
 
-    def remove_unfinished(self) -> None:
+    def remove_partial(self) -> None:
         """Remove what a process that was stopped while it saved or removed a checkpoint has left."""
         for path in self._directory.glob(".unfinished-*"):
             if path.is_symlink():
@@ -189,22 +188,22 @@ class Checkpoints:
         shutil.rmtree(unfinished)
 
 
-def damage_of(path: Path) -> str:
+def find_damage(path: Path) -> str:
     """What is wrong with the files of a checkpoint; empty if each is there and as it was written."""
-    sums = path / SUMS
+    sums = path / CHECKSUM_FILE
     try:
         expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
         if any(len(parts) != 2 for parts in expected):
             raise ValueError("a line holds no sum and name")
     except FileNotFoundError:
-        return f"{SUMS} is missing"
+        return f"{CHECKSUM_FILE} is missing"
     except (OSError, ValueError) as error:
-        return f"{SUMS} cannot be read ({error})"
+        return f"{CHECKSUM_FILE} cannot be read ({error})"
     if not expected:
-        return f"{SUMS} names no file"
+        return f"{CHECKSUM_FILE} names no file"
     for digest, name in expected:
         try:
-            if _sum_of(path / name) != digest:
+            if _sha256(path / name) != digest:
                 return f"{name} is not as it was written"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -213,29 +212,29 @@ def damage_of(path: Path) -> str:
     return ""
 
 
-def require_sound(path: Path) -> Path:
+def require_valid(path: Path) -> Path:
     """A checkpoint, if its files are as they were written.
 
     Raises:
         ConfigError: they are not.
     """
-    if damage := damage_of(path):
+    if damage := find_damage(path):
         raise ConfigError(f"The checkpoint {path} is damaged: {damage}. Take another one, or bring its files back.")
     return path
 
 
-def _write_sums(path: Path) -> None:
+def _write_checksums(path: Path) -> None:
     files = sorted(one for one in path.rglob("*") if one.is_file())
-    lines = [f"{_sum_of(one)}  {one.relative_to(path).as_posix()}\n" for one in files]
-    (path / SUMS).write_text("".join(lines), encoding="utf-8")
+    lines = [f"{_sha256(one)}  {one.relative_to(path).as_posix()}\n" for one in files]
+    (path / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
 
 
-def _sum_of(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
+def write_trainer_state(path: Path, place: TrainerState, learner: dict[str, Any]) -> None:
     """Write what a run needs beside the model to go on, into the checkpoint at ``path``.
 
     Args:
@@ -243,11 +242,11 @@ def write_place(path: Path, place: Place, learner: dict[str, Any]) -> None:
         place: how far the run has come.
         learner: state of the learner, tensors and plain values.
     """
-    write_state(path, "place.json", asdict(place), learner)
+    write_state_files(path, "place.json", asdict(place), learner)
 
 
-def write_state(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
-    """Write what is needed beside the model into the checkpoint at ``path``, where `read_learner` finds the learner's.
+def write_state_files(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
+    """Write what is needed beside the model into the checkpoint at ``path``, where `read_learner_state` finds the learner's.
 
     Args:
         path: the checkpoint.
@@ -261,17 +260,17 @@ def write_state(path: Path, name: str, about: Mapping[str, Any], learner: Mappin
     torch.save(learner, folder / "learner.pt")
 
 
-def read_place(path: Path) -> Place:
+def read_trainer_state(path: Path) -> TrainerState:
     """How far the run of the checkpoint at ``path`` had come.
 
     Raises:
         ConfigError: the directory is no checkpoint of this version of AgentFly.
     """
-    return read_state(path, "place.json", place_of)
+    return read_state(path, "place.json", trainer_state_from)
 
 
 def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) -> T:
-    """What `write_state` wrote into the checkpoint at ``path``.
+    """What `write_state_files` wrote into the checkpoint at ``path``.
 
     Args:
         path: the checkpoint.
@@ -289,16 +288,16 @@ def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) ->
         if value.pop("format") == FORMAT:
             return made_of(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is damaged: {say(error)}. Resume another checkpoint.") from None
+        raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
     raise ConfigError(f"{file} was written by another version of AgentFly, and cannot be resumed by this one.")
 
 
-def place_of(value: dict[str, Any]) -> Place:
+def trainer_state_from(value: dict[str, Any]) -> TrainerState:
     """A place from its plain values, as `dataclasses.asdict` gives them."""
-    return Place(**{**value, "standing": Standing(**value["standing"])})
+    return TrainerState(**{**value, "standing": EvaluationHistory(**value["standing"])})
 
 
-def read_learner(path: Path) -> dict[str, Any]:
+def read_learner_state(path: Path) -> dict[str, Any]:
     """State of the learner in the checkpoint at ``path``.
 
     Raises:
@@ -308,7 +307,7 @@ def read_learner(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises whatever the bytes lead it to
-        raise ConfigError(f"{file} is damaged: {say(error)}. Resume another checkpoint.") from None
+        raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
     return state
 
 
@@ -342,16 +341,16 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
             saved = type(model).from_pretrained(path, dtype=model.dtype, local_files_only=True)
         model.load_state_dict(saved.state_dict())
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"The weights of the checkpoint {path} cannot be read: {say(error)}.") from None
+        raise ConfigError(f"The weights of the checkpoint {path} cannot be read: {describe_error(error)}.") from None
     except RuntimeError as error:
         raise ConfigError(f"The checkpoint {path} is of another model than this run's: {error}") from error
 
 
-def _force_to_disk(path: Path, *, deep: bool = True) -> None:
+def fsync_tree(path: Path, *, deep: bool = True) -> None:
     """Return when a directory (and, if ``deep``, all that is in it) would survive a power cut."""
     for entry in path.iterdir() if deep else ():
         if entry.is_dir():
-            _force_to_disk(entry)
+            fsync_tree(entry)
         else:
             _sync(entry)
     _sync(path)

@@ -1,19 +1,73 @@
-"""Curriculum: which tasks an epoch has, and in which order, by what came of them before."""
+"""TaskOrder: which tasks come when, as a function of the seed alone.
+
+Curriculum: which tasks an epoch has, and in which order, by what came of them before.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.errors import ConfigError, UsageError, type_of
-from agentfly.rollouts.summary import succeeded
-from agentfly.task import Task
-from agentfly.training.task_order import TaskOrder
-from agentfly.trajectory import Trajectory
+from agentfly.core.errors import ConfigError, UsageError, type_of
+from agentfly.core.task import Task
+from agentfly.core.trajectory import Trajectory
+from agentfly.rollouts.metrics import is_success
 
-REMEMBERED = 64
+
+class TaskOrder:
+    """An endless row of tasks: epochs, each with every task once, in an order of its own.
+
+    A place in the row is a number, the cursor. Nothing has to be remembered but it: the same tasks, seed and cursor
+    give the same tasks again, so that a run that goes on from a checkpoint skips none and repeats none.
+
+    Args:
+        tasks: the tasks of an epoch.
+        seed: fixes the order.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether two orders are made of the same tasks."""
+        return hashlib.sha256("\n".join(task.canonical_json for task in self._tasks).encode()).hexdigest()[:16]
+
+    def take(self, cursor: int, count: int) -> list[Task]:
+        """The ``count`` tasks from ``cursor`` on."""
+        size = len(self._tasks)
+        epochs = {epoch: self._shuffled(epoch) for epoch in range(cursor // size, (cursor + count - 1) // size + 1)}
+        return [self._tasks[epochs[place // size][place % size]] for place in range(cursor, cursor + count)]
+
+    def extend_to(self, until: int) -> None:
+        """Settle the order before this place by what is known now."""
+
+    def record_results(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take in what came of tasks."""
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """What is needed besides the cursor to go on from there, as plain values."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+
+    def metrics(self, cursor: int) -> dict[str, float]:
+        """The order at that place in numbers."""
+        return {"tasks/epoch": float(cursor // len(self._tasks))}
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        places = list(range(len(self._tasks)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(places)
+        return places
+
+
+MAX_HISTORY = 64
 """Rollouts of a task that are remembered, the latest ones."""
 
 
@@ -23,13 +77,13 @@ class TaskRecord:
 
     Attributes:
         tries: number of its rollouts.
-        latest: whether each of the last rollouts, up to `REMEMBERED` of them, solved it; oldest first.
+        latest: whether each of the last rollouts, up to `MAX_HISTORY` of them, solved it; oldest first.
     """
 
     tries: int = 0
     latest: tuple[bool, ...] = ()
 
-    def success_rate(self, tries: int = REMEMBERED) -> float | None:
+    def success_rate(self, tries: int = MAX_HISTORY) -> float | None:
         """Share of the last ``tries`` rollouts that solved the task; None before the first."""
         last = self.latest[-tries:]
         return sum(last) / len(last) if last else None
@@ -37,7 +91,7 @@ class TaskRecord:
     def after(self, solved: Iterable[bool]) -> TaskRecord:
         """The record with further rollouts."""
         new = tuple(solved)
-        return TaskRecord(self.tries + len(new), (*self.latest, *new)[-REMEMBERED:])
+        return TaskRecord(self.tries + len(new), (*self.latest, *new)[-MAX_HISTORY:])
 
 
 class Curriculum:
@@ -69,7 +123,7 @@ class BySuccessRate(Curriculum):
     A task that was not tried yet is kept, and comes between those that were solved more and less than half the time.
 
     Args:
-        tries: how many of a task's last rollouts are looked at, at most `REMEMBERED`; with fewer it is kept.
+        tries: how many of a task's last rollouts are looked at, at most `MAX_HISTORY`; with fewer it is kept.
         skip_solved: leave out tasks that all of these solved.
         skip_unsolved: leave out tasks that none of these solved.
         easiest_first: order the tasks; else they come in an order of chance.
@@ -81,8 +135,8 @@ class BySuccessRate(Curriculum):
     easiest_first: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tries <= REMEMBERED:
-            raise ConfigError(f"tries={self.tries}: the last 1 to {REMEMBERED} rollouts of a task can be looked at.")
+        if not 1 <= self.tries <= MAX_HISTORY:
+            raise ConfigError(f"tries={self.tries}: the last 1 to {MAX_HISTORY} rollouts of a task can be looked at.")
 
     def keeps(self, task: Task, record: TaskRecord) -> bool:
         if record.tries < self.tries:
@@ -108,7 +162,7 @@ class _Epoch:
         return self.start + len(self.places)
 
 
-class GuidedOrder(TaskOrder):
+class CurriculumTaskOrder(TaskOrder):
     """A `TaskOrder` whose epochs a curriculum draws, each when it is first asked for.
 
     Args:
@@ -124,23 +178,23 @@ class GuidedOrder(TaskOrder):
 
     def take(self, cursor: int, count: int) -> list[Task]:
         """The ``count`` tasks from ``cursor`` on."""
-        self.reach(cursor + count)
+        self.extend_to(cursor + count)
         return [
             self._tasks[self._epoch_at(place).places[place - self._epoch_at(place).start]]
             for place in range(cursor, cursor + count)
         ]
 
-    def reach(self, until: int) -> None:
+    def extend_to(self, until: int) -> None:
         """Settle the order before this place by what is known now."""
         while not self._epochs or self._epochs[-1].stop < until:
             last = self._epochs[-1] if self._epochs else None
             number = last.number + 1 if last else 0
-            self._epochs.append(_Epoch(number, last.stop if last else 0, self._drawn(number)))
+            self._epochs.append(_Epoch(number, last.stop if last else 0, self._draw_epoch(number)))
 
-    def note(self, trajectories: Iterable[Trajectory]) -> None:
+    def record_results(self, trajectories: Iterable[Trajectory]) -> None:
         """Take in what came of tasks."""
         for trajectory in trajectories:
-            solved = succeeded(trajectory)
+            solved = is_success(trajectory)
             if solved is not None and not trajectory.infrastructure_failed:
                 record = self._records.get(trajectory.task.id, TaskRecord())
                 self._records[trajectory.task.id] = record.after([solved])
@@ -172,13 +226,13 @@ class GuidedOrder(TaskOrder):
     def _epoch_at(self, place: int) -> _Epoch:
         return next(epoch for epoch in reversed(self._epochs) if epoch.start <= place)
 
-    def _drawn(self, number: int) -> list[int]:
+    def _draw_epoch(self, number: int) -> list[int]:
         places = self._shuffled(number)
-        kept = [place for place in places if self._curriculum.keeps(*self._known(place))] or places
+        kept = [place for place in places if self._curriculum.keeps(*self._task_and_record(place))] or places
         return sorted(kept, key=self._rank)
 
     def _rank(self, place: int) -> float:
-        task, record = self._known(place)
+        task, record = self._task_and_record(place)
         rank: object = self._curriculum.rank(task, record)
         if isinstance(rank, (int, float)) and not math.isnan(rank):
             return rank
@@ -187,12 +241,12 @@ class GuidedOrder(TaskOrder):
             "tasks could be ordered by. Return a number from rank()."
         )
 
-    def _known(self, place: int) -> tuple[Task, TaskRecord]:
+    def _task_and_record(self, place: int) -> tuple[Task, TaskRecord]:
         task = self._tasks[place]
         return task, self._records.get(task.id, TaskRecord())
 
 
-def order_of(tasks: Sequence[Task], seed: int, curriculum: Curriculum | None) -> TaskOrder:
+def make_task_order(tasks: Sequence[Task], seed: int, curriculum: Curriculum | None) -> TaskOrder:
     """The order of tasks in a run.
 
     Raises:
@@ -205,4 +259,4 @@ def order_of(tasks: Sequence[Task], seed: int, curriculum: Curriculum | None) ->
             f"curriculum is {type_of(curriculum)}, not a Curriculum. Derive a class from it, and pass an object of "
             "that class, e.g. BySuccessRate()."
         )
-    return GuidedOrder(tasks, seed, curriculum)
+    return CurriculumTaskOrder(tasks, seed, curriculum)

@@ -12,14 +12,13 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from agentfly.errors import ConfigError, PrerequisiteError
-from agentfly.policies.catalog import find_model
-from agentfly.policies.embedded.adapters import ADAPTER_FOLDER, base_of
-from agentfly.policies.embedded.loading import choose_dtype, load_model
+from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.run_directory import RunDirectory
+from agentfly.policies.catalog import resolve_model
+from agentfly.policies.embedded.loading import ADAPTER_FOLDER, base_of, choose_dtype, load_model
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
-from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Checkpoints, require_sound, write_model
+from agentfly.training.checkpoints import Checkpoints, require_valid, write_model
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -33,7 +32,7 @@ class ExportMismatch(PrerequisiteError):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """A model that was exported.
 
     Attributes:
@@ -58,7 +57,7 @@ def export(
     step: int | None = None,
     adapter: bool = False,
     dtype: DType = "auto",
-) -> Exported:
+) -> ExportResult:
     """Write the model of a run or checkpoint as a Hugging Face directory: weights, tokenizer and chat template.
 
     Adapters are merged into the weights, unless they are wanted alone. What was written is loaded again and compared
@@ -87,7 +86,7 @@ def export(
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
     expected = _logprobs(model)
     written_as = torch.float32 if adapter else _written_dtype(dtype, base or checkpoint)
-    with _appearing(target) as draft:
+    with atomic_directory(target) as draft:
         if adapter:
             shutil.copytree(checkpoint / ADAPTER_FOLDER, draft, dirs_exist_ok=True)
             HFTokenizer.load(checkpoint).hf.save_pretrained(draft)
@@ -103,7 +102,7 @@ def export(
                 f"What was written of {checkpoint} gives other log-probs than the checkpoint, by up to "
                 f"{difference:.3g} in {written_as}. It was removed again. Try dtype=float32, which loses nothing."
             )
-    return Exported(target, checkpoint, adapter, base if adapter else None, difference)
+    return ExportResult(target, checkpoint, adapter, base if adapter else None, difference)
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
@@ -115,16 +114,16 @@ def _checkpoint(source: Path, step: int | None) -> Path:
     if (source / "config.json").is_file() or not source.is_dir():
         if step is not None:
             raise ConfigError(f"A step chooses among the checkpoints of a run, and {source} is not a run's directory.")
-        return find_model(str(source) if len(source.parts) == 1 else source)  # one word may be a name
+        return resolve_model(str(source) if len(source.parts) == 1 else source)  # one word may be a name
     checkpoints = Checkpoints(RunDirectory(source).checkpoints, keep=1)
     saved = dict(checkpoints.saved())
     if not saved:
         raise ConfigError(f"{source} holds neither a model nor a checkpoint. Name a run that has saved one.")
     if step is not None and step not in saved:
         raise ConfigError(f"{source} has no checkpoint of step {step}. It has {', '.join(map(str, saved))}.")
-    if step is None and (sound := checkpoints.sound()) is not None:
+    if step is None and (sound := checkpoints.latest_valid()) is not None:
         return sound
-    return require_sound(saved[max(saved) if step is None else step])
+    return require_valid(saved[max(saved) if step is None else step])
 
 
 def _written_dtype(dtype: DType, weights: Path) -> torch.dtype:
@@ -153,7 +152,7 @@ def _adapted_logprobs(base: Path, adapter: Path) -> torch.Tensor:
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """A directory to write to, which becomes ``target`` when the block ends well, and is gone otherwise."""
     draft = target.with_name(f".unfinished-{target.name}")
     try:

@@ -11,19 +11,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import ConfigError, PrerequisiteError, say
-from agentfly.rollouts.group import Group
-from agentfly.rollouts.record import Finished, has_finished, held
-from agentfly.run_directory import replace_text
-from agentfly.threads.dedicated import DedicatedThread
-from agentfly.trajectory import Trajectory, trajectory_line
+from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error
+from agentfly.core.run_directory import replace_text
+from agentfly.core.threads.run import DedicatedThread
+from agentfly.core.trajectory import Trajectory, trajectory_json_line
+from agentfly.rollouts.backlog import AttemptGroup
+from agentfly.rollouts.rollout_record import StoredRollout, has_finished, open_locked
 
 
 class Journal:
     """A file for each group whose attempts are under way or wait to be trained; its lines are those that have ended.
 
     A group is known by its id, which in a training run is its place in the order of tasks: the same in a resumed run.
-    Once a step's own file holds a group, `forget` removes its file here. What infrastructure spoiled is run again.
+    Once a step's own file holds a group, `remove_groups` removes its file here. What infrastructure spoiled is run again.
 
     Args:
         directory: where the files are.
@@ -31,11 +31,11 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._found: dict[str, dict[int, Finished]] = {}
+        self._found: dict[str, dict[int, StoredRollout]] = {}
         self._writer = DedicatedThread()
 
     @property
-    def _begun_file(self) -> Path:
+    def _manifest_file(self) -> Path:
         return self._directory / "begun.json"
 
     @asynccontextmanager
@@ -47,12 +47,12 @@ class Journal:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         lock = self._directory / ".lock"
-        file = held(lock)
+        file = open_locked(lock)
         try:
             yield
         finally:
-            await asyncio.shield(self._writer.begin(lambda: None))  # what is being written comes to its end
-            self._writer.end()
+            await asyncio.shield(self._writer.start(lambda: None))  # what is being written comes to its end
+            self._writer.close()
             lock.unlink(missing_ok=True)
             file.close()
             with contextlib.suppress(OSError):
@@ -60,21 +60,21 @@ class Journal:
 
     # --- what the run is a run of, before there is a checkpoint that says so ------------------------------------------
 
-    def begun_with(self) -> dict[str, Any] | None:
+    def read_manifest(self) -> dict[str, Any] | None:
         """What `begin` was told last; None if that is not known."""
         try:
-            value: dict[str, Any] = json.loads(self._begun_file.read_text(encoding="utf-8"))
+            value: dict[str, Any] = json.loads(self._manifest_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return value
 
-    def begin(self, with_: dict[str, Any]) -> None:
+    def write_manifest(self, with_: dict[str, Any]) -> None:
         """A run begins: remember what it is made with, as plain values, until there is a checkpoint that says so."""
-        replace_text(self._begun_file, json.dumps(with_))
+        replace_text(self._manifest_file, json.dumps(with_))
 
-    def rely_on_checkpoint(self) -> None:
+    def remove_manifest(self) -> None:
         """There is a checkpoint that says what the run is made with."""
-        self._begun_file.unlink(missing_ok=True)
+        self._manifest_file.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -83,7 +83,7 @@ class Journal:
 
     # --- as the record of a batch -------------------------------------------------------------------------------------
 
-    def finished(self, group: Group, attempt: int) -> Finished | None:
+    def finished(self, group: AttemptGroup, attempt: int) -> StoredRollout | None:
         """What came of an attempt that had finished before.
 
         Raises:
@@ -96,18 +96,18 @@ class Journal:
             del self._found[group.group_id]
         if found is None or found.trajectory.task.id != group.task.id:
             return None  # with a curriculum, another task may have come to this place in a run of other length
-        if found.trajectory.task.content != group.task.content:
+        if found.trajectory.task.canonical_json != group.task.canonical_json:
             raise ConfigError(
                 f"The rollouts in {self._directory} cannot be gone on with: the task {group.task.id!r} is another than "
                 "it was. Give tasks that have changed another id, or begin a new run."
             )
         return found
 
-    def append(self, group: Group, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
+    def append(self, group: AttemptGroup, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
         """Have trajectories of a group written; done when the system has them. The last line on an attempt counts."""
-        return self._writer.begin(self._append, group.group_id, tuple(trajectories), scored)
+        return self._writer.start(self._append, group.group_id, tuple(trajectories), scored)
 
-    async def forget(self, group_ids: Iterable[str]) -> None:
+    async def remove_groups(self, group_ids: Iterable[str]) -> None:
         """Remove the files of groups."""
         paths = [self._file(group_id) for group_id in group_ids]
 
@@ -115,20 +115,20 @@ class Journal:
             for path in paths:
                 path.unlink(missing_ok=True)
 
-        await self._writer.begin(remove)
+        await self._writer.start(remove)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _file(self, group_id: str) -> Path:
         return self._directory / f"{group_id}.jsonl"
 
-    def _read(self, path: Path) -> dict[int, Finished]:
+    def _read(self, path: Path) -> dict[int, StoredRollout]:
         """The attempts in a file; a last line that was cut by the end of the process that wrote it is taken away.
 
         Raises:
             ConfigError: a line is none that was written here.
         """
-        found: dict[int, Finished] = {}
+        found: dict[int, StoredRollout] = {}
         if not path.is_file():
             return found
         whole = 0
@@ -141,17 +141,17 @@ class Journal:
                     trajectory, scored = Trajectory.from_json(value), bool(value["scored"])
                 except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ConfigError(
-                        f"The run cannot be gone on with: {path}, line {number} is no rollout of it ({say(error)}). "
+                        f"The run cannot be gone on with: {path}, line {number} is no rollout of it ({describe_error(error)}). "
                         "Remove that line, and the rollout is made again."
                     ) from error
-                found[trajectory.attempt] = Finished(trajectory, scored)
+                found[trajectory.attempt] = StoredRollout(trajectory, scored)
                 whole += len(line)
             file.truncate(whole)
         return {attempt: finished for attempt, finished in found.items() if has_finished(finished.trajectory)}
 
     def _append(self, group_id: str, trajectories: tuple[Trajectory, ...], scored: bool) -> None:
         path = self._file(group_id)
-        lines = "".join(trajectory_line(trajectory, scored=scored) for trajectory in trajectories).encode("utf-8")
+        lines = "".join(trajectory_json_line(trajectory, scored=scored) for trajectory in trajectories).encode("utf-8")
         before = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab") as file:

@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any
 
-from agentfly.errors import ConfigError
-from agentfly.rollouts.traits import differences
-from agentfly.run_directory import Kind, RunDirectory, read_json_lines, replace_text
-from agentfly.training.checkpoints import Place, place_of
-from agentfly.training.standing import Standing
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory, TrajectoryKind, read_json_lines, replace_text
+from agentfly.rollouts.rollout_record import describe_differences
+from agentfly.training.checkpoints import TrainerState, trainer_state_from
+from agentfly.training.evaluator import EvaluationHistory
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -58,7 +58,7 @@ def depends_on_steps(schedule: str) -> bool:
     return schedule != "constant"
 
 
-def require_same_run(saved: Place, now: Place) -> None:
+def require_same_run(saved: TrainerState, now: TrainerState) -> None:
     """Raise unless a run with the settings of ``now`` can go on from ``saved``.
 
     Raises:
@@ -67,11 +67,13 @@ def require_same_run(saved: Place, now: Place) -> None:
     free = FREE_TO_CHANGE - {"steps"} if depends_on_steps(now.config["schedule"]) else FREE_TO_CHANGE
     kept = [name for name in now.config if name not in free]
     others = [
-        *differences({name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}),
-        *differences(saved.agent, now.agent, "the agent's"),
-        *differences({"the model": saved.model}, {"the model": now.model}),
-        *differences({"the reward": saved.reward}, {"the reward": now.reward}),
-        *differences({"the curriculum": saved.curriculum}, {"the curriculum": now.curriculum}),
+        *describe_differences(
+            {name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}
+        ),
+        *describe_differences(saved.agent, now.agent, "the agent's"),
+        *describe_differences({"the model": saved.model}, {"the model": now.model}),
+        *describe_differences({"the reward": saved.reward}, {"the reward": now.reward}),
+        *describe_differences({"the curriculum": saved.curriculum}, {"the curriculum": now.curriculum}),
     ]
     if saved.tasks != now.tasks:
         others.append("the tasks, or their order in the data set, are others")
@@ -82,12 +84,12 @@ def require_same_run(saved: Place, now: Place) -> None:
         )
 
 
-def goes_on(run: RunDirectory, begun: dict[str, Any] | None, now: Place) -> bool:
+def can_resume(run: RunDirectory, begun: dict[str, Any] | None, now: TrainerState) -> bool:
     """Whether a run without a checkpoint has something to go on with; else it begins anew.
 
     Args:
         run: the run's directory.
-        begun: what it was begun with, a `Place` as plain values; None if that is not known.
+        begun: what it was begun with, a `TrainerState` as plain values; None if that is not known.
         now: what it would be gone on with.
 
     Raises:
@@ -97,20 +99,20 @@ def goes_on(run: RunDirectory, begun: dict[str, Any] | None, now: Place) -> bool
     if begun is None or not rollouts:
         return False
     try:
-        place = place_of(begun)
+        place = trainer_state_from(begun)
     except (KeyError, TypeError):
         return False  # of another version
     require_same_run(place, now)
     return True
 
 
-def standing_of(saved: Place, now: Place) -> Standing:
+def resumed_evaluations(saved: TrainerState, now: TrainerState) -> EvaluationHistory:
     """How the evaluations have gone so far; nothing is known yet where another metric is looked at from now on."""
     same = saved.config["eval_metric"] == now.config["eval_metric"]
-    return saved.standing if same else Standing()
+    return saved.evaluations if same else EvaluationHistory()
 
 
-def steps_on_file(run: RunDirectory, after: int) -> int:
+def last_saved_step(run: RunDirectory, after: int) -> int:
     """The last step of those that follow ``after`` without a gap and whose rollouts are all on file."""
     step = after
     while run.trajectories_file(step + 1).exists():
@@ -118,10 +120,10 @@ def steps_on_file(run: RunDirectory, after: int) -> int:
     return step
 
 
-def forget_after(run: RunDirectory, step: int | None) -> None:
+def remove_after(run: RunDirectory, step: int | None) -> None:
     """Remove metrics and trajectories of the steps after ``step``; None removes all, the first evaluation's too."""
     last = -1 if step is None else step
-    kinds: tuple[Kind, ...] = ("train", "eval", "greedy")
+    kinds: tuple[TrajectoryKind, ...] = ("train", "eval", "greedy")
     for kind in kinds:
         for number, path in run.trajectory_files(kind):
             if number > last:

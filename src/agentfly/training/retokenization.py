@@ -24,15 +24,15 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
+from agentfly.core.threads.pool import run_in_thread_to_completion
 from agentfly.policies.embedded.scoring import score_tokens
-from agentfly.threads.pool import on_thread_to_its_end
 from agentfly.training.rows import Row, RowBatch, RowTurn
 from agentfly.training.trainable_policy import TrainablePolicy
 
 
 @dataclass(frozen=True)
-class Retokenized:
+class RetokenizedRows:
     """Rows whose text was encoded again.
 
     Attributes:
@@ -60,7 +60,7 @@ class Retokenized:
         }
 
 
-def retokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast) -> Retokenized:
+def retokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast) -> RetokenizedRows:
     """The rows with ids made of their text again. A row none of whose sampled text is left over keeps its ids.
 
     Raises:
@@ -71,7 +71,7 @@ def retokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast) -> Retok
     foreign = [sum(map(math.isnan, row.target_logprobs)) for row in again]
     kept = [len(row.targets) - nobodys for row, nobodys in zip(again, foreign, strict=True)]
     sampled = sum(len(row.targets) for row in rows)
-    return Retokenized(
+    return RetokenizedRows(
         rows=tuple(again),
         changed_rows=sum(
             list(new.ids) != list(old.ids) or list(new.loss_mask) != list(old.loss_mask) for old, new in pairs
@@ -108,8 +108,8 @@ async def retokenized(
         temperature: divided the logits when the tokens were sampled.
     """
     again = retokenize(batch.rows, policy.tokenizer.hf)
-    async with policy.exclusive():
-        rows = await on_thread_to_its_end(partial(with_own_logprobs, again.rows, policy.model, temperature))
+    async with policy.exclusive_access():
+        rows = await run_in_thread_to_completion(partial(with_own_logprobs, again.rows, policy.model, temperature))
     return replace(batch, rows=tuple(rows)), again.metrics
 
 

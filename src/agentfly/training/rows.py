@@ -1,20 +1,58 @@
-"""Row: what the learner sees of a trajectory."""
+"""Turn order: which turns of a trajectory led straight to which, where only some of the turns count.
+
+Row: what the learner sees of a trajectory.
+
+What is done about rows and trajectories that are too long: a penalty on the reward, and a cut.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from agentfly.images import PlacedImage
-from agentfly.json_values import Brief
-from agentfly.rollouts.anchor import states_of
-from agentfly.tokens import TokenSequence
-from agentfly.training.turn_order import followed_among
-from agentfly.trajectory import Trajectory, Turn
+from agentfly.core.json_values import Brief
+from agentfly.core.messages import PlacedImage
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.rollouts.trajectory_recorder import states_of
+from agentfly.training.config.groups import OverlongConfig
+
+
+def predecessors_within(
+    follows: Mapping[int, Sequence[int] | None], kept: Collection[int]
+) -> dict[int, tuple[int, ...]]:
+    """For each turn that is kept, the kept turns that it follows. Those left out are passed through to those before.
+
+    Args:
+        follows: by the number of a turn, the numbers of the turns that it follows, each below its own; None for the
+            turn before it. A turn that is followed and is not among the keys is passed over.
+        kept: the numbers of the turns that count.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    before: int | None = None
+    for number in sorted(follows):
+        direct = follows[number]
+        if direct is None:
+            direct = () if before is None else (before,)
+        reached = dict.fromkeys(
+            kept_one for one in direct for kept_one in ((one,) if one in kept else found.get(one, ()))
+        )
+        found[number] = tuple(reached)
+        before = number
+    return {number: found[number] for number in found if number in kept}
+
+
+def successors(follows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """The inverse: for each turn, the turns that follow it."""
+    followers: dict[int, list[int]] = {number: [] for number in follows}
+    for number, before in follows.items():
+        for one in before:
+            followers[one].append(number)
+    return followers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +67,7 @@ class RowTurn:
         kind: ``act``, or ``memory`` for a turn that only wrote down what is to be remembered.
         state: the state that the anchor names, as text.
         follows: the numbers of the turns, of those in the trajectory's rows, that led straight to this one; None for
-            the one before it. See `agentfly.trajectory.Turn.follows`.
+            the one before it. See `agentfly.core.trajectory.Turn.follows`.
     """
 
     index: int
@@ -112,13 +150,13 @@ class RowBatch(Brief):
 
     Attributes:
         rows: the rows, those of one group side by side.
-        left_out: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (nobody
+        excluded: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (nobody
             tells the tokens of a turn), ``untrainable`` (`Trajectory.untrainable` says why), ``no_sampled_tokens``,
             ``no_logprobs``.
     """
 
     rows: tuple[Row, ...]
-    left_out: Mapping[str, int]
+    excluded: Mapping[str, int]
 
 
 def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
@@ -131,15 +169,15 @@ def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
     groups: dict[str, list[Row]] = {}
     left_out: Counter[str] = Counter()
     for trajectory in trajectories:
-        cause = untrainable_cause(trajectory)
+        cause = exclusion_cause(trajectory)
         if cause is not None:
             left_out[cause] += 1
         else:
             groups.setdefault(trajectory.group_id, []).extend(rows_of(trajectory))
-    return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), left_out=dict(left_out))
+    return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), excluded=dict(left_out))
 
 
-def untrainable_cause(trajectory: Trajectory) -> str | None:
+def exclusion_cause(trajectory: Trajectory) -> str | None:
     """Why a trajectory may not be trained on, or None if it may: `Trajectory.trainable`, in numbers that are known."""
     if trajectory.infrastructure_failed:
         return "infrastructure"
@@ -171,7 +209,7 @@ def rows_of(trajectory: Trajectory) -> Iterator[Row]:
         if sequence.sampled_count and number not in others
     }
     kept = {turn.index for turn in trajectory.turns if turn.sequence in own}
-    follows = followed_among({turn.index: turn.follows for turn in trajectory.turns}, kept)
+    follows = predecessors_within({turn.index: turn.follows for turn in trajectory.turns}, kept)
     turns: dict[int, list[RowTurn]] = {number: [] for number in own}
     for turn, state in zip(trajectory.turns, states_of(trajectory), strict=True):
         if turn.index in kept:
@@ -201,3 +239,98 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[RowTur
 
 def _row_turn(turn: Turn, state: str, follows: tuple[int, ...]) -> RowTurn:
     return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state, follows)
+
+
+def apply_row_limits(batch: RowBatch, *, overlong: OverlongConfig | None, max_row_tokens: int | None) -> RowBatch:
+    """A batch with rewards less the penalty on length, and with rows cut; None leaves out either.
+
+    The penalty is for what was sampled, so it is found before rows are cut.
+    """
+    if overlong is not None:
+        batch = apply_overlong_penalty(batch, overlong)
+    if max_row_tokens is not None:
+        batch = cut_rows(batch, max_row_tokens)
+    return batch
+
+
+def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
+    """What a trajectory of so many sampled tokens loses of its reward.
+
+    Nothing up to ``max_tokens - buffer_tokens``, ``penalty`` from ``max_tokens`` on, and evenly more in between.
+    Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+    """
+    beyond = tokens - (config.max_tokens - config.buffer_tokens)
+    return config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
+
+
+def apply_overlong_penalty(batch: RowBatch, config: OverlongConfig) -> RowBatch:
+    """The batch with each trajectory's reward less its `overlong_penalty`.
+
+    The tokens of all rows of a trajectory count together, those of its memory and its subagents included.
+    """
+    tokens: Counter[str] = Counter()
+    for row in batch.rows:
+        tokens[row.rollout_id] += len(row.targets)
+    penalties = {rollout_id: overlong_penalty(count, config) for rollout_id, count in tokens.items()}
+    rows = tuple(
+        replace(row, reward=row.reward - penalties[row.rollout_id]) if penalties[row.rollout_id] else row
+        for row in batch.rows
+    )
+    return replace(batch, rows=rows)
+
+
+def cut_rows(batch: RowBatch, max_tokens: int) -> RowBatch:
+    """The batch with rows of at most so many tokens.
+
+    A row that has lost all its sampled tokens is left out. A trajectory of which no row is left counts as left out for
+    the cause ``cut_off``, and is in no baseline.
+    """
+    rows = _without_empty([cut_row(row, max_tokens) for row in batch.rows])
+    gone = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
+    return RowBatch(rows, {**batch.excluded, "cut_off": len(gone)} if gone else batch.excluded)
+
+
+def _without_empty(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with sampled tokens. Turns that followed one of another row follow those before it."""
+    emptied = {row.rollout_id for row in rows if not row.targets and row.turns}
+    follows: dict[str, dict[int, tuple[int, ...] | None]] = {rollout_id: {} for rollout_id in emptied}
+    kept: dict[str, set[int]] = {rollout_id: set() for rollout_id in emptied}
+    for row in rows:
+        if row.rollout_id in emptied:
+            follows[row.rollout_id].update({turn.index: turn.follows for turn in row.turns})
+            if row.targets:
+                kept[row.rollout_id].update(turn.index for turn in row.turns)
+    found = {rollout_id: predecessors_within(follows[rollout_id], kept[rollout_id]) for rollout_id in emptied}
+    return tuple(
+        replace(row, turns=tuple(replace(turn, follows=found[row.rollout_id][turn.index]) for turn in row.turns))
+        if row.rollout_id in emptied
+        else row
+        for row in rows
+        if row.targets
+    )
+
+
+def cut_row(row: Row, max_tokens: int) -> Row:
+    """A row cut at one index, with all that is known of its tokens, and flagged as truncated; itself if short enough.
+
+    An image that the cut would part is left out whole. Turns behind the cut stay, without tokens: what they earned
+    still counts for those before them.
+    """
+    if len(row) <= max_tokens:
+        return row
+    stop = min([max_tokens, *(image.start for image in row.images if image.start < max_tokens < image.stop)])
+    return replace(
+        row,
+        ids=row.ids[:stop],
+        loss_mask=row.loss_mask[:stop],
+        logprobs=row.logprobs[:stop],
+        versions=row.versions[:stop],
+        raw_logprobs=None if row.raw_logprobs is None else row.raw_logprobs[:stop],
+        turns=tuple(_cut_turn(turn, stop) for turn in row.turns),
+        images=tuple(image for image in row.images if image.stop <= stop),
+        truncated=True,
+    )
+
+
+def _cut_turn(turn: RowTurn, stop: int) -> RowTurn:
+    return replace(turn, start=min(turn.start, stop), stop=min(turn.stop, stop))

@@ -8,21 +8,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward
-from agentfly.errors import ConfigError, UsageError, type_of
-from agentfly.events import EventStream
+from agentfly.core import signals
+from agentfly.core.errors import ConfigError, UsageError, type_of
+from agentfly.core.events import EventStream
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Tasks
 from agentfly.policies.policy import ChatPolicy, Policy
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.agent_runtime import NO_POLICIES
 from agentfly.rollouts.runner import require_events
-from agentfly.rollouts.voice import NO_OTHERS
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Tasks
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.curriculum import Curriculum
 from agentfly.training.trainer import Trainer, TrainResult
-from agentfly.viewing.metrics import recorded
+from agentfly.viewing.event_log import record_events
 from agentfly.viewing.progress import ConsoleProgress
 
 
@@ -40,7 +40,7 @@ def train(
     events: EventStream | None = None,
     policy: Policy | None = None,
     engine: ResourceEngine | None = None,
-    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
+    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
     **settings: Any,
 ) -> TrainResult:
     """Train an agent's policy on tasks, and keep metrics, trajectories and checkpoints in a run directory.
@@ -61,7 +61,7 @@ def train(
             awaited.
     """
     _require_no_loop()
-    return interruption.run(
+    return signals.run_until_signal(
         train_async(
             agent,
             tasks,
@@ -95,14 +95,14 @@ async def train_async(
     events: EventStream | None = None,
     policy: Policy | None = None,
     engine: ResourceEngine | None = None,
-    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
+    subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
     **settings: Any,
 ) -> TrainResult:
     """Train an agent's policy as `train` does, from code in an event loop, such as a notebook's.
 
     The arguments, the files and the errors are those of `train`. Cancelling it stops the run in good order.
     """
-    settings_in_force = _with(config, settings)
+    settings_in_force = _merge_settings(config, settings)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     if run_dir is not None and not isinstance(run_dir, Path | str):
@@ -126,13 +126,13 @@ async def train_async(
             subagent_policies=subagent_policies,
             resume=resume,
         )
-        stack.enter_context(recorded(run, events))
+        stack.enter_context(record_events(run, events))
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
         return await trainer.run()
 
 
-def _with(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+def _merge_settings(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
     """The settings of a run: those of a configuration, with some replaced."""
     TrainConfig.refuse_misspelled(train, settings)
     if config is None:

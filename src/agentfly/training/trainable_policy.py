@@ -1,14 +1,36 @@
-"""TrainablePolicy: what the trainer needs of a policy."""
+"""TrainablePolicy: what the trainer needs of a policy.
+
+ServedPolicy: a model that is trained in this process and sampled by servers of vLLM beside it.
+
+The policy that a run trains, in use: loaded, entered, or joined to the servers that sample for it.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from transformers import PreTrainedModel
 
+from agentfly.core.errors import ConfigError, type_of
+from agentfly.core.events import EventStream, Progress, WeightsSynced
+from agentfly.core.messages import PlacedImage
+from agentfly.core.threads.pool import run_in_thread_to_completion
+from agentfly.policies.embedded.loading import has_adapters, merged_weights, write_adapters
 from agentfly.policies.hf_tokenizer import HFTokenizer
-from agentfly.policies.policy import Policy
+from agentfly.policies.load import load_policy
+from agentfly.policies.policy import Generation, Policy, SamplingParams
+from agentfly.policies.vllm.policy import VLLMPolicy
+from agentfly.policies.vllm.weight_sync import logprobs_of_model
+from agentfly.training.learning.trainable_model import adapters_disabled
+
+if TYPE_CHECKING:
+    from agentfly.training.config.train_config import TrainConfig
 
 
 @runtime_checkable
@@ -30,7 +52,7 @@ class TrainablePolicy(Policy, Protocol):
         """Whether it has been entered and not left."""
         ...
 
-    def exclusive(self) -> AbstractAsyncContextManager[object]:
+    def exclusive_access(self) -> AbstractAsyncContextManager[object]:
         """The weights may be changed in the block: nothing is sampled by weights that are half changed."""
         ...
 
@@ -40,3 +62,165 @@ class TrainablePolicy(Policy, Protocol):
         Called inside `exclusive`. The version becomes ``version``, or one more than it was.
         """
         ...
+
+
+class ServedPolicy:
+    """Samples from servers, whose weights follow those of a model in this process.
+
+    Adapters are handed over as they are to servers that were started with room for them, and merged to others.
+
+    The servers go on sampling while the model learns. When `exclusive_access` is left and the weights have changed, and before
+    the first update too, they are handed to the servers and proved to have arrived; what is sampled from then on has
+    the new version. What becomes of generations that the hand-over finds is for ``in_flight`` of `VLLMPolicy` to say.
+
+    Args:
+        model: the model that learns: the one that the servers were started with, or a later state of it.
+        servers: the policy that samples. It is entered and left with this one.
+        events: where each hand-over is told.
+    """
+
+    def __init__(self, model: PreTrainedModel, servers: VLLMPolicy, *, events: EventStream | None = None) -> None:
+        self._model = model
+        self._servers = servers
+        self._events = events or EventStream()
+        self._has_base = False
+        self._lock = asyncio.Lock()
+        self._pending_version: int | None = (
+            servers.version
+        )  # also before the first update: it proves that both have one model
+
+    # --- the policy's protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """The tokenizer of the model."""
+        return self._servers.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and sampled together, that a generation can hold."""
+        return self._servers.context_length
+
+    @property
+    def max_concurrent_generations(self) -> int | None:
+        """How many sequences the servers sample at a time, where that is known."""
+        return self._servers.max_concurrent_generations
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the servers sample with."""
+        return self._servers.version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
+        """Sample a continuation of ``prompt_ids``; see `VLLMPolicy.generate`."""
+        return await self._servers.generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
+
+    def release_rollout(self, rollout_id: str) -> None:
+        """The rollout has ended."""
+        self._servers.release_rollout(rollout_id)
+
+    async def __aenter__(self) -> Self:
+        await self._servers.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._servers.__aexit__(kind, error, trace)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it has been entered and not left."""
+        return self._servers.in_use
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that learns."""
+        return self._model
+
+    @asynccontextmanager
+    async def exclusive_access(self) -> AsyncIterator[PreTrainedModel]:
+        """Have the model to oneself, to change its weights. The servers sample with the old ones until the end.
+
+        Raises:
+            WeightUpdateError, PolicyUnavailable: the servers could not be given the new weights.
+        """
+        async with self._lock:
+            yield self._model
+            if self._pending_version is not None:
+                await self._sync_weights(self._pending_version)
+
+    def weights_updated(self, version: int | None = None) -> None:
+        """The weights have changed: hand them over when `exclusive` is left.
+
+        The version becomes ``version``, or one more than it was.
+        """
+        self._pending_version = (
+            (self.version if self._pending_version is None else self._pending_version) + 1
+            if version is None
+            else version
+        )
+
+    async def _sync_weights(self, version: int) -> None:
+        model, reference = self._model, logprobs_of_model(self._model)
+        if has_adapters(model) and self._servers.takes_adapters:
+            await self._sync_base_weights()
+            made = await self._servers.update_adapter(
+                partial(write_adapters, model), reference=reference, version=version
+            )
+        else:
+            made = await self._servers.update_weights(merged_weights(model), reference=reference, version=version)
+        self._pending_version = None
+        self._events.emit(WeightsSynced(version=version, distance=made.logprob_gap, paused_s=made.paused_s))
+
+    async def _sync_base_weights(self) -> None:
+        """Have servers that got other weights before, from another run, serve what the adapters are put on."""
+        if not self._has_base and self._servers.version > 0:
+            with adapters_disabled(self._model):
+                reference = logprobs_of_model(self._model)
+                await self._servers.update_weights(merged_weights(self._model), reference=reference)
+        self._has_base = True
+
+
+async def open_trainable_policy(
+    given: Policy | None, model: str | Path, config: TrainConfig, events: EventStream, owned: AsyncExitStack
+) -> TrainablePolicy:
+    """The policy to train, ready to sample and to learn.
+
+    Args:
+        given: what the user gave. One that is in use stays the user's; one that is not is entered here, and left with
+            ``owned``. The model of servers is loaded into this process, where it learns.
+        model: the agent's model, loaded if nothing was given.
+        config: how to load it.
+        events: where it is told that something takes a while.
+        owned: what is entered here goes onto it.
+
+    Raises:
+        ConfigError: the policy's weights cannot be trained.
+        PrerequisiteError: the model cannot be had, or servers cannot be started.
+    """
+    policy = given
+    if given is None or isinstance(given, VLLMPolicy):
+        events.emit(Progress(what=f"loading {model}"))
+        loaded = await run_in_thread_to_completion(partial(load_policy, model, **config.policy_settings))
+        policy = loaded if given is None else ServedPolicy(loaded.model, given, events=events)
+    if not isinstance(policy, TrainablePolicy):
+        raise ConfigError(
+            f"policy is {type_of(policy)}, which cannot be trained: its weights are not in this process. Give the "
+            "agent a model that is loaded here (a name, or a Hugging Face directory), or have vLLM sample from it "
+            "(policy: vllm)."
+        )
+    if not policy.in_use:
+        if isinstance(policy, ServedPolicy):
+            events.emit(Progress(what="starting vLLM"))
+        await owned.enter_async_context(policy)
+    return policy

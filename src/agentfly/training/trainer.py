@@ -15,59 +15,51 @@ from transformers import PreTrainedModel
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
 from agentfly.agents.reward import tool_rewards
-from agentfly.errors import UsageError
-from agentfly.events import (
-    CheckpointSaved,
-    EventStream,
-    Progress,
-    StepFinished,
-    TrainingFinished,
-    TrainingStarted,
-)
-from agentfly.garbage import tuned_gc
+from agentfly.core.errors import UsageError
+from agentfly.core.events import CheckpointSaved, EventStream, Progress, StepFinished, TrainingFinished, TrainingStarted
+from agentfly.core.gc_tuning import tuned_gc
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.task import Tasks, shared_tasks, to_tasks
+from agentfly.core.threads.pool import run_in_thread_to_completion
 from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.policy import ChatPolicy, Policy
-from agentfly.resources.engine import ResourceEngine
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.rollouts.agent_runtime import NO_POLICIES
+from agentfly.rollouts.metrics import occupancy_metrics, summarize
+from agentfly.rollouts.rollout_record import agent_fingerprint, fingerprint_value
+from agentfly.rollouts.run import require_fields
 from agentfly.rollouts.runner import Runner, require_agent, require_engine, require_events, require_policies
-from agentfly.rollouts.summary import occupancy_metrics, summarize
-from agentfly.rollouts.task_fields import require_fields
-from agentfly.rollouts.traits import agent_traits, plain
-from agentfly.rollouts.voice import NO_OTHERS
-from agentfly.run_directory import RunDirectory
-from agentfly.task import Tasks, as_tasks, shared_tasks
-from agentfly.threads.pool import on_thread_to_its_end
+from agentfly.training.batch_source import BatchSource
 from agentfly.training.checkpoints import (
     Checkpoints,
-    Place,
+    TrainerState,
     load_weights,
-    read_learner,
-    read_place,
+    read_learner_state,
+    read_trainer_state,
     write_model,
-    write_place,
+    write_trainer_state,
 )
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.curriculum import Curriculum, order_of
-from agentfly.training.durations import DISPATCHED, TRAINED, Overlap, duration_metrics, durations
-from agentfly.training.evaluation import Evaluator
-from agentfly.training.feed import TRAIN
+from agentfly.training.curriculum import Curriculum, make_task_order
+from agentfly.training.evaluator import Evaluator
 from agentfly.training.journal import Journal
 from agentfly.training.learning.learner import Learner
-from agentfly.training.requirements import require_evaluations, require_score, training_temperature
+from agentfly.training.metrics import DISPATCHED, TRAINED, RolloutBusyTimer, duration_metrics, durations
 from agentfly.training.resume import (
+    can_resume,
     depends_on_steps,
-    forget_after,
-    goes_on,
     how_to_go_further,
+    last_saved_step,
+    remove_after,
     require_same_run,
-    standing_of,
-    steps_on_file,
+    resumed_evaluations,
 )
-from agentfly.training.supply import Supply
+from agentfly.training.rollout_queue import TRAIN
 from agentfly.training.trackers import TRACKERS
-from agentfly.training.trackers.tracking import tracked
-from agentfly.training.trainable_policy import TrainablePolicy
-from agentfly.training.trained_policy import trained_policy
-from agentfly.training.update import Update
+from agentfly.training.trackers.tracking import track_run
+from agentfly.training.trainable_policy import TrainablePolicy, open_trainable_policy
+from agentfly.training.update import PolicyUpdater
+from agentfly.training.validation import require_evaluations, require_reward_source, training_temperature
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +69,7 @@ class TrainResult:
     """What came of a training run.
 
     Attributes:
-        run_dir: the run's directory; `agentfly.run_directory.RunDirectory` reads it.
+        run_dir: the run's directory; `agentfly.core.run_directory.RunDirectory` reads it.
         steps: number of finished steps, those before a resume included.
         metrics: metrics of each step that this call made, by step.
         evaluations: metrics of each evaluation that this call made, by the number of finished steps.
@@ -106,17 +98,19 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class _Means:
+class _RunComponents:
     """What the steps of a run are made with."""
 
     policy: TrainablePolicy
     learner: Learner
     runner: Runner
-    supply: Supply
-    update: Update
+    supply: BatchSource
+    update: PolicyUpdater
     evaluator: Evaluator
-    overlap: Overlap
-    told: Mapping[int, dict[str, float]]  # metrics of steps that are made again, as they were told the first time
+    overlap: RolloutBusyTimer
+    replayed_metrics: Mapping[
+        int, dict[str, float]
+    ]  # metrics of steps that are made again, as they were told the first time
 
 
 class Trainer:
@@ -135,7 +129,7 @@ class Trainer:
     Args:
         agent: the agent.
         tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a file
-            (`agentfly.task_files`).
+            (`agentfly.core.task`).
         reward: scores the rollouts; without one, the sum of the tools' rewards is the score, 0 where they gave none.
         run_dir: directory of the run's checkpoints, trajectories and metrics.
         eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
@@ -167,7 +161,7 @@ class Trainer:
         events: EventStream | None = None,
         policy: Policy | None = None,
         engine: ResourceEngine | None = None,
-        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_OTHERS,
+        subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
         resume: bool = False,
     ) -> None:
         require_agent(agent)
@@ -178,10 +172,10 @@ class Trainer:
         self._reward = tool_rewards if reward is None else reward
         require_reward(self._reward)
         self._config = config or TrainConfig()
-        rows = as_tasks(tasks)
-        self._order = order_of(rows, self._config.seed, curriculum)
-        self._curriculum = plain(curriculum)
-        self._eval_tasks = as_tasks(eval_tasks) if eval_tasks is not None else []
+        rows = to_tasks(tasks)
+        self._order = make_task_order(rows, self._config.seed, curriculum)
+        self._curriculum = fingerprint_value(curriculum)
+        self._eval_tasks = to_tasks(eval_tasks) if eval_tasks is not None else []
         require_fields(agent, [*rows, *self._eval_tasks], self._reward)
         if told := shared_tasks(rows, self._eval_tasks):
             logger.warning("%s", told)
@@ -194,7 +188,7 @@ class Trainer:
         self._journal = Journal(self._run.journal)
         self._temperature = training_temperature(agent, self._config)
         self._greedy = self._config.chosen_algorithm.needs_greedy
-        require_score(agent, self._reward, greedy=self._greedy)
+        require_reward_source(agent, self._reward, greedy=self._greedy)
         require_evaluations(self._config, self._eval_tasks)
         self._trackers = {name: TRACKERS[name]() for name in self._config.trackers}
         self._resume = resume
@@ -216,12 +210,12 @@ class Trainer:
         started = time.perf_counter()
         config, events = self._config, self._events
         async with AsyncExitStack() as owned:
-            policy = await trained_policy(self._given_policy, self._agent.model, config, events, owned)
+            policy = await open_trainable_policy(self._given_policy, self._agent.model, config, events, owned)
             self._run.ensure()
             await owned.enter_async_context(self._journal.opened())
-            learner, place = await self._start(policy)
-            means = await self._means(policy, learner, place, owned)
-            await owned.enter_async_context(self._tracked())
+            learner, place = await self._restore_or_start(policy)
+            means = await self._open_components(policy, learner, place, owned)
+            await owned.enter_async_context(self._track())
             owned.enter_context(tuned_gc())
             events.emit(
                 TrainingStarted(
@@ -240,17 +234,17 @@ class Trainer:
             )
             metrics: dict[int, dict[str, float]] = {}
             evaluations: dict[int, dict[str, float]] = {}
-            if place.step == 0 and place.standing.best is None and self._eval_tasks:
+            if place.step == 0 and place.evaluations.best is None and self._eval_tasks:
                 place, evaluations[0] = await self._evaluate(means, place)
-                if self._verdict(place):
+                if self._stop_reason(place):
                     await self._save(means, place)
-            while place.step < config.steps and not self._verdict(place):
+            while place.step < config.steps and not self._stop_reason(place):
                 place, metrics[place.step] = await self._step(means, place)
                 if self._is_due(place.step, config.eval_every_steps) and self._eval_tasks:
                     place, evaluations[place.step] = await self._evaluate(means, place)
                 if self._is_checkpoint(place):
                     await self._save(means, place)
-            stopped_early = self._verdict(place) if place.step < config.steps else ""
+            stopped_early = self._stop_reason(place) if place.step < config.steps else ""
             events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early))
         checkpoint = self._checkpoints.current
         assert checkpoint is not None
@@ -266,52 +260,54 @@ class Trainer:
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    async def _start(self, policy: TrainablePolicy) -> tuple[Learner, Place]:
+    async def _restore_or_start(self, policy: TrainablePolicy) -> tuple[Learner, TrainerState]:
         """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""
-        place = Place(
+        place = TrainerState(
             step=0,
             cursor=0,
             version=policy.version,
             model=str(self._agent.model),
             tasks=self._order.fingerprint,
-            agent=agent_traits(self._agent),
+            agent=agent_fingerprint(self._agent),
             reward=self._reward.name,
             config=self._config.model_dump(mode="json") | {"temperature": self._temperature},
             curriculum=self._curriculum,
         )
-        async with policy.exclusive():
-            learner, resumed = await on_thread_to_its_end(partial(self._restored, policy.model, place))
+        async with policy.exclusive_access():
+            learner, resumed = await run_in_thread_to_completion(partial(self._restored, policy.model, place))
             if resumed is not None:
                 policy.weights_updated(resumed.version)
         return learner, resumed or place
 
-    def _restored(self, model: PreTrainedModel, place: Place) -> tuple[Learner, Place | None]:
+    def _restored(self, model: PreTrainedModel, place: TrainerState) -> tuple[Learner, TrainerState | None]:
         """The learner, with model and learner as in the last checkpoint, and its place; None if there is none."""
-        self._checkpoints.remove_unfinished()
-        latest = self._checkpoints.sound()
-        saved = read_place(latest) if latest else None
+        self._checkpoints.remove_partial()
+        latest = self._checkpoints.latest_valid()
+        saved = read_trainer_state(latest) if latest else None
         if saved is not None:
             require_same_run(saved, place)
-        elif not (self._resume and goes_on(self._run, self._journal.begun_with(), place)):
+        elif not (self._resume and can_resume(self._run, self._journal.read_manifest(), place)):
             self._journal.clear()
-            forget_after(self._run, None)
-        forget_after(self._run, steps_on_file(self._run, saved.step if saved else 0))
+            remove_after(self._run, None)
+        remove_after(self._run, last_saved_step(self._run, saved.step if saved else 0))
         needs_critic = self._config.chosen_algorithm.needs_critic
         learner = Learner(model, self._config, temperature=self._temperature, needs_critic=needs_critic)
         if latest is None or saved is None:
             return learner, None
         load_weights(model, latest)
-        learner.load_state(read_learner(latest))
+        learner.load_state(read_learner_state(latest))
         self._order.load_state(saved.order)
-        standing = standing_of(saved, place)
+        standing = resumed_evaluations(saved, place)
         self._checkpoints.mark_best(standing.best_step if self._config.keep_best else None)
-        return learner, replace(saved, config=place.config, standing=standing)
+        return learner, replace(saved, config=place.config, evaluations=standing)
 
-    async def _means(self, policy: TrainablePolicy, learner: Learner, place: Place, owned: AsyncExitStack) -> _Means:
+    async def _open_components(
+        self, policy: TrainablePolicy, learner: Learner, place: TrainerState, owned: AsyncExitStack
+    ) -> _RunComponents:
         runner = await owned.enter_async_context(self._runner(policy))
         if self._checkpoints.current is None:
-            await on_thread_to_its_end(partial(self._journal.begin, asdict(place)))
-        supply = Supply(
+            await run_in_thread_to_completion(partial(self._journal.write_manifest, asdict(place)))
+        supply = BatchSource(
             self._run,
             self._order,
             runner,
@@ -319,24 +315,24 @@ class Trainer:
             self._config,
             temperature=self._temperature,
             greedy=self._greedy,
-            on_file=steps_on_file(self._run, place.step),
+            on_file=last_saved_step(self._run, place.step),
         )
-        overlap = Overlap(TRAIN)
+        overlap = RolloutBusyTimer(TRAIN)
         owned.enter_context(self._events.subscribed(overlap))
-        return _Means(
+        return _RunComponents(
             policy,
             learner,
             runner,
             await owned.enter_async_context(supply),
-            Update(policy, learner, self._config, temperature=self._temperature),
+            PolicyUpdater(policy, learner, self._config, temperature=self._temperature),
             Evaluator(self._run, self._eval_tasks, self._config, self._events),
             overlap,
             {row.step: row.values for row in self._run.metrics() if row.step > place.step},
         )
 
-    def _tracked(self) -> AbstractAsyncContextManager[None]:
+    def _track(self) -> AbstractAsyncContextManager[None]:
         about = {"model": str(self._agent.model), "reward": self._reward.name, **self._config.model_dump(mode="json")}
-        return tracked(self._trackers, self._run, self._events, project=self._config.project, config=about)
+        return track_run(self._trackers, self._run, self._events, project=self._config.project, config=about)
 
     def _runner(self, policy: Policy) -> Runner:
         return Runner(
@@ -354,26 +350,26 @@ class Trainer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    async def _step(self, means: _Means, place: Place) -> tuple[Place, dict[str, float]]:
+    async def _step(self, means: _RunComponents, place: TrainerState) -> tuple[TrainerState, dict[str, float]]:
         started = time.perf_counter()
         step = place.step + 1
         before, began = means.runner.occupancy(), means.runner.concurrency()
-        gathered = await means.supply.harvest(step, place.cursor)
+        gathered = await means.supply.next_batch(step, place.cursor)
         resources = occupancy_metrics(before, means.runner.occupancy())
         resources |= (means.runner.concurrency() - began).metrics()
         collected, running = time.perf_counter(), means.overlap.seconds
-        batch = means.update.rows(gathered)
-        learned = await means.update.make(gathered, batch)
+        batch = means.update.make_batch(gathered)
+        learned = await means.update.update(gathered, batch)
         ended = time.perf_counter()
-        self._order.note(gathered.trajectories)
+        self._order.record_results(gathered.trajectories)
         place = replace(place, step=step, cursor=place.cursor + len(gathered.groups))
-        if step in means.told:
+        if step in means.replayed_metrics:
             self._events.emit(Progress(what=f"step {step} trained again, from the rollouts on file"))
-            return place, means.told[step]
+            return place, means.replayed_metrics[step]
         trained = {row.rollout_id for row in batch.rows}
         seconds = {
-            DISPATCHED: durations(means.supply.ended()),
-            TRAINED: durations(one for one in gathered.trained if one.rollout_id in trained),
+            DISPATCHED: durations(means.supply.pop_finished()),
+            TRAINED: durations(one for one in gathered.trained_trajectories if one.rollout_id in trained),
         }
         metrics = (
             summarize(gathered.trajectories)
@@ -394,33 +390,35 @@ class Trainer:
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
-    async def _evaluate(self, means: _Means, place: Place) -> tuple[Place, dict[str, float]]:
+    async def _evaluate(self, means: _RunComponents, place: TrainerState) -> tuple[TrainerState, dict[str, float]]:
         metrics = await means.evaluator.evaluate(means.runner, place.step)
         if self._config.early_stop is None and not self._config.keep_best:
             return place, metrics
-        return replace(place, standing=place.standing.after(place.step, metrics, self._config.eval_metric)), metrics
+        return replace(
+            place, evaluations=place.evaluations.with_evaluation(place.step, metrics, self._config.eval_metric)
+        ), metrics
 
-    def _verdict(self, place: Place) -> str:
+    def _stop_reason(self, place: TrainerState) -> str:
         """Why the run is to end before its last step; empty if it is not."""
-        return place.standing.verdict(self._config.early_stop, self._config.eval_metric)
+        return place.evaluations.stop_reason(self._config.early_stop, self._config.eval_metric)
 
-    async def _save(self, means: _Means, place: Place) -> None:
+    async def _save(self, means: _RunComponents, place: TrainerState) -> None:
         policy, learner = means.policy, means.learner
 
         def write(path: Path) -> None:
             write_model(path, policy.model, policy.tokenizer.hf)
             here = replace(place, version=policy.version, order=self._order.state(place.cursor))
-            write_place(path, here, learner.state())
+            write_trainer_state(path, here, learner.state())
 
-        best = place.standing.best_step if self._config.keep_best else 0
-        path = await on_thread_to_its_end(partial(self._checkpoints.save, place.step, write, best=best))
-        await on_thread_to_its_end(self._journal.rely_on_checkpoint)
+        best = place.evaluations.best_step if self._config.keep_best else 0
+        path = await run_in_thread_to_completion(partial(self._checkpoints.save, place.step, write, best=best))
+        await run_in_thread_to_completion(self._journal.remove_manifest)
         self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
 
-    def _is_checkpoint(self, place: Place) -> bool:
+    def _is_checkpoint(self, place: TrainerState) -> bool:
         """Whether a checkpoint is due: by the settings, because the run ends here, or because this is the best step."""
-        best = self._config.keep_best and place.standing.best_step == place.step
-        return best or bool(self._verdict(place)) or self._is_due(place.step, self._config.checkpoint_every_steps)
+        best = self._config.keep_best and place.evaluations.best_step == place.step
+        return best or bool(self._stop_reason(place)) or self._is_due(place.step, self._config.checkpoint_every_steps)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self._config.steps or (every is not None and step % every == 0)

@@ -6,21 +6,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from agentfly.rollouts.audit import drift_metrics
-from agentfly.threads.pool import on_thread_to_its_end
-from agentfly.training.advantages import Evidence
-from agentfly.training.batch_metrics import group_metrics, row_metrics
+from agentfly.core.threads.pool import run_in_thread_to_completion
+from agentfly.evaluation.token_audit import drift_metrics
+from agentfly.training.advantages import AdvantageInputs
+from agentfly.training.batch_source import StepBatch, greedy_baselines, make_rows
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.harvest import Harvest
 from agentfly.training.learning.learner import Learner
-from agentfly.training.requirements import require_advantages, require_rows
+from agentfly.training.metrics import group_metrics, row_metrics
 from agentfly.training.retokenization import retokenized
 from agentfly.training.rows import Row, RowBatch
-from agentfly.training.teaching import baselines_of, limited_rows
 from agentfly.training.trainable_policy import TrainablePolicy
+from agentfly.training.validation import require_advantages, require_rows
 
 
-class Update:
+class PolicyUpdater:
     """Makes rows of trajectories, judges them, and has the weights learn from that.
 
     Args:
@@ -37,38 +36,40 @@ class Update:
         self._temperature = temperature
         self._algorithm = config.chosen_algorithm
 
-    def rows(self, gathered: Harvest) -> RowBatch:
+    def make_batch(self, gathered: StepBatch) -> RowBatch:
         """What is learned from: the rows of the groups that are kept; where greedy rollouts are baselines, of those
         whose greedy rollout is sound.
 
         Raises:
             UsageError: nothing that was gathered could be trained on.
         """
-        batch = limited_rows(gathered.trained, self._config)
+        batch = make_rows(gathered.trained_trajectories, self._config)
         if not batch.rows:
-            require_rows(limited_rows(gathered.trajectories, self._config))
+            require_rows(make_rows(gathered.trajectories, self._config))
         if not self._algorithm.needs_greedy:
             return batch
-        baselines = baselines_of(gathered.kept, self._config)
+        baselines = greedy_baselines(gathered.trained_groups, self._config)
         rows = tuple(row for row in batch.rows if row.group_id in baselines)
         lost = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
-        return RowBatch(rows, {**batch.left_out, "no_baseline": len(lost)} if lost else batch.left_out)
+        return RowBatch(rows, {**batch.excluded, "no_baseline": len(lost)} if lost else batch.excluded)
 
-    async def make(self, gathered: Harvest, batch: RowBatch) -> dict[str, float]:
+    async def update(self, gathered: StepBatch, batch: RowBatch) -> dict[str, float]:
         """Learn from the rows of what was gathered; returns the metrics of that."""
         policy, learner = self._policy, self._learner
         told: dict[str, float] = {}
         if self._config.retokenize:
             batch, told = await retokenized(batch, policy, self._temperature)
-        everything = limited_rows(gathered.trajectories, self._config) if gathered.dropped else batch
+        everything = make_rows(gathered.trajectories, self._config) if gathered.dropped_groups else batch
         metrics = group_metrics(gathered.trajectories, everything) | row_metrics(batch, policy.version)
-        metrics |= await on_thread_to_its_end(partial(drift_metrics, gathered.trained, policy.tokenizer))
+        metrics |= await run_in_thread_to_completion(
+            partial(drift_metrics, gathered.trained_trajectories, policy.tokenizer)
+        )
         stop = threading.Event()
-        baselines = baselines_of(gathered.kept, self._config) if self._algorithm.needs_greedy else None
-        async with policy.exclusive():
+        baselines = greedy_baselines(gathered.trained_groups, self._config) if self._algorithm.needs_greedy else None
+        async with policy.exclusive_access():
             updates = learner.updates
             try:
-                learned = await on_thread_to_its_end(partial(self._learn, batch.rows, baselines, stop), stop)
+                learned = await run_in_thread_to_completion(partial(self._learn, batch.rows, baselines, stop), stop)
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
@@ -78,7 +79,7 @@ class Update:
         self, rows: Sequence[Row], baselines: Mapping[str, float] | None, stop: threading.Event
     ) -> dict[str, float]:
         scores = self._learner.score(rows, stop)
-        evidence = Evidence(rows, values=scores.values, token_rewards=scores.token_rewards, baselines=baselines)
+        evidence = AdvantageInputs(rows, values=scores.values, token_rewards=scores.token_rewards, baselines=baselines)
         advantages = self._algorithm.estimate(evidence, self._config.advantage)
         require_advantages(advantages, rows, self._config.algorithm)
         return self._learner.learn(rows, advantages, scores, stop)

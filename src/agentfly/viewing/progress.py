@@ -13,22 +13,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentfly.events import (
+from agentfly.core.events import (
     CheckpointSaved,
     EvaluationFinished,
     Event,
     Progress,
-    RolloutsPlanned,
+    RolloutsScheduled,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
 )
-from agentfly.viewing.chart import sparkline
-from agentfly.viewing.counted import counted
-from agentfly.viewing.lessons import Lessons
+from agentfly.viewing.diagnostics import TrainingDiagnostics
+from agentfly.viewing.formatting import pluralize, sparkline
 from agentfly.viewing.run_state import REWARD, SUCCESS, TURNS, RunState
 
-_QUIET_S = 30.0
+_MAX_SILENCE_S = 30.0
 """Seconds after which a line is printed though no tenth of the rollouts has finished."""
 
 
@@ -46,14 +45,14 @@ class ConsoleProgress:
         self._state = RunState()
         self._lock = Lock()
         self._live: Live | None = None
-        self._told = ""
+        self._last_message = ""
         self._tenth = 0
-        self._said_at = 0.0
+        self._last_line_at = 0.0
 
     def __enter__(self) -> Self:
         if self._live_wanted:
             self._live = Live(
-                get_renderable=self._locked(self._drawing), console=self._console, refresh_per_second=4, transient=False
+                get_renderable=self._locked(self._render), console=self._console, refresh_per_second=4, transient=False
             )
             self._live.start()
         return self
@@ -91,17 +90,17 @@ class ConsoleProgress:
                 return _ended(event.start_step, event.further)
             case TrainingStarted():
                 begun = f" from step {event.start_step}" if event.start_step else ""
-                line = f"training {counted(event.steps, 'step')}{begun} of {state.model}; files in {event.run_dir}"
-                return "\n".join([line, *_rounding(event.dtype)])
+                line = f"training {pluralize(event.steps, 'step')}{begun} of {state.model}; files in {event.run_dir}"
+                return "\n".join([line, *_dtype_note(event.dtype)])
             case StepFinished():
                 left = state.seconds_left()
                 parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
                 if speed := state.tokens_per_second(event.time):  # a warm start samples none
                     parts.append(f"{speed:.0f} tokens/s")
                 if left:
-                    parts.append(f"{_clock(left)} left")
+                    parts.append(f"{format_clock(left)} left")
                 return "\n".join(
-                    ["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics, state.refusal))]
+                    ["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics, state.first_scoring_error))]
                 )
             case EvaluationFinished():
                 return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])
@@ -109,8 +108,8 @@ class ConsoleProgress:
                 return f"checkpoint {event.path}"
             case TrainingFinished() if event.reason:
                 return _ended_early(event.step, event.reason)
-            case Progress() if event.what != self._told:
-                self._told = event.what
+            case Progress() if event.what != self._last_message:
+                self._last_message = event.what
                 return event.what
         return ""
 
@@ -120,41 +119,45 @@ class ConsoleProgress:
         if not state.planned:
             return ""
         tenth = 10 * state.finished // state.planned
-        if tenth <= self._tenth and event.time < self._said_at + _QUIET_S and not isinstance(event, RolloutsPlanned):
+        if (
+            tenth <= self._tenth
+            and event.time < self._last_line_at + _MAX_SILENCE_S
+            and not isinstance(event, RolloutsScheduled)
+        ):
             return ""
-        self._tenth, self._said_at = tenth, event.time
+        self._tenth, self._last_line_at = tenth, event.time
         return "  ".join(_rollouts(state, event.time))
 
     # --- live ---------------------------------------------------------------------------------------------------------
 
-    def _drawing(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         state = self._state
-        parts: list[RenderableType] = [Text(sentence) for sentence in _rounding(state.dtype)]
+        parts: list[RenderableType] = [Text(sentence) for sentence in _dtype_note(state.dtype)]
         if state.steps:
             parts.append(self._bar())
             parts.append(self._figures_table())
-            if state.ended_before:
+            if state.was_already_finished:
                 parts.append(Text(_ended(state.step, state.further), style="yellow"))
-            if state.ended:
-                parts.append(Text(_ended_early(state.step, state.ended)))
-            parts += [Text(sentence, style="yellow") for sentence in state.lessons.sentences()]
+            if state.stop_reason:
+                parts.append(Text(_ended_early(state.step, state.stop_reason)))
+            parts += [Text(sentence, style="yellow") for sentence in state.lessons.messages()]
         elif state.planned:
             parts.append(Text("  ".join([*_rollouts(state), self._now()])))
         elif state.running or state.finished:
             parts.append(Text(f"rollouts: {state.finished} finished, {self._now()}"))
-        if state.doing is not None:
-            parts.append(Text(_doing(state.doing), style="dim"))
+        if state.activity is not None:
+            parts.append(Text(_doing(state.activity), style="dim"))
         return Group(*parts)
 
     def _bar(self) -> RenderableType:
         state = self._state
-        is_over = state.ended_before or bool(state.ended)
+        is_over = state.was_already_finished or bool(state.stop_reason)
         left = None if is_over else state.seconds_left()
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {state.step}/{state.steps}", style="bold"),
             ProgressBar(total=state.steps, completed=state.step, width=30),
-            Text(f"{_clock(left)} left" if left is not None else "" if is_over else "first step ..."),
+            Text(f"{format_clock(left)} left" if left is not None else "" if is_over else "first step ..."),
         )
         return row
 
@@ -185,7 +188,7 @@ class ConsoleProgress:
 
 def _rollouts(state: RunState, now: float | None = None) -> list[str]:
     """How many of the planned rollouts have finished, their mean reward, failures and the time left."""
-    parts = [f"{state.finished} of {counted(state.planned, 'rollout')} finished"]
+    parts = [f"{state.finished} of {pluralize(state.planned, 'rollout')} finished"]
     if state.scores:
         parts.append(f"reward {sum(state.scores) / len(state.scores):.3f}")
     if state.failed:
@@ -194,7 +197,7 @@ def _rollouts(state: RunState, now: float | None = None) -> list[str]:
         parts.append(f"{state.cancelled} cancelled")
     left = state.rollout_seconds_left(now)
     if left and state.finished < state.planned:
-        parts.append(f"{_clock(left)} left")
+        parts.append(f"{format_clock(left)} left")
     return parts
 
 
@@ -210,7 +213,7 @@ def _figures(metrics: dict[str, float]) -> list[str]:
     return shown
 
 
-def _rounding(dtype: str) -> list[str]:
+def _dtype_note(dtype: str) -> list[str]:
     """What there is to say about the number format of a model that is trained."""
     if dtype in ("", "float32"):
         return []
@@ -230,9 +233,9 @@ def _ended(step: int, further: str) -> str:
 
 def _lessons(metrics: dict[str, float], refusal: str) -> list[str]:
     """What there is to say about one step alone."""
-    lessons = Lessons()
+    lessons = TrainingDiagnostics()
     lessons.add(metrics, refusal)
-    return lessons.sentences()
+    return lessons.messages()
 
 
 def _doing(progress: Progress) -> str:
@@ -241,7 +244,7 @@ def _doing(progress: Progress) -> str:
     return f"{progress.what}: {progress.done / progress.total:.0%}"
 
 
-def _clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -9,13 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentfly.rollouts.estimates import LEVEL, Estimate
-from agentfly.rollouts.scoreboard import Scoreboard
-from agentfly.run_directory import Kind, MetricsRow, RunDirectory
-from agentfly.trajectory import Trajectory, load_trajectories
-from agentfly.viewing.chart import chart
-from agentfly.viewing.counted import counted
-from agentfly.viewing.lessons import Lessons
+from agentfly.core.run_directory import RunDirectory, StepMetrics, TrajectoryKind
+from agentfly.core.trajectory import Trajectory, load_trajectories
+from agentfly.evaluation.scores import EvaluationScores
+from agentfly.evaluation.statistics import CONFIDENCE_LEVEL, Estimate
+from agentfly.viewing.diagnostics import TrainingDiagnostics
+from agentfly.viewing.formatting import bar_chart, pluralize
 from agentfly.viewing.run_state import REWARD, SUCCESS
 from agentfly.viewing.trajectory_text import trajectory_panel
 
@@ -49,7 +48,7 @@ class RunSummary:
         rows = run.metrics()
         rewards = tuple(row.values[REWARD] for row in rows if REWARD in row.values)
         evaluations = [row for row in run.metrics("eval") if SUCCESS in row.values]
-        lessons = Lessons()
+        lessons = TrainingDiagnostics()
         for row in rows:
             lessons.add(row.values)
         tenth = math.ceil(len(rewards) / 10)
@@ -61,14 +60,14 @@ class RunSummary:
             reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
             success_before=_success(run, evaluations[0]) if evaluations else None,
             success_after=_success(run, evaluations[-1]) if len(evaluations) > 1 else None,
-            lessons=tuple(lessons.sentences()),
+            lessons=tuple(lessons.messages()),
         )
 
 
-def _success(run: RunDirectory, evaluation: MetricsRow) -> Estimate:
+def _success(run: RunDirectory, evaluation: StepMetrics) -> Estimate:
     """The share of an evaluation's rollouts that solve their task."""
     path = run.trajectories_file(evaluation.step, "eval")
-    board = Scoreboard.of(load_trajectories(path)) if path.is_file() else Scoreboard({})
+    board = EvaluationScores.from_trajectories(load_trajectories(path)) if path.is_file() else EvaluationScores({})
     return board.success() or Estimate(evaluation.values[SUCCESS], None, None, 0)
 
 
@@ -85,7 +84,7 @@ def training_report(run: RunDirectory, *, stopped_early: str = "") -> Renderable
         parts.append(Text(f"ended early: {stopped_early}"))
     parts += [Text(sentence, style="yellow") for sentence in summary.lessons]
     if summary.rewards:
-        parts += [Text("\nmean reward of each step"), Text(chart(summary.rewards), style="green", no_wrap=True)]
+        parts += [Text("\nmean reward of each step"), Text(bar_chart(summary.rewards), style="green", no_wrap=True)]
     before, after = before_and_after(run)
     if before is not None:
         parts.append(trajectory_panel(before, title="before training"))
@@ -112,7 +111,7 @@ def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory |
     Held-out tasks are looked at first, then the tasks trained on. The one from after training is among the best; the
     one from before it is of the same task, earned less, and is otherwise as near to the mean of its time as can be.
     """
-    kinds: tuple[Kind, ...] = ("eval", "train")
+    kinds: tuple[TrajectoryKind, ...] = ("eval", "train")
     for kind in kinds:
         files = run.trajectory_files(kind)
         if len(files) < 2:
@@ -151,8 +150,8 @@ def _figures(summary: RunSummary) -> RenderableType:
     estimates = summary.success_before, summary.success_after
     table.add_row("held-out rollouts solved", *map(_share, estimates))
     if any(one is not None and one.low is not None for one in estimates):
-        table.add_row(f"  {LEVEL:.0%} interval over the tasks", *map(_interval, estimates))
-    return Group(Text(counted(summary.steps, "training step"), style="bold"), table)
+        table.add_row(f"  {CONFIDENCE_LEVEL:.0%} interval over the tasks", *map(_interval, estimates))
+    return Group(Text(pluralize(summary.steps, "training step"), style="bold"), table)
 
 
 def _files(run: RunDirectory) -> RenderableType:

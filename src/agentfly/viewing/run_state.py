@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from agentfly.events import (
+from agentfly.core.events import (
     CheckpointSaved,
     EvaluationFinished,
     Event,
@@ -17,14 +17,14 @@ from agentfly.events import (
     Progress,
     RewardFinished,
     RolloutFinished,
-    RolloutsPlanned,
+    RolloutsScheduled,
     RolloutStarted,
     StepFinished,
     TrainingFinished,
     TrainingStarted,
 )
-from agentfly.trajectory import FinishReason
-from agentfly.viewing.lessons import Lessons
+from agentfly.core.trajectory import FinishReason
+from agentfly.viewing.diagnostics import TrainingDiagnostics
 
 REWARD = "reward/mean"
 SUCCESS = "success/mean"
@@ -47,12 +47,12 @@ class RunState:
         scores: rewards of the finished rollouts that were scored and are sound.
         waiting: number of requests that wait for a resource.
         lessons: whether the finished steps could teach anything.
-        refusal: why scoring failed for the first time in the last finished step; empty if it did not.
+        first_scoring_error: why scoring failed for the first time in the last finished step; empty if it did not.
         model: what is trained, in which number format and where.
         dtype: the number format; empty where the run does not train.
         further: how the run is made longer once it has made all its steps, in words.
-        ended: why the run has ended before its last step; empty if it has not.
-        doing: what goes on besides rollouts, for instance the loading of a model.
+        stop_reason: why the run has ended before its last step; empty if it has not.
+        activity: what goes on besides rollouts, for instance the loading of a model.
     """
 
     steps: int = 0
@@ -67,11 +67,11 @@ class RunState:
     cancelled: int = 0
     waiting: int = 0
     tokens: int = 0
-    lessons: Lessons = field(default_factory=Lessons)
-    refusal: str = ""
-    ended: str = ""
+    lessons: TrainingDiagnostics = field(default_factory=TrainingDiagnostics)
+    first_scoring_error: str = ""
+    stop_reason: str = ""
     scores: list[float] = field(default_factory=list)
-    doing: Progress | None = None
+    activity: Progress | None = None
     run_dir: str = ""
     model: str = ""
     dtype: str = ""
@@ -91,13 +91,13 @@ class RunState:
                 self.dtype, self.further = event.dtype, event.further
                 self.model = f"{event.model} in {event.dtype} on {event.device}"
                 self._step_began = event.time
-            case RolloutsPlanned():
+            case RolloutsScheduled():
                 self.planned, self.finished, self.failed, self.scores = event.total, event.recorded, 0, []
                 self.cancelled = 0
                 self._planned_at, self._recorded = event.time, event.recorded
             case RolloutStarted():
                 self.running += 1
-                self.doing = None
+                self.activity = None
             case RolloutFinished():
                 self.running -= 1
                 if event.finish == FinishReason.CANCELLED:  # it has come to no end, and runs again in a resumed run
@@ -119,7 +119,7 @@ class RunState:
             case StepFinished():
                 self.step, self.metrics = event.step, event.metrics
                 self.lessons.add(event.metrics, self._refusal)
-                self.refusal, self._refusal = self._refusal, ""
+                self.first_scoring_error, self._refusal = self._refusal, ""
                 self._step_seconds.append(event.time - self._step_began)
                 self._step_began = event.time
                 if REWARD in event.metrics:
@@ -131,12 +131,12 @@ class RunState:
             case CheckpointSaved():
                 self._step_began = event.time
             case Progress():
-                self.doing = event
+                self.activity = event
             case TrainingFinished():
-                self.doing, self.ended = None, event.reason
+                self.activity, self.stop_reason = None, event.reason
 
     @property
-    def ended_before(self) -> bool:
+    def was_already_finished(self) -> bool:
         """Whether the run that was gone on with had made all of its steps already."""
         return 0 < self.steps <= self.step and not self._step_seconds
 

@@ -8,11 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentfly.messages import text_of
-from agentfly.rollouts.comparison import Comparison, Difference
-from agentfly.rollouts.estimates import LEVEL, Estimate
-from agentfly.rollouts.scoreboard import Scoreboard, TaskScores
-from agentfly.viewing.counted import counted
+from agentfly.core.messages import text_of
+from agentfly.evaluation.scores import EvaluationComparison, EvaluationScores, PairedDifference, TaskScores
+from agentfly.evaluation.statistics import CONFIDENCE_LEVEL, Estimate
+from agentfly.viewing.formatting import pluralize
 
 SHOWN_TASKS = 20
 """How many tasks a table shows where not all are asked for."""
@@ -20,7 +19,7 @@ SHOWN_TASKS = 20
 _PROMPT_CHARS = 60
 
 
-def scores_table(board: Scoreboard, ks: Sequence[int], *, all_tasks: bool = False) -> RenderableType:
+def scores_table(board: EvaluationScores, ks: Sequence[int], *, all_tasks: bool = False) -> RenderableType:
     """The estimates of an evaluation, each task's scores, and what counts in none of them.
 
     Args:
@@ -32,27 +31,35 @@ def scores_table(board: Scoreboard, ks: Sequence[int], *, all_tasks: bool = Fals
     estimates |= {f"pass@{k}": board.pass_at(k) for k in ks}
     estimates |= {f"pass^{k}": board.pass_hat(k) for k in ks if k > 1}
     table = Table()
-    for heading in ("over the tasks", "mean", f"{LEVEL:.0%} interval", "tasks"):
+    for heading in ("over the tasks", "mean", f"{CONFIDENCE_LEVEL:.0%} interval", "tasks"):
         table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
     for name, estimate in estimates.items():
         table.add_row(name, *_cells(estimate))
-    return Group(table, _per_task(board, all_tasks), *_left_out(board.left_out))
+    return Group(table, _per_task(board, all_tasks), *_left_out(board.excluded))
 
 
 def comparison_table(
-    comparison: Comparison, names: tuple[str, str] = ("first", "second"), *, all_tasks: bool = False
+    comparison: EvaluationComparison, names: tuple[str, str] = ("first", "second"), *, all_tasks: bool = False
 ) -> RenderableType:
     """Two evaluations side by side: means, the difference with its interval, wins, and the tasks that differ most."""
     table = Table()
-    for heading in ("over the tasks", *names, "difference", f"{LEVEL:.0%} interval", "wins", "ties", "losses"):
+    for heading in (
+        "over the tasks",
+        *names,
+        "difference",
+        f"{CONFIDENCE_LEVEL:.0%} interval",
+        "wins",
+        "ties",
+        "losses",
+    ):
         table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
     for name, one in (("reward", comparison.reward), ("success", comparison.success)):
         table.add_row(name, *_compared(one))
     lines = [
-        Text(f"{counted(len(comparison.pairs), 'task')} compared; wins are tasks in which {names[1]} did better"),
-        *_remark(comparison.without_scores, "left out, without a score in one of them"),
-        *_remark(comparison.only_first, f"left out, in {names[0]} only"),
-        *_remark(comparison.only_second, f"left out, in {names[1]} only"),
+        Text(f"{pluralize(len(comparison.pairs), 'task')} compared; wins are tasks in which {names[1]} did better"),
+        *_excluded_note(comparison.unscored, "left out, without a score in one of them"),
+        *_excluded_note(comparison.only_first, f"left out, in {names[0]} only"),
+        *_excluded_note(comparison.only_second, f"left out, in {names[1]} only"),
     ]
     return Group(table, _per_pair(comparison, names, all_tasks), *lines)
 
@@ -69,12 +76,12 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.low:.4g} … {estimate.high:.4g}"
 
 
-def _compared(one: Difference) -> list[str]:
+def _compared(one: PairedDifference) -> list[str]:
     numbers = [f"{one.first:.4g}", f"{one.second:.4g}", f"{one.difference.mean:+.4g}", _interval(one.difference)]
     return [*numbers, str(one.wins), str(one.ties), str(one.losses)]
 
 
-def _per_task(board: Scoreboard, all_tasks: bool) -> RenderableType:
+def _per_task(board: EvaluationScores, all_tasks: bool) -> RenderableType:
     rows = list(board.tasks.items())
     if not all_tasks and len(rows) > SHOWN_TASKS:
         rows = sorted(rows, key=lambda row: (_solved(row[1]), row[0]))[:SHOWN_TASKS]
@@ -88,12 +95,12 @@ def _per_task(board: Scoreboard, all_tasks: bool) -> RenderableType:
             Text(_asked(scores)),
             f"{sum(scores.successes)} of {len(scores.successes)}",
             _mean(scores.rewards),
-            ", ".join(f"{count} {cause}" for cause, count in sorted(scores.left_out.items())),
+            ", ".join(f"{count} {cause}" for cause, count in sorted(scores.excluded.items())),
         )
     return table
 
 
-def _per_pair(comparison: Comparison, names: tuple[str, str], all_tasks: bool) -> RenderableType:
+def _per_pair(comparison: EvaluationComparison, names: tuple[str, str], all_tasks: bool) -> RenderableType:
     rows = sorted(comparison.pairs, key=lambda pair: -abs(_average(pair.second.rewards) - _average(pair.first.rewards)))
     shown = rows if all_tasks else rows[:SHOWN_TASKS]
     title = "each task" if len(shown) == len(rows) else f"the {len(shown)} of {len(rows)} that differ most"
@@ -113,8 +120,8 @@ def _left_out(left_out: Mapping[str, int]) -> list[RenderableType]:
     return [Text(f"in none of these numbers: {causes}", style="bold yellow")] if left_out else []
 
 
-def _remark(count: int, what: str) -> list[RenderableType]:
-    return [Text(f"{counted(count, 'task')} {what}", style="bold yellow")] if count else []
+def _excluded_note(count: int, what: str) -> list[RenderableType]:
+    return [Text(f"{pluralize(count, 'task')} {what}", style="bold yellow")] if count else []
 
 
 def _asked(scores: TaskScores) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.panel import Panel
 from rich.text import Text
 
-from agentfly.durations import require_whole
-from agentfly.messages import Message, labelled_text
-from agentfly.rollouts.tool_calls import INVALID_CALL_KINDS
-from agentfly.trajectory import Failure, ToolRecord, Trajectory, Turn, require_trajectory
+from agentfly.core.messages import Message, text_with_image_labels
+from agentfly.core.numbers import require_whole
+from agentfly.core.trajectory import Failure, ToolRecord, Trajectory, Turn, require_trajectory
+from agentfly.rollouts.agent_loop import INVALID_CALL_KINDS
 
 _LABEL = "bold cyan"
 _QUIET = "dim"
@@ -33,7 +33,7 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     text = Text()
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
-        _append_block(text, labelled_text(message["content"]), max_lines=max_lines, style=_QUIET)
+        _append_block(text, text_with_image_labels(message["content"]), max_lines=max_lines, style=_QUIET)
     told = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
     for turn in trajectory.turns:  # of subagents whose rollout broke off before their call was answered
         if turn.index not in told:
@@ -53,7 +53,7 @@ def trajectory_panel(trajectory: Trajectory, *, title: str | None = None, max_li
     )
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text with control characters made visible: what a model or a tool wrote cannot drive a terminal."""
     return "".join(
         character if character in "\n\t" or character.isprintable() else _visible(character) for character in text
@@ -86,7 +86,7 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
         if turn.conversation != name:
             continue
         begins = before is not None and turn.sequence != before.sequence
-        note = f", begins sequence {turn.sequence + 1}" * begins + _goes_on_from(turns, turn, before)
+        note = f", begins sequence {turn.sequence + 1}" * begins + _branch_note(turns, turn, before)
         _append_turn(text, turn, max_lines, indent=indent, note=note)
         told.add(turn.index)
         for result in turn.results:
@@ -98,7 +98,7 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
     return told
 
 
-def _goes_on_from(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
+def _branch_note(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
     """Where a turn goes on in its conversation, if that is not from the turn shown before it: it is a branch."""
     if before is None or not turn.follows or before.index in turn.follows:
         return ""
@@ -108,13 +108,13 @@ def _goes_on_from(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str
 
 
 def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:
-    whose = f" of {printable(turn.agent)}" if turn.agent else ""
+    whose = f" of {escape_control_characters(turn.agent)}" if turn.agent else ""
     what = ", to be remembered" if turn.kind == "memory" else ""
     text.append(f"{' ' * indent}turn {turn.index + 1}{whose}{what}", _LABEL)
     cut = "" if turn.stopped else ", cut by a limit"
     worth = "" if turn.reward is None else f", reward {turn.reward:g}"
     tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
-    by = f", by {printable(turn.policy)}" if turn.policy else ""
+    by = f", by {escape_control_characters(turn.policy)}" if turn.policy else ""
     text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{cut}{note}{worth}\n", _QUIET)
     if turn.reasoning and turn.reasoning not in turn.text:
         _append_block(text, turn.reasoning, max_lines=max_lines, indent=indent + 2, style=f"{_QUIET} italic")
@@ -132,7 +132,7 @@ def _append_call(text: Text, result: ToolRecord, indent: int) -> None:
     if result.failure is not None and result.failure.kind in INVALID_CALL_KINDS:
         shown += " (not executed)"  # the observation says why
     text.append(f"{' ' * indent}→ ", "bold")
-    text.append(printable(shown), "red" if result.failure else "bold")
+    text.append(escape_control_characters(shown), "red" if result.failure else "bold")
     reward = "" if result.reward is None else f", reward {result.reward:g}"
     done = ", done" if result.done else ""
     text.append(f"  {result.seconds:.2f} s{reward}{done}\n", _QUIET)
@@ -142,7 +142,7 @@ def _append_observation(text: Text, result: ToolRecord, max_lines: int, indent: 
     style = "red" if result.failure else "green"
     _append_block(text, result.observation, max_lines=max_lines, indent=indent, style=style)
     for image in result.images:
-        text.append(f"{' ' * indent}{printable(image.label)}\n", style)
+        text.append(f"{' ' * indent}{escape_control_characters(image.label)}\n", style)
 
 
 def _append_end(text: Text, trajectory: Trajectory) -> None:
@@ -170,7 +170,7 @@ def _append_failure(text: Text, what: str, failure: Failure) -> None:
 
 
 def _append_block(text: Text, content: str, *, max_lines: int, indent: int = 2, style: str = "") -> None:
-    lines = printable(content).splitlines() or ["(empty)"]
+    lines = escape_control_characters(content).splitlines() or ["(empty)"]
     if len(lines) > max_lines:
         head = (max_lines + 1) // 2
         tail = max_lines - head

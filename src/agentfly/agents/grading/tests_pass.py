@@ -1,6 +1,7 @@
-"""tests_pass: hidden tests of an agent's work, run in a box that the agent has never touched."""
+"""Work: what an agent has left in its box, taken out to be laid into another.
 
-# ruff: noqa: PT028  (a function whose name begins with test, and that is none)
+tests_pass: hidden tests of an agent's work, run in a box that the agent has never touched.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +10,101 @@ import json
 import posixpath
 import secrets
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from agentfly.agents.grading import harness
-from agentfly.agents.grading.report import TestReport, none_passed, read_report
-from agentfly.agents.grading.work import Work
+from agentfly.agents.grading import pytest_harness
+from agentfly.agents.grading.test_report import TestReport, all_failed, read_report
 from agentfly.contexts.context import Context
-from agentfly.errors import PrerequisiteError, ResourceDied, ToolError, UsageError, message_of
+from agentfly.core.errors import PrerequisiteError, ResourceDied, ToolError, UsageError, error_message
+from agentfly.core.threads.pool import run_in_thread
 from agentfly.resources.containers.command import require_type
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+
+CHANGES_TESTS = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "sitecustomize.py", "usercustomize.py"}
+)
+"""Files that change how tests run, wherever they are, and so are never taken from an agent."""
+
+COMPILED = frozenset({"__pycache__"})
+"""Directories of code that may be other than its source."""
+
+COMPILED_FILES = (".pyc", ".pyo", ".pth")
+
+
+class AgentFiles:
+    """Files and directories of an agent's box, as copies on this machine.
+
+    Args:
+        folder: where the copies are; the caller removes it.
+
+    Attributes:
+        left_out: paths of what was not taken, because it would change how tests run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._copies: list[tuple[str, Path]] = []
+        self.left_out: list[str] = []
+
+    async def download_from(self, box: Container, path: str, max_bytes: int) -> None:
+        """Copy a file or directory out of a box.
+
+        Raises:
+            ToolError: it is not there, or is too large.
+            ResourceError: there is no room on this machine.
+            ResourceDied: the box has ended.
+        """
+        if _changes_tests(posixpath.basename(path)):
+            self.left_out.append(path)
+            return
+        copy = self._folder / str(len(self._copies))
+        lost = await box.download(path, copy, max_bytes=max_bytes)
+        removed = await run_in_thread(_without_what_changes_tests, copy)
+        self.left_out += [posixpath.join(path, each) for each in (*lost, *removed)]
+        self._copies.append((path, copy))
+
+    async def upload_to(self, box: Container) -> None:
+        """Put the work into another box, in the place of what that has there.
+
+        Raises:
+            ToolError: there is no room for it.
+            ResourceDied: the box has ended.
+        """
+        for path, copy in self._copies:
+            at = shlex.quote(path)
+            clear = f"if [ -d {at} ] && [ ! -L {at} ]; then find {at} -mindepth 1 -delete; else rm -f -- {at}; fi"
+            await box.run(clear, new_process=True)
+            await box.upload(copy, path)
+
+
+def _without_what_changes_tests(copy: Path) -> list[str]:
+    """Remove from a copy what would change how tests run; the paths within it."""
+    removed: list[str] = []
+    if not copy.is_dir():
+        return removed
+    for path in sorted(copy.rglob("*"), key=lambda path: len(path.parts)):
+        if not _changes_tests(path.name) or not (path.is_symlink() or path.exists()):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        removed.append(str(path.relative_to(copy)))
+    return removed
+
+
+def _changes_tests(name: str) -> bool:
+    return name in CHANGES_TESTS or name in COMPILED or name.endswith(COMPILED_FILES)
+
+
+# ruff: noqa: PT028  (a function whose name begins with test, and that is none)
+
 
 SLACK_S = 30.0
 """Seconds beyond the time for the tests that starting and ending them may take."""
@@ -87,18 +169,18 @@ async def tests_pass(
     """
     _check(work, paths, tests, names)
     fresh = replace(spec or work.spec, reuse="recreate", max_uses=1, warm=0)  # and so another pool than the agent's
-    order = _Order(names, tests, plugins, pytest_ini, import_from, packages, python)
+    order = _TestRun(names, tests, plugins, pytest_ini, import_from, packages, python)
     found: list[TestReport] = []
     with tempfile.TemporaryDirectory(prefix="agentfly-grading-") as folder:
-        taken = Work(Path(folder))
+        taken = AgentFiles(Path(folder))
         try:
             for path in paths:
-                await taken.take(work, path, max_bytes)
+                await taken.download_from(work, path, max_bytes)
         except ToolError as error:  # it is not there, or too large: the agent's doing
-            return none_passed(names, f"The work could not be taken: {error}")
+            return all_failed(names, f"The work could not be taken: {error}")
         for some in [[name] for name in names] if separately else [list(names)]:
             left = timeout_s - sum(each.seconds for each in found)
-            found.append(await _twice(context, fresh, taken, replace(order, names=some), left))
+            found.append(await _run_with_one_retry(context, fresh, taken, replace(order, names=some), left))
     return TestReport(
         tuple(name for each in found for name in each.passed),
         tuple(name for each in found for name in each.failed),
@@ -112,24 +194,26 @@ async def tests_pass(
 tests_pass.__test__ = False  # type: ignore[attr-defined]  # it is no test of pytest's, whatever its name begins with
 
 
-async def _twice(context: Context, fresh: ContainerSpec, work: Work, order: _Order, seconds: float) -> TestReport:
+async def _run_with_one_retry(
+    context: Context, fresh: ContainerSpec, work: AgentFiles, order: _TestRun, seconds: float
+) -> TestReport:
     """The report of one run of tests. A box that dies may have died of the tested code: then it is tried once more."""
     if seconds <= 0:
-        return none_passed(order.names, "The time was up before these tests began.")
+        return all_failed(order.names, "The time was up before these tests began.")
     for _ in range(2):
         async with context.lease(fresh) as box:
             await order.require_pytest(box)
             try:
                 return await order.carried_out(box, work, seconds)
             except ResourceDied as error:
-                cause = message_of(error)
+                cause = error_message(error)
             except ToolError as error:  # the work leaves no room, or a file of it is where a directory should be
-                return none_passed(order.names, f"The tests could not be run on the work: {message_of(error)}")
-    return none_passed(order.names, f"The box died under the tests, twice: {cause}")
+                return all_failed(order.names, f"The tests could not be run on the work: {error_message(error)}")
+    return all_failed(order.names, f"The box died under the tests, twice: {cause}")
 
 
 @dataclass(frozen=True)
-class _Order:
+class _TestRun:
     """What is run in a box."""
 
     names: Sequence[str]
@@ -155,7 +239,7 @@ class _Order:
                 f"directory with them and name it in packages=. It said: {str(tried)[-300:]}"
             )
 
-    async def carried_out(self, box: Container, work: Work, seconds: float) -> TestReport:
+    async def carried_out(self, box: Container, work: AgentFiles, seconds: float) -> TestReport:
         """Lay out the work and the tests, run them, and read their report.
 
         Raises:
@@ -165,9 +249,9 @@ class _Order:
         place = f"/tmp/grading-{secrets.token_hex(8)}"
         secret, key = secrets.token_hex(16), secrets.token_hex(16)
         canaries = [_canary(self.names, self.tests) for _ in range(2)]
-        await work.lay(box)
+        await work.upload_to(box)
         laid = {**self.tests, **{canary.path: canary.text for canary in canaries}}
-        await _make_way(box, laid)
+        await _remove_conflicting_paths(box, laid)
         for path, content in laid.items():
             await box.write_file(path, content)
         files = dict.fromkeys(name.partition("::")[0] for name in self.names)
@@ -189,7 +273,7 @@ class _Order:
                 ],
             },
         }
-        await box.write_file(f"{place}/harness.py", inspect.getsource(harness))
+        await box.write_file(f"{place}/harness.py", inspect.getsource(pytest_harness))
         await box.write_file(f"{place}/pytest.ini", self.pytest_ini)
         await box.write_file(f"{place}/order.json", json.dumps(order))
         started = time.monotonic()
@@ -197,8 +281,8 @@ class _Order:
         ended = await box.run(command, timeout=seconds + SLACK_S, new_process=True, max_output=MOST_SAID)
         said = [line for line in ended.stdout.splitlines() if line.startswith(f"{secret} ")]
         if len(said) != 1:
-            output = str(ended)[-harness.MOST_OUTPUT :]
-            return none_passed(self.names, "What ran the tests was ended.", output, time.monotonic() - started)
+            output = str(ended)[-pytest_harness.MOST_OUTPUT :]
+            return all_failed(self.names, "What ran the tests was ended.", output, time.monotonic() - started)
         return read_report(json.loads(said[0].partition(" ")[2]), self.names, [one.name for one in canaries], key)
 
 
@@ -220,7 +304,7 @@ def _canary(names: Sequence[str], tests: Mapping[str, str | bytes]) -> _Canary:
     return _Canary(path, f"{path}::{function}", f"def {function}():\n    assert {one} == {one + 1}\n")
 
 
-async def _make_way(box: Container, laid: Mapping[str, object]) -> None:
+async def _remove_conflicting_paths(box: Container, laid: Mapping[str, object]) -> None:
     """Remove what the work has in place of hidden files, and of the directories that these are in."""
     commands = []
     parents = {str(parent) for path in laid for parent in PurePosixPath(path).parents if str(parent) != "."}

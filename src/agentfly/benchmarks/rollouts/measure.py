@@ -1,4 +1,7 @@
-"""What a workload takes: wall time against the best possible, processor time a turn, and memory a rollout."""
+"""What a workload takes: wall time against the best possible, processor time a turn, and memory a rollout.
+
+The measurements of rollouts as a table for people.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentfly import interruption
+from rich.console import Group
+from rich.table import Table
+
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import tool
-from agentfly.benchmarks.rollouts.latency import Uniform
-from agentfly.benchmarks.rollouts.timed_model import TimedModel
-from agentfly.benchmarks.rollouts.workload import WORKLOADS, Plan, Pool, Workload
+from agentfly.agents.tool_decorator import tool
+from agentfly.benchmarks.rollouts.timed_policy import TimedPolicy
+from agentfly.benchmarks.rollouts.workload import WORKLOADS, RolloutPlan, SandboxPool, Uniform, Workload
 from agentfly.contexts.context import Context
-from agentfly.errors import ConfigError
-from agentfly.events import Event, EventStream
-from agentfly.garbage import tuned_gc
-from agentfly.resources.engine import ResourceEngine
+from agentfly.core import signals
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import Event, EventStream
+from agentfly.core.gc_tuning import tuned_gc
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Trajectory
+from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner
-from agentfly.task import Task
-from agentfly.testing.fake_resource import FakeSpec, FakeWorld
-from agentfly.tokens import TokenSequence
-from agentfly.trajectory import Trajectory
+from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 MAX_CPU_MS_PER_TURN = 0.5
 """The processor time that is aimed at: of everything but the tokenizer, with every event recorded."""
@@ -77,14 +82,14 @@ async def measure(workload: Workload) -> Measurement:
     """Run a workload once and compare it with the best possible time."""
     plans = workload.plans()
     bare = await _bare_seconds(plans)
-    model, events = TimedModel(plans), EventStream()
+    model, events = TimedPolicy(plans), EventStream()
     recorded: list[Event] = []
     async with open_runner(workload, plans, model, events) as runner:
         await runner.collect(
             tasks_of(plans)[:1], label="first"
         )  # what happens once in a process is not what is measured
         model.calls = 0
-        model.tokenizer.note()
+        model.tokenizer.start_recording()
         gc.collect()
         with events.subscribed(recorded.append), tuned_gc():  # as in every run
             cpu, started = time.process_time(), time.perf_counter()
@@ -114,7 +119,7 @@ async def measure(workload: Workload) -> Measurement:
     )
 
 
-async def kb_per_rollout(rollouts: int = 1024) -> float:
+async def memory_kb_per_rollout(rollouts: int = 1024) -> float:
     """Memory of Python objects that one of many running rollouts holds beside its tokens, in kB.
 
     Each has made four tool calls and waits for its fifth generation. What has to be there once is left out by measuring
@@ -124,7 +129,7 @@ async def kb_per_rollout(rollouts: int = 1024) -> float:
     return (await _held_bytes(rollouts) - await _held_bytes(few)) / (rollouts - few) / 1000
 
 
-async def measure_both(workload: Workload, repeats: int) -> dict[str, Any]:
+async def measure_async_and_sync(workload: Workload, repeats: int) -> dict[str, Any]:
     """Measure a workload whose tools are async functions, and beside it the same with sync functions, in turns.
 
     Each measurement is the median by its efficiency. ``sync_points`` is by how many percentage points of efficiency
@@ -166,19 +171,19 @@ def run_rollouts_bench(names: Sequence[str] | None = None, repeats: int = 1) -> 
 
     async def measure_all() -> dict[str, Any]:
         return {
-            "workloads": [await measure_both(workload, repeats) for workload in chosen],
+            "workloads": [await measure_async_and_sync(workload, repeats) for workload in chosen],
             "max_sync_points": MAX_SYNC_POINTS,
             "max_cpu_ms_per_turn": MAX_CPU_MS_PER_TURN,
-            "kb_per_rollout": round(await kb_per_rollout(), 1),
+            "kb_per_rollout": round(await memory_kb_per_rollout(), 1),
             "max_kb_per_rollout": MAX_KB_PER_ROLLOUT,
         }
 
-    return interruption.run(measure_all())
+    return signals.run_until_signal(measure_all())
 
 
 @asynccontextmanager
 async def open_runner(
-    workload: Workload, plans: Sequence[Plan], model: TimedModel, events: EventStream
+    workload: Workload, plans: Sequence[RolloutPlan], model: TimedPolicy, events: EventStream
 ) -> AsyncIterator[Runner]:
     """A runner whose model, tools, reward and sandboxes take the time that the plans give them."""
     spec = _sandboxes(workload.pool) if workload.pool else None
@@ -228,21 +233,21 @@ async def open_runner(
             yield runner
 
 
-def _sandboxes(pool: Pool) -> FakeSpec:
+def _sandboxes(pool: SandboxPool) -> FakeSpec:
     async def take_time(operation: str, _: str) -> None:
         if operation == "start":
             await asyncio.sleep(pool.start_seconds)
 
-    return FakeSpec(world=FakeWorld(take_time), capacity=pool.capacity)
+    return FakeSpec(world=FakeBackend(take_time), capacity=pool.capacity)
 
 
-def tasks_of(plans: Sequence[Plan]) -> list[Task]:
+def tasks_of(plans: Sequence[RolloutPlan]) -> list[Task]:
     """A task for each plan, which holds the plan's number."""
     return [Task(f"Rollout {number}", {"number": number}, str(number)) for number in range(len(plans))]
 
 
-async def _bare_seconds(plans: Sequence[Plan]) -> float:
-    async def one(plan: Plan) -> None:
+async def _bare_seconds(plans: Sequence[RolloutPlan]) -> float:
+    async def one(plan: RolloutPlan) -> None:
         for seconds in (*plan.generations, *plan.tools, plan.reward):
             await asyncio.sleep(seconds)
 
@@ -257,7 +262,7 @@ async def _held_bytes(rollouts: int) -> float:
     at_once = Uniform(0, 0)
     workload = Workload("memory", rollouts, (turns, turns), at_once, at_once, at_once, target=1.0)
     plans = workload.plans()
-    model = TimedModel(plans)
+    model = TimedPolicy(plans)
     model.held_turn = turns - 1
     async with open_runner(workload, plans, model, EventStream()) as runner:
         gc.collect()
@@ -279,3 +284,44 @@ async def _held_bytes(rollouts: int) -> float:
 def _token_bytes(sequence: TokenSequence) -> int:
     columns = (sequence.ids, sequence.origins, sequence.logprobs, sequence.raw_logprobs, sequence.versions)
     return sum(column.itemsize * len(column) for column in columns)
+
+
+_HEADINGS = ("", "rollouts", "turns", "best s", "bare s", "measured", "efficiency", "target", "CPU ms", "calls")
+
+
+def render(result: dict[str, Any]) -> Group:
+    """The workloads, a row each, with another one for sync tools, and the memory below."""
+    table = Table(title="Rollouts: best possible time / measured time", pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in result["workloads"]:
+        table.add_row(row["workload"], *_columns(row))
+        if sync := row.get("with_sync_tools"):
+            table.add_row(f"{row['workload']} sync", *_columns(sync))
+    points = ", ".join(
+        f"{row['workload']} {row['sync_points']:+.1f}" for row in result["workloads"] if "sync_points" in row
+    )
+    points = points or "(not measured)"
+    return Group(
+        table,
+        "Bare is the same waits in asyncio alone; calls are those of the model, over those that are needed.",
+        f"Sync is the same work with sync functions as tools, measured in turns. Async tools are faster by {points} "
+        f"points of efficiency (target at most {result['max_sync_points']:g}).",
+        f"CPU is a turn's: target below {result['max_cpu_ms_per_turn']} ms beside the tokenizer, every event recorded.",
+        f"Memory of a running rollout beside its tokens: {result['kb_per_rollout']:.1f} kB "
+        f"(target below {result['max_kb_per_rollout']} kB).",
+    )
+
+
+def _columns(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(row["rollouts"]),
+        str(row["turns"]),
+        f"{row['best_seconds']:.3f}",
+        f"{row['bare_seconds']:.3f}",
+        f"{row['measured_seconds']:.3f}",
+        f"{row['efficiency']:.1%}",
+        f"{row['target']:.0%}",
+        f"{row['cpu_ms_per_turn']:.2f}",
+        f"{row['model_calls'] / row['needed_model_calls']:.0%}",
+    )

@@ -1,17 +1,59 @@
-"""Workload: a seeded batch of rollouts whose every call takes a known time, and the best that can be done with it."""
+"""Latency: how long the calls of a workload take, drawn from a seeded generator.
+
+Workload: a seeded batch of rollouts whose every call takes a known time, and the best that can be done with it.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from agentfly.benchmarks.rollouts.latency import Latency, LogNormal, Uniform
+
+class Latency(Protocol):
+    """A distribution of seconds."""
+
+    def draw(self, generator: random.Random) -> float:
+        """Seconds of one call."""
+        ...
 
 
 @dataclass(frozen=True)
-class Plan:
+class Uniform:
+    """Anything from ``low`` to ``high`` seconds, alike."""
+
+    low: float
+    high: float
+
+    def draw(self, generator: random.Random) -> float:
+        """Seconds of one call."""
+        return generator.uniform(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Most calls near ``median`` seconds, a few far longer, none above ``cap``.
+
+    Args:
+        median: half of the calls are shorter, in seconds.
+        cap: the longest, in seconds.
+        spread: standard deviation of the logarithm. 1 puts one call in a hundred above ten times the median.
+    """
+
+    median: float
+    cap: float
+    spread: float = 1.0
+
+    def draw(self, generator: random.Random) -> float:
+        """Seconds of one call."""
+        return min(generator.lognormvariate(math.log(self.median), self.spread), self.cap)
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
     """One rollout of a workload.
 
     Attributes:
@@ -33,7 +75,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Pool:
+class SandboxPool:
     """Sandboxes that the rollouts share: each holds one from its first tool call to its end.
 
     Attributes:
@@ -67,24 +109,24 @@ class Workload:
     rewards: Latency
     target: float
     sync_share: float = 0.0
-    pool: Pool | None = None
+    pool: SandboxPool | None = None
     seed: int = 0
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[RolloutPlan]:
         """The rollouts, always the same."""
         generator = random.Random(self.seed)
         return [self._plan(generator) for _ in range(self.rollouts)]
 
-    def _plan(self, generator: random.Random) -> Plan:
+    def _plan(self, generator: random.Random) -> RolloutPlan:
         turns = generator.randint(*self.turns)
-        return Plan(
+        return RolloutPlan(
             generations=tuple(self.model.draw(generator) for _ in range(turns)),
             tools=tuple(self.tools.draw(generator) for _ in range(turns - 1)),
             sync=tuple(generator.random() < self.sync_share for _ in range(turns - 1)),
             reward=self.rewards.draw(generator),
         )
 
-    def best_seconds(self, plans: Sequence[Plan]) -> float:
+    def best_seconds(self, plans: Sequence[RolloutPlan]) -> float:
         """The shortest time for the whole batch.
 
         Without a pool that of the longest rollout, exactly. With a pool the end of the schedule in which everybody is
@@ -95,7 +137,7 @@ class Workload:
         return _served_in_order(plans, self.pool)
 
 
-def _served_in_order(plans: Sequence[Plan], pool: Pool) -> float:
+def _served_in_order(plans: Sequence[RolloutPlan], pool: SandboxPool) -> float:
     """When the last rollout ends, if sandboxes are started as they are asked for and handed on as they come back."""
     asking = sorted((plan.generations[0], plan.seconds - plan.generations[0]) for plan in plans if plan.tools)
     ends = [plan.seconds for plan in plans if not plan.tools]
@@ -123,6 +165,6 @@ WORKLOADS = (
     replace(_A, name="C", model=Uniform(0.1, 0.2), tools=LogNormal(0.03, cap=5), target=0.98),
     replace(_A, name="D", rollouts=128, turns=(1, 3), tools=Uniform(0.5, 1.5), target=0.98),
     _E,
-    replace(_E, name="F", pool=Pool(128, 0.5), sync_share=0.5),
+    replace(_E, name="F", pool=SandboxPool(128, 0.5), sync_share=0.5),
 )
 """The workloads of ``agentfly bench rollouts``."""

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import fmean
 
-from agentfly.run_directory import Kind, RunDirectory
+from agentfly.core.run_directory import RunDirectory, TrajectoryKind
 
 Reader = Callable[[RunDirectory], float | None]
 
 
-def first(metric: str, kind: Kind = "train") -> Reader:
+def first(metric: str, kind: TrajectoryKind = "train") -> Reader:
     """The metric's first value: of an evaluation, the one before training."""
     return lambda run: next(iter(values(run, metric, kind).values()), None)
 
 
-def last(metric: str, kind: Kind = "train") -> Reader:
+def last(metric: str, kind: TrajectoryKind = "train") -> Reader:
     """The metric's last value."""
     return lambda run: next(reversed(values(run, metric, kind).values()), None)
 
 
-def mean(metric: str, kind: Kind = "train") -> Reader:
+def mean(metric: str, kind: TrajectoryKind = "train") -> Reader:
     """The mean over all steps."""
     return lambda run: fmean(values(run, metric, kind).values()) if values(run, metric, kind) else None
 
 
-def largest(metric: str, kind: Kind = "train") -> Reader:
+def largest(metric: str, kind: TrajectoryKind = "train") -> Reader:
     """The largest value of all steps."""
     return lambda run: max(values(run, metric, kind).values(), default=None)
 
@@ -35,11 +35,11 @@ def total(metric: str, per: float = 1.0) -> Reader:
     return lambda run: sum(values(run, metric).values()) / per
 
 
-def steps_to(metric: str, level: float, kind: Kind = "eval") -> Reader:
+def steps_to(metric: str, level: float, kind: TrajectoryKind = "eval") -> Reader:
     """The first step after which the metric is at least ``level``; None if it never is."""
     return lambda run: next((float(step) for step, value in values(run, metric, kind).items() if value >= level), None)
 
 
-def values(run: RunDirectory, metric: str, kind: Kind = "train") -> dict[int, float]:
+def values(run: RunDirectory, metric: str, kind: TrajectoryKind = "train") -> dict[int, float]:
     """The values of a metric by step, those that are known."""
     return {row.step: row.values[metric] for row in run.metrics(kind) if metric in row.values}

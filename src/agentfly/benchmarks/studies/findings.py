@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly.benchmarks.studies.run_study import StudyRun
-from agentfly.benchmarks.studies.spread import Spread
+from agentfly.benchmarks.studies.spread import SeedSpread
 from agentfly.benchmarks.studies.study import Figure, Study
 
 UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
-class Findings:
+class StudyResults:
     """What a study found.
 
     Attributes:
@@ -28,7 +28,7 @@ class Findings:
     numbers: Sequence[dict[str, float | None]]
 
     @classmethod
-    def of(cls, study: Study, runs: Sequence[StudyRun]) -> Findings:
+    def of(cls, study: Study, runs: Sequence[StudyRun]) -> StudyResults:
         """Read the figures of runs."""
         return cls(study, runs, [{figure.title: figure.of(run.directory) for figure in study.figures} for run in runs])
 
@@ -69,7 +69,7 @@ class Findings:
         numbers = self.of_arm(arm, figure)
         if not numbers:
             return UNKNOWN
-        spread = Spread.of(numbers)
+        spread = SeedSpread.of(numbers)
         text = _written(spread.mean, figure)
         if spread.count > 1:
             text += f" ({_written(spread.low, figure)} to {_written(spread.high, figure)})"
@@ -80,7 +80,7 @@ class Findings:
 def _as_json(numbers: Sequence[float]) -> dict[str, Any]:
     if not numbers:
         return {"count": 0}
-    spread = Spread.of(numbers)
+    spread = SeedSpread.of(numbers)
     return {
         "mean": spread.mean,
         "low": spread.low,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from agentfly.benchmarks.studies.figures import values
 from agentfly.benchmarks.studies.run_study import StudyRun
 from agentfly.benchmarks.studies.study import Curve, Study
-from agentfly.errors import PrerequisiteError
-from agentfly.installation import install_command
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

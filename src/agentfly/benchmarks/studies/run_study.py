@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.benchmarks.studies.study import Arm, Study
-from agentfly.errors import AgentFlyError, ConfigError
-from agentfly.run_directory import RunDirectory, numbered, replace_text
+from agentfly.core.errors import AgentFlyError, ConfigError
+from agentfly.core.run_directory import RunDirectory, numbered, replace_text
 
 Report = Callable[[str], None]
 

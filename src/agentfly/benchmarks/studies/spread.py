@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from agentfly.rollouts.estimates import student_quantile
+from agentfly.evaluation.statistics import student_t_quantile
 
 
 @dataclass(frozen=True)
-class Spread:
+class SeedSpread:
     """Values of some runs.
 
     Attributes:
@@ -28,7 +28,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> SeedSpread:
         """The spread of at least one value."""
         return cls(fmean(values), min(values), max(values), _margin(values), len(values))
 
@@ -36,4 +36,4 @@ class Spread:
 def _margin(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
-    return student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return student_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))

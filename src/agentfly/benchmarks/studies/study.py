@@ -9,8 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from agentfly.errors import ConfigError
-from agentfly.run_directory import RunDirectory
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
 
 _NAME = re.compile(r"[\w-]+")
 

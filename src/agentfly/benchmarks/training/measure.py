@@ -19,10 +19,10 @@ from typing import Any
 from rich.table import Table
 
 from agentfly.benchmarks.training import own_side, trl_side
-from agentfly.benchmarks.training.work import Side, TrainingWork
-from agentfly.errors import AgentFlyError, PrerequisiteError
-from agentfly.policies.catalog import find_model
-from agentfly.policies.embedded.threads import SMALL_MODEL, choose_threads
+from agentfly.benchmarks.training.work import SideResult, TrainingWorkload
+from agentfly.core.errors import AgentFlyError, PrerequisiteError
+from agentfly.policies.catalog import resolve_model
+from agentfly.policies.embedded.loading import SMALL_MODEL, choose_threads
 
 TARGET_SPEEDUP = 1.5
 """Tokens a second of AgentFly's training over trl's."""
@@ -38,7 +38,7 @@ _LIMIT_S = 1800.0
 
 
 def run_training_bench(
-    model: str | Path, work: TrainingWork | None = None, *, trl: str | Path | None = None
+    model: str | Path, work: TrainingWorkload | None = None, *, trl: str | Path | None = None
 ) -> dict[str, Any]:
     """Measure training a model; the result is JSON-able.
 
@@ -51,10 +51,10 @@ def run_training_bench(
         PrerequisiteError: the model or a package is missing, or there is no interpreter.
         AgentFlyError: a side failed, or the two did not train on the same numbers of tokens.
     """
-    work = work or TrainingWork()
+    work = work or TrainingWorkload()
     interpreter = None if trl is None else _interpreter(Path(trl))
     threads = choose_threads(SMALL_MODEL)
-    path = str(find_model(model).resolve())
+    path = str(resolve_model(model).resolve())
     sides = {"agentfly": _own_side(work.specification(path, threads))}
     if interpreter is not None:
         command = [interpreter, str(Path(trl_side.__file__).resolve())]
@@ -82,11 +82,11 @@ def _interpreter(trl: Path) -> str:
     return str(path.absolute())
 
 
-def _own_side(specification: dict[str, Any]) -> Side:
+def _own_side(specification: dict[str, Any]) -> SideResult:
     return run_side("AgentFly", [sys.executable, "-m", own_side.__name__], specification)
 
 
-def run_side(name: str, command: Sequence[str], specification: dict[str, Any]) -> Side:
+def run_side(name: str, command: Sequence[str], specification: dict[str, Any]) -> SideResult:
     """Run a side's program to its end and read what it measured: the last line that it prints.
 
     Raises:
@@ -102,10 +102,10 @@ def run_side(name: str, command: Sequence[str], specification: dict[str, Any]) -
     if done.returncode != 0 or not said:
         complaint = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise AgentFlyError(f"The side of {name} failed (exit code {done.returncode}): {complaint}")
-    return Side(**json.loads(said[-1]))
+    return SideResult(**json.loads(said[-1]))
 
 
-def _numbers(side: Side) -> dict[str, Any]:
+def _numbers(side: SideResult) -> dict[str, Any]:
     return {
         **asdict(side),
         "tokens_per_second": round(side.tokens_per_second, 2),
@@ -113,7 +113,7 @@ def _numbers(side: Side) -> dict[str, Any]:
     }
 
 
-def compare(own: Side, other: Side) -> dict[str, float]:
+def compare(own: SideResult, other: SideResult) -> dict[str, float]:
     """How many times as fast, and as large, AgentFly's side is as trl's, with the targets.
 
     Raises:

@@ -1,6 +1,6 @@
 """AgentFly's side of ``agentfly bench training``, as a program: a `Trainer` and the embedded policy.
 
-It is given a `TrainingWork` as JSON and prints a `Side` as JSON.
+It is given a `TrainingWork` as JSON and prints a `SideResult` as JSON.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from agentfly import interruption
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import Tool, tool
-from agentfly.agents.toolcalls.hermes import HermesFormat
+from agentfly.agents.tool_decorator import Tool, tool
 from agentfly.benchmarks.training.trl_side import peak_mib
-from agentfly.benchmarks.training.work import Side, score_of
-from agentfly.events import Event, EventStream, StepFinished, TrainingStarted
-from agentfly.images import PlacedImage
-from agentfly.messages import ToolCall
+from agentfly.benchmarks.training.work import SideResult, score_of
+from agentfly.core import signals
+from agentfly.core.events import Event, EventStream, StepFinished, TrainingStarted
+from agentfly.core.messages import PlacedImage, ToolCall
+from agentfly.formats.toolcalls.hermes import HermesFormat
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.training.config.train_config import TrainConfig
@@ -46,7 +45,7 @@ class FixedLengthPolicy(EmbeddedPolicy):
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """Sample without an end of turn, as trl does until ``min_new_tokens``."""
-        endless = replace(sampling, stop_ids=(), barred_ids=sampling.stop_ids)
+        endless = replace(sampling, stop_ids=(), suppressed_ids=sampling.stop_ids)
         generation = await super().generate(prompt_ids, endless, rollout_id=rollout_id, images=images)
         return replace(generation, finish="stop")
 
@@ -72,7 +71,7 @@ def checksum(response: str) -> float:
     return score_of(response)
 
 
-def measure(work: dict[str, Any]) -> Side:
+def measure(work: dict[str, Any]) -> SideResult:
     """Train, and tell how long each step took."""
     clock: list[tuple[float, float]] = []
     steps: list[dict[str, float]] = []
@@ -85,9 +84,9 @@ def measure(work: dict[str, Any]) -> Side:
 
     events = EventStream()
     with tempfile.TemporaryDirectory() as scratch, events.subscribed(watch):
-        interruption.run(_train(work, Path(scratch), events))
+        signals.run_until_signal(_train(work, Path(scratch), events))
     counted = range(work["warmup"], len(steps))
-    return Side(
+    return SideResult(
         step_seconds=[clock[step + 1][0] - clock[step][0] for step in counted],
         step_cpu_seconds=[clock[step + 1][1] - clock[step][1] for step in counted],
         sampled_tokens=[int(steps[step]["rows/sampled_tokens"]) for step in counted],

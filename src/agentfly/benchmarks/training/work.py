@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class TrainingWork:
+class TrainingWorkload:
     """Training steps of known size: each rolls out all prompts, scores what was sampled, and makes one update.
 
     Attributes:
@@ -47,7 +47,7 @@ class TrainingWork:
 
 
 @dataclass(frozen=True)
-class Side:
+class SideResult:
     """What one side measured, in a process of its own.
 
     Attributes:

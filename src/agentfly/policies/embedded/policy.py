@@ -15,17 +15,14 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from agentfly.errors import ConfigError, PolicyError, PromptTooLong
-from agentfly.images import PlacedImage
-from agentfly.policies.catalog import find_model
-from agentfly.policies.embedded.batch import Request, RunningBatch
-from agentfly.policies.embedded.loading import choose_device, choose_dtype, load_model
-from agentfly.policies.embedded.output_layer import OutputLayer, rule_out
-from agentfly.policies.embedded.sampler import Sampler
-from agentfly.policies.embedded.threads import choose_threads
+from agentfly.core.errors import ConfigError, PolicyError, PromptTooLong
+from agentfly.core.messages import PlacedImage
+from agentfly.policies.catalog import resolve_model
+from agentfly.policies.embedded.continuous_batching import ContinuousBatch, GenerationRequest, SamplerThread
+from agentfly.policies.embedded.loading import choose_device, choose_dtype, choose_threads, load_model
+from agentfly.policies.embedded.sampling import OutputLayer, suppress_ids
 from agentfly.policies.hf_tokenizer import HFTokenizer
-from agentfly.policies.policy import Generation, SamplingParams
-from agentfly.policies.vocabulary import never_sampled
+from agentfly.policies.policy import Generation, SamplingParams, unsampleable_ids
 
 
 class EmbeddedPolicy:
@@ -33,7 +30,7 @@ class EmbeddedPolicy:
 
     Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
     until it is forgotten, and what a prompt shares with any sequence in memory is copied rather than computed. The
-    weights are those of ``model``: a trainer updates them in place inside `exclusive`, so nothing is ever synchronised.
+    weights are those of ``model``: a trainer updates them in place inside `exclusive_access`, so nothing is ever synchronised.
     Ids that no token of the tokenizer has are ruled out for the model, whoever samples or scores by it.
 
     Sampling is repeatable: the random numbers of a generation depend on the policy's seed, the rollout's id and the
@@ -74,7 +71,7 @@ class EmbeddedPolicy:
             )
         if max_context_tokens is not None and not 2 <= max_context_tokens <= longest:
             raise ConfigError(f"max_context_tokens is {max_context_tokens}; this model can hold 2 to {longest} tokens.")
-        rule_out(model, never_sampled(tokenizer, OutputLayer(model).rows))
+        suppress_ids(model, unsampleable_ids(tokenizer, OutputLayer(model).rows))
         self.model = model
         self._tokenizer = tokenizer
         self._context_length = max_context_tokens or longest
@@ -84,7 +81,7 @@ class EmbeddedPolicy:
         self._version = 0
         self._turns: Counter[str] = Counter()
         self._exclusive = asyncio.Lock()
-        self._sampler: Sampler | None = None
+        self._sampler: SamplerThread | None = None
 
     @classmethod
     def load(
@@ -112,7 +109,7 @@ class EmbeddedPolicy:
             PrerequisiteError: the model cannot be had, or the machine lacks something.
             ConfigError: a setting is out of its range, or the model is of a kind that cannot be run.
         """
-        path = find_model(name)
+        path = resolve_model(name)
         chosen = choose_device(device)
         model = load_model(path, chosen, choose_dtype(dtype, chosen))
         if chosen.type == "cpu":
@@ -178,19 +175,19 @@ class EmbeddedPolicy:
         turn = self._turns[rollout_id]
         self._turns[rollout_id] += 1
         seed = sampling.seed if sampling.seed is not None else f"{self._seed}/{rollout_id}/{turn}"
-        request = Request(rollout_id, array("i", prompt_ids), sampling, random.Random(seed))
-        await sampler.complete(request)
+        request = GenerationRequest(rollout_id, array("i", prompt_ids), sampling, random.Random(seed))
+        await sampler.generate(request)
         assert request.finish is not None
         return Generation(request.ids, request.logprobs, request.finish, request.version, request.raw_logprobs)
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         """The rollout has ended: its keys and values may go."""
         self._turns.pop(rollout_id, None)
         if self._sampler is not None:
-            self._sampler.order(lambda batch: batch.forget(rollout_id))
+            self._sampler.enqueue(lambda batch: batch.forget(rollout_id))
 
     @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[PreTrainedModel]:
+    async def exclusive_access(self) -> AsyncIterator[PreTrainedModel]:
         """Have the model alone: waits until no generation runs, and keeps new ones waiting until the block ends.
 
         A trainer updates the weights in a thread inside the block, and calls `weights_updated` before it ends.
@@ -199,7 +196,7 @@ class EmbeddedPolicy:
             sampler = self._sampler
             try:
                 if sampler is not None:
-                    await sampler.hold()
+                    await sampler.pause()
                 yield self.model
             finally:
                 self.model.eval()  # type: ignore[no-untyped-call]
@@ -213,19 +210,19 @@ class EmbeddedPolicy:
         """
         self._version = new = self._version + 1 if version is None else version
         if self._sampler is not None:
-            self._sampler.order(lambda batch: batch.renew(new))
+            self._sampler.enqueue(lambda batch: batch.invalidate_cache(new))
 
     async def __aenter__(self) -> Self:
         if self._sampler is not None:
             raise PolicyError("The policy is already in use: it can be entered once at a time.")
-        batch = RunningBatch(
+        batch = ContinuousBatch(
             self.model,
             max_concurrent=self.max_concurrent_generations,
             max_resident=self._max_resident,
             context_length=self._context_length,
             version=self._version,
         )
-        self._sampler = Sampler(batch)
+        self._sampler = SamplerThread(batch)
         return self
 
     async def __aexit__(
@@ -235,7 +232,7 @@ class EmbeddedPolicy:
         if sampler is not None:
             await sampler.close()
 
-    def _require_open(self) -> Sampler:
+    def _require_open(self) -> SamplerThread:
         if self._sampler is None:
             raise PolicyError("The policy is not in use yet. Generate inside `async with policy:`.")
         return self._sampler

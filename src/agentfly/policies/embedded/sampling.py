@@ -1,10 +1,15 @@
-"""Drawing tokens from logits, with their log-probs under the very distribution they are drawn from."""
+"""Drawing tokens from logits, with their log-probs under the very distribution they are drawn from.
+
+OutputLayer: hidden states to logits, in sampling and in scoring alike, with some ids ruled out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from agentfly.policies.policy import SamplingParams
 
@@ -49,7 +54,7 @@ def sample(
 
 def _without_barred(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
     """Log-probs with all barred tokens at -inf, normalised again."""
-    barred = [(row, token) for row, how in enumerate(samplings) for token in how.barred_ids]
+    barred = [(row, token) for row, how in enumerate(samplings) for token in how.suppressed_ids]
     if not barred:
         return logprobs
     places = torch.tensor(barred, device=logprobs.device)
@@ -100,3 +105,55 @@ def _cut(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
     beyond[:, 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(beyond, float("-inf")), dim=-1)
     return torch.empty_like(logprobs).scatter_(1, order, ordered)
+
+
+_RULED_OUT = "agentfly_ruled_out_ids"
+"""Where a model keeps which ids are ruled out. Copies of the model keep it too, and its files do not."""
+
+_LOGIT = -1e30
+"""The logit of an id that is ruled out: its probability is 0, also at high temperatures, and 0 times it is a number."""
+
+
+class OutputLayer:
+    """The output layer of a causal language model.
+
+    Args:
+        model: the model, with what `suppress_ids` has ruled out for it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layer: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._ruled_out: Sequence[int] = getattr(model, _RULED_OUT, ())
+        self._at = torch.tensor(self._ruled_out, dtype=torch.long, device=model.device)
+
+    @property
+    def rows(self) -> int:
+        """How many ids there is a logit for."""
+        return int(self._layer.weight.shape[0])  # type: ignore[index]
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [N, rows] of hidden states [N, hidden]; those of ids that are ruled out have no probability."""
+        logits: torch.Tensor = self._layer(states)
+        if not self._ruled_out:
+            return logits
+        return logits.index_fill_(-1, self._at, max(_LOGIT, torch.finfo(logits.dtype).min))
+
+    def require_sampleable(self, ids: torch.Tensor) -> None:
+        """Raise unless all of some ids can be sampled.
+
+        Raises:
+            ValueError: one of them is ruled out.
+        """
+        if self._ruled_out and bool((found := torch.isin(ids, self._at)).any()):
+            raise ValueError(
+                f"The id {int(ids[found][0])} is never sampled from this model: no token of its tokenizer has it, or "
+                "only images have it. So it has no log-prob. Was the row sampled from another model?"
+            )
+
+
+def suppress_ids(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Have a model neither sample nor score some ids: they leave the distribution, whose rest is normalised.
+
+    A model has one distribution only: what samples, what is trained, and what either is compared with must agree on it.
+    """
+    setattr(model, _RULED_OUT, tuple(ids))

@@ -15,9 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agentfly.policies.embedded.attention import enable_packed_attention, packed_hidden
-from agentfly.policies.embedded.output_layer import OutputLayer
-from agentfly.policies.embedded.packing import pack_rows
+from agentfly.policies.embedded.packed_attention import enable_packed_attention, pack_rows, packed_hidden
+from agentfly.policies.embedded.sampling import OutputLayer
 
 WHOLE_LOGITS = 2**26
 """Up to this many logits are kept for the backward pass; beyond, they are made again, chunk by chunk."""
@@ -63,11 +62,11 @@ def score_tokens(
         ValueError: rows and targets do not fit together, or a token cannot be sampled from the model.
     """
     _check(rows, targets, temperature)
-    hidden = states_before(model, rows, targets, share_prefixes=share_prefixes)
+    hidden = hidden_states_before(model, rows, targets, share_prefixes=share_prefixes)
     return score_states(model, hidden, rows, targets, temperature=temperature)
 
 
-def states_before(
+def hidden_states_before(
     model: PreTrainedModel,
     rows: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
@@ -104,10 +103,10 @@ def score_states(
     *,
     temperature: float = 1.0,
 ) -> TokenScores:
-    """What the model's output layer makes of what `states_before` gave; the arguments are those of `score_tokens`."""
+    """What the model's output layer makes of what `hidden_states_before` gave; the arguments are those of `score_tokens`."""
     wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
     tokens, head = torch.tensor(wanted, dtype=torch.long, device=model.device), OutputLayer(model)
-    head.require_possible(tokens)
+    head.require_sampleable(tokens)
     return _score_hidden(head, states, tokens, temperature)
 
 

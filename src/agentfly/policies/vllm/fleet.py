@@ -1,18 +1,23 @@
-"""Fleet: the servers of a policy as one, of which all serve the same weights, or none is used."""
+"""Routes: which server each rollout is sent to.
+
+Fleet: the servers of a policy as one, of which all serve the same weights, or none is used.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     AgentFlyError,
     APIUnavailable,
     PolicyError,
@@ -20,16 +25,58 @@ from agentfly.errors import (
     PrerequisiteError,
     ResourceError,
     WeightUpdateError,
-    message_of,
-    say,
+    describe_error,
+    error_message,
 )
-from agentfly.interruption import must_pass
-from agentfly.policies.vllm.members import Member
-from agentfly.policies.vllm.proof import Proof, mean_distance
-from agentfly.policies.vllm.reference import Reference, ask
-from agentfly.policies.vllm.routes import Routes
-from agentfly.resources.models.sample import Sample
-from agentfly.resources.models.token_server import LOAD_WEIGHTS
+from agentfly.core.signals import should_propagate
+from agentfly.policies.vllm.servers import PolicyServer
+from agentfly.policies.vllm.weight_sync import TrainerLogprobs, WeightCheck, compute_logprobs, mean_abs_difference
+from agentfly.resources.model_server.token_server import LOAD_WEIGHTS, TokenSample
+
+
+class StickyRouter:
+    """Sends all generations of a rollout to one server, where the keys and values of its earlier turns are.
+
+    A new rollout goes to the server with the fewest rollouts; among equals to the one with the highest hash of server
+    and rollout (rendezvous hashing), which is the same in every process and however the servers are listed. When a
+    server goes, only its own rollouts move.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, str] = {}
+        self._loads: Counter[str] = Counter()
+
+    def route(self, rollout_id: str, servers: Collection[str]) -> str:
+        """The server of a rollout.
+
+        Args:
+            rollout_id: the rollout.
+            servers: names of those that can be used, at least one.
+        """
+        at = self._places.get(rollout_id)
+        if at is not None:
+            if at in servers:
+                return at
+            self.release_rollout(rollout_id)
+        chosen = min(servers, key=lambda server: (self._loads[server], -_weight(server, rollout_id)))
+        self._places[rollout_id] = chosen
+        self._loads[chosen] += 1
+        return chosen
+
+    def release_rollout(self, rollout_id: str) -> None:
+        """The rollout has ended."""
+        if (at := self._places.pop(rollout_id, None)) is not None:
+            self._loads[at] -= 1
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """How many rollouts each server has."""
+        return {server: load for server, load in self._loads.items() if load}
+
+
+def _weight(server: str, rollout_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{server}\0{rollout_id}".encode(), digest_size=8).digest())
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +90,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ServedWeights:
     """What the servers are to serve.
 
     Attributes:
@@ -67,20 +114,20 @@ class WeightUpdate:
 
     Attributes:
         version: the version of the weights from now on.
-        distance: of the probe's log-probs, served and by the reference, the largest of all servers: the mean, in nats
+        logprob_gap: of the probe's log-probs, served and by the reference, the largest of all servers: the mean, in nats
             a token.
-        before: the same distance of what was served before the update.
+        previous_logprob_gap: the same distance of what was served before the update.
         paused_s: seconds for which nothing could be sampled.
     """
 
     version: int
-    distance: float
-    before: float
+    logprob_gap: float
+    previous_logprob_gap: float
     paused_s: float
 
 
 @dataclass
-class Fleet:
+class ServerFleet:
     """The servers of a policy.
 
     Args:
@@ -93,14 +140,14 @@ class Fleet:
         patience_s: seconds that a generation waits for a server, or for the end of an update.
     """
 
-    members: Sequence[Member]
-    proof: Proof
+    members: Sequence[PolicyServer]
+    proof: WeightCheck
     running: Literal["wait", "keep"] = "wait"
     loaded_by: str = LOAD_WEIGHTS
     drain_timeout_s: float = 600.0
     patience_s: float = 600.0
-    weights: Weights = field(default_factory=Weights)
-    routes: Routes = field(default_factory=Routes)
+    weights: ServedWeights = field(default_factory=ServedWeights)
+    routes: StickyRouter = field(default_factory=StickyRouter)
 
     def __post_init__(self) -> None:
         self._id = f"agentfly-{uuid.uuid4().hex[:8]}"
@@ -116,8 +163,8 @@ class Fleet:
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect to all servers. Errors are those of `Member.connect`."""
-        await _all([self._enlist(member) for member in self.members])
+        """Connect to all servers. Errors are those of `PolicyServer.connect`."""
+        await _all([self._admit_server(member) for member in self.members])
 
     async def close(self) -> None:
         """Give all servers back."""
@@ -128,18 +175,18 @@ class Fleet:
 
     # --- using it ---------------------------------------------------------------------------------------------------
 
-    async def member_for(self, rollout_id: str) -> Member:
+    async def server_for(self, rollout_id: str) -> PolicyServer:
         """The server of a rollout, once there is one that can be used.
 
         Raises:
             WeightUpdateError: the last update failed.
             PolicyUnavailable: all servers are gone, or an update does not end, for ``patience_s``.
         """
-        await self._settled()
-        by_name = {member.name: member for member in self.members if member.up}
-        return by_name[self.routes.place(rollout_id, by_name.keys())]
+        await self._wait_until_usable()
+        by_name = {member.name: member for member in self.members if member.usable}
+        return by_name[self.routes.route(rollout_id, by_name.keys())]
 
-    async def versions(self, sample: Sample) -> int | tuple[int, ...] | None:
+    async def versions(self, sample: TokenSample) -> int | tuple[int, ...] | None:
         """The version of the weights that a sample came from, one for each id if they differ; None if foreign.
 
         A sample that new weights had a part in is good once they have been proved.
@@ -148,28 +195,28 @@ class Fleet:
             WeightUpdateError: they were not.
         """
         prefix = f"{self._id}:"
-        if not sample.weights or not all(span.label.startswith(prefix) for span in sample.weights):
+        if not sample.weight_versions or not all(span.version.startswith(prefix) for span in sample.weight_versions):
             return None
-        spans = [(int(span.label.removeprefix(prefix)), span.stop - span.start) for span in sample.weights]
+        spans = [(int(span.version.removeprefix(prefix)), span.stop - span.start) for span in sample.weight_versions]
         if any(serial not in self._proved for serial, _ in spans):
-            await self._settled()
+            await self._wait_until_usable()
         if any(serial not in self._proved for serial, _ in spans):
             raise WeightUpdateError("A sample was made with weights that were not proved, and is refused.")
         if len(spans) == 1:
             return self._proved[spans[0][0]]
         return tuple(self._proved[serial] for serial, length in spans for _ in range(length))
 
-    def lost(self, member: Member, why: str) -> None:
+    def mark_unavailable(self, member: PolicyServer, why: str) -> None:
         """A server does not answer, or does not hold the policy's weights: it is not used until both is mended."""
-        if member.up:
+        if member.usable:
             logger.warning("%s is left out: %s", member.name, why)
-            member.up = False
+            member.usable = False
             self._why[member.name] = why
         if member.name not in self._reviving:
-            task = asyncio.create_task(self._revive(member), name=f"revive {member.name}")
+            task = asyncio.create_task(self._reconnect(member), name=f"revive {member.name}")
             self._reviving[member.name] = task
 
-    async def _settled(self) -> None:
+    async def _wait_until_usable(self) -> None:
         """Wait until no update is under way and there is a server to use, or none may be used."""
         if not self._is_settled():
             try:
@@ -185,11 +232,11 @@ class Fleet:
             raise WeightUpdateError(self._unusable)
 
     def _is_settled(self) -> bool:
-        return not self._updating and (self._unusable is not None or any(member.up for member in self.members))
+        return not self._updating and (self._unusable is not None or any(member.usable for member in self.members))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    async def update(self, weights: Weights, reference: Reference) -> WeightUpdate:
+    async def update(self, weights: ServedWeights, reference: TrainerLogprobs) -> WeightUpdate:
         """Have all servers serve other weights, and prove that they do. Then the policy's version is theirs.
 
         Raises:
@@ -198,12 +245,12 @@ class Fleet:
             WeightMismatch: the same, found by the proof.
         """
         async with self._lock:
-            expected = await ask(reference, self.proof.ids)
-            members = [member for member in self.members if member.up]
+            expected = await compute_logprobs(reference, self.proof.ids)
+            members = [member for member in self.members if member.usable]
             if not members:
                 raise PolicyUnavailable("No server can be used, so none can be updated.")
             was_served = await self._on_all(members, lambda member: self._score(member, self.weights))
-            before = max(mean_distance(served, expected) for served in was_served)
+            before = max(mean_abs_difference(served, expected) for served in was_served)
             weights = replace(weights, serial=next(self._serials), expected=expected)
             began = time.monotonic()
             self._updating = True
@@ -217,16 +264,16 @@ class Fleet:
             return WeightUpdate(weights.version, max(distances), before, time.monotonic() - began)
 
     async def _change(
-        self, members: Sequence[Member], weights: Weights, was_served: Sequence[tuple[float, ...]]
+        self, members: Sequence[PolicyServer], weights: ServedWeights, was_served: Sequence[tuple[float, ...]]
     ) -> list[float]:
-        async def pause(member: Member) -> None:
+        async def pause(member: PolicyServer) -> None:
             await member.server.pause(self.running, call_timeout_s=self.drain_timeout_s / 2)  # it is tried twice
 
-        async def prove(member: Member) -> float:
+        async def prove(member: PolicyServer) -> float:
             served, was = await self._score(member, weights), was_served[members.index(member)]
             known = None if self.weights.expected is None else (was, self.weights.expected)
             assert weights.expected is not None
-            return self.proof.require(member.name, served, weights.expected, known)
+            return self.proof.check(member.name, served, weights.expected, known)
 
         try:
             try:
@@ -234,65 +281,67 @@ class Fleet:
             except WeightUpdateError as error:
                 raise PolicyUnavailable(f"The weights are the old ones: {error}") from error
             self._unusable = "An update of the weights was cut short. Update them again."
-            await self._on_all(members, lambda member: self._give(member, weights))
+            await self._on_all(members, lambda member: self._load_weights(member, weights))
             await self._on_all(members, lambda member: member.server.resume())
             return await self._on_all(members, prove)
         except BaseException as error:
             if self._unusable is not None and isinstance(error, AgentFlyError):
-                self._unusable = f"The last update of the weights failed: {message_of(error)}"
+                self._unusable = f"The last update of the weights failed: {error_message(error)}"
             await asyncio.shield(
                 asyncio.gather(*(member.server.resume() for member in members), return_exceptions=True)
             )
             raise
 
-    async def _give(self, member: Member, weights: Weights) -> None:
+    async def _load_weights(self, member: PolicyServer, weights: ServedWeights) -> None:
         server = member.server
         if weights.directory is not None:
-            await server.load_weights(weights.directory, by=self.loaded_by)
+            await server.load_method(weights.directory, by=self.loaded_by)
         if weights.adapter is not None:
             await server.load_adapter(ADAPTER, weights.adapter)
-        await server.forget_prompts(running=self.running == "keep")
-        await server.label_weights(self._label(weights))
+        await server.reset_prefix_cache(running=self.running == "keep")
+        await server.set_weight_version(self._label(weights))
 
-    async def _score(self, member: Member, weights: Weights) -> tuple[float, ...]:
+    async def _score(self, member: PolicyServer, weights: ServedWeights) -> tuple[float, ...]:
         adapter = ADAPTER if weights.adapter is not None else None
-        return await member.server.logprobs_in_sampling(self.proof.ids, adapter=adapter)
+        return await member.server.sampled_logprobs(self.proof.ids, adapter=adapter)
 
-    async def _on_all(self, members: Sequence[Member], do: Callable[[Member], Awaitable[T]]) -> list[T]:
+    async def _on_all(self, members: Sequence[PolicyServer], do: Callable[[PolicyServer], Awaitable[T]]) -> list[T]:
         """Do something with each server at once, and once more where no answer comes, since all of it can be repeated.
 
         Raises:
             WeightUpdateError: it failed with one; the message says with which.
         """
 
-        async def named(member: Member) -> T:
+        async def named(member: PolicyServer) -> T:
             try:
                 try:
                     return await do(member)
                 except APIUnavailable:  # a connection that was idle may have been closed just then
                     return await do(member)
             except ResourceError as error:
-                raise WeightUpdateError(f"{member.name} could not be updated: {message_of(error)}") from error
+                raise WeightUpdateError(f"{member.name} could not be updated: {error_message(error)}") from error
 
         return await _all([named(member) for member in members])
 
-    def _label(self, weights: Weights) -> str:
+    def _label(self, weights: ServedWeights) -> str:
         return f"{self._id}:{weights.serial}"
 
     # --- servers that went away ---------------------------------------------------------------------------------------
 
-    async def _revive(self, member: Member) -> None:
+    async def _reconnect(self, member: PolicyServer) -> None:
         """Try until a server can be used again: it answers, and is proved to serve the policy's weights."""
         async with self._lock:
             pass  # an update that lost it ends first: it may be paused
         wait_s, task = _FIRST_RETRY_S, asyncio.current_task()
-        while not member.up:
+        while not member.usable:
             try:
-                await self._enlist(member)
+                await self._admit_server(member)
             except BaseException as error:  # nobody else would try again, whatever it is
-                if must_pass(error, task) or task is None or task.cancelling():
+                if should_propagate(error, task) or task is None or task.cancelling():
                     raise
-                self._why[member.name] = message_of(error) if isinstance(error, AgentFlyError) else say(error)
+                self._why[member.name] = (
+                    error_message(error) if isinstance(error, AgentFlyError) else describe_error(error)
+                )
                 trace = None if isinstance(error, AgentFlyError) else error
                 logger.warning("%s cannot be used yet: %s", member.name, self._why[member.name], exc_info=trace)
                 await asyncio.sleep(wait_s)
@@ -300,27 +349,27 @@ class Fleet:
         del self._reviving[member.name]
         await self._tell()
 
-    async def _enlist(self, member: Member) -> None:
+    async def _admit_server(self, member: PolicyServer) -> None:
         """Have a server, give it the policy's weights unless it holds them, and use it."""
         await member.connect()
         async with self._lock:
-            weights, label = self.weights, await member.server.weights_label()
+            weights, label = self.weights, await member.server.weight_version()
             if label != self._label(weights):
                 if weights.directory is None and label != _AS_STARTED:
                     await self._give_its_own(member)
-                await self._give(member, weights)
+                await self._load_weights(member, weights)
                 if weights.expected is not None:
-                    self.proof.require(member.name, await self._score(member, weights), weights.expected)
-            member.up = True
+                    self.proof.check(member.name, await self._score(member, weights), weights.expected)
+            member.usable = True
 
-    async def _give_its_own(self, member: Member) -> None:
+    async def _give_its_own(self, member: PolicyServer) -> None:
         """Have a server that another policy has used go back to the weights that it started with."""
         if self.loaded_by != LOAD_WEIGHTS:
             raise PrerequisiteError(
                 f"{member.name} serves weights that another policy put there, and only {LOAD_WEIGHTS} is sure to bring "
                 "back its own. Start the server again."
             )
-        await member.server.load_weights(None)
+        await member.server.load_method(None)
 
     async def _tell(self) -> None:
         async with self._changed:

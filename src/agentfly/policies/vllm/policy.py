@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from agentfly.durations import require_durations
-from agentfly.errors import (
+from agentfly.core.errors import (
     APIMalformed,
     APIRefused,
     ConfigError,
@@ -21,29 +20,43 @@ from agentfly.errors import (
     PolicyUnavailable,
     PromptTooLong,
     ResourceError,
-    message_of,
+    error_message,
 )
-from agentfly.images import PlacedImage
-from agentfly.policies.catalog import find_model
-from agentfly.policies.extras import require_packages
-from agentfly.policies.policy import Generation, SamplingParams
-from agentfly.policies.vllm.exchange import AdapterSource, Exchange, Source
-from agentfly.policies.vllm.fleet import ADAPTER, Fleet, Weights, WeightUpdate
-from agentfly.policies.vllm.members import LeasedMember, Member, RemoteMember
-from agentfly.policies.vllm.proof import LOW_PRECISION, PROBE, PROBE_TOKENS, TOLERANCES, Proof
-from agentfly.policies.vllm.reference import Reference, directory_reference
-from agentfly.policies.vllm.settings import RUNNING, check_settings, settled_spec
-from agentfly.policies.vocabulary import never_sampled
-from agentfly.resources.engine import ResourceEngine
-from agentfly.resources.models.sample import Sample
-from agentfly.resources.models.spec import ModelServerSpec
-from agentfly.resources.models.token_server import LOAD_WEIGHTS
-from agentfly.threads.pool import on_thread
+from agentfly.core.installation import require_packages
+from agentfly.core.messages import PlacedImage
+from agentfly.core.numbers import require_durations
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.policies.catalog import resolve_model
+from agentfly.policies.policy import Generation, SamplingParams, unsampleable_ids
+from agentfly.policies.vllm.fleet import ADAPTER, ServedWeights, ServerFleet, WeightUpdate
+from agentfly.policies.vllm.servers import (
+    REMOVED,
+    LeasedPolicyServer,
+    PolicyServer,
+    RemotePolicyServer,
+    check_settings,
+    resolve_spec,
+)
+from agentfly.policies.vllm.weight_sync import (
+    LOW_PRECISION,
+    PROBE,
+    PROBE_TOKENS,
+    TOLERANCES,
+    AdapterSource,
+    TrainerLogprobs,
+    WeightCheck,
+    WeightSource,
+    WeightTransferDirectory,
+    logprobs_of_directory,
+)
+from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.model_server.token_server import LOAD_WEIGHTS, TokenSample
 
 if TYPE_CHECKING:
     from agentfly.policies.hf_tokenizer import HFTokenizer
 
-MOST_BARRED = 1024
+MAX_SUPPRESSED_IDS = 1024
 """The most ids that vLLM bars in a request. What it samples of others that no token has is refused by the record."""
 
 
@@ -66,7 +79,7 @@ class VLLMPolicy:
         engine: what starts them; the policy makes one if none is given.
         urls: the servers that are there, in place of ``spec``: started with ``--enable-scale-out --logprobs-mode
             processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``, and for updates of their weights with the worker
-            extension of `agentfly.resources.models.programs.agentfly_weights`.
+            extension of `agentfly.resources.model_server.programs.agentfly_weights`.
         model: the model of these servers, as a directory or a name: its tokenizer is used here.
         api_key_env: the environment variable with the key of these servers, if they want one.
         in_flight: what an update does with generations that run. ``"drain"`` waits for their end; ``"mark"`` lets them
@@ -114,30 +127,30 @@ class VLLMPolicy:
         require_packages("The tokenizer of a served model", "transformers")
         from agentfly.policies.hf_tokenizer import HFTokenizer
 
-        self._model = find_model(model or (spec.model if spec is not None else ""))
+        self._model = resolve_model(model or (spec.model if spec is not None else ""))
         self._tokenizer = HFTokenizer.load(self._model)
-        self._spec = spec and settled_spec(spec, self._model, servers)
+        self._spec = spec and resolve_spec(spec, self._model, servers)
         self._servers = servers
         self._engine = engine
         self._urls = tuple(urls)
         self._api_key_env = api_key_env
         self._call_timeout_s = call_timeout_s
         self._raw = raw_logprobs
-        self._exchange = Exchange(self._model, None if exchange is None else Path(exchange))
+        self._exchange = WeightTransferDirectory(self._model, None if exchange is None else Path(exchange))
         self._config: dict[str, Any] = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
         rows = self._config.get("text_config", self._config).get("vocab_size", 0)
-        self._never_sampled = never_sampled(self._tokenizer, rows)
+        self._never_sampled = unsampleable_ids(self._tokenizer, rows)
         self._context_length = 0
         probe = tuple(probe_ids if probe_ids is not None else self._tokenizer.encode_text(PROBE)[:PROBE_TOKENS])
         self._make_fleet = partial(
-            Fleet,
-            proof=Proof(probe, self._default_tolerance() if tolerance is None else tolerance),
-            running=RUNNING[in_flight],
+            ServerFleet,
+            proof=WeightCheck(probe, self._default_tolerance() if tolerance is None else tolerance),
+            running=REMOVED[in_flight],
             loaded_by=loaded_by,
             drain_timeout_s=drain_timeout_s,
             patience_s=patience_s,
         )
-        self._fleet: Fleet | None = None
+        self._fleet: ServerFleet | None = None
         self._version = 0
         self._owned = AsyncExitStack()
 
@@ -196,7 +209,7 @@ class VLLMPolicy:
         """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
 
         Log-probs are those under the distribution that was sampled from; at temperature 0 they are those at
-        temperature 1 without cuts. Ids that no token has are barred (see `MOST_BARRED`).
+        temperature 1 without cuts. Ids that no token has are barred (see `MAX_SUPPRESSED_IDS`).
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; nothing was sent.
@@ -209,7 +222,7 @@ class VLLMPolicy:
         self._check_prompt(prompt_ids, images)
         failure = "there is none"
         for _ in range(len(fleet.members) + 1):
-            member = await fleet.member_for(rollout_id)
+            member = await fleet.server_for(rollout_id)
             try:
                 sample = await self._sample(member, prompt_ids, sampling, images)
                 version = await fleet.versions(sample)
@@ -218,16 +231,16 @@ class VLLMPolicy:
                     return Generation(sample.ids, sample.logprobs, sample.finish, version, raw)
                 failure = f"{member.name} has other weights than it was given"
             except (APIMalformed, APIRefused) as error:
-                raise PolicyError(f"{member.name}: {message_of(error)}") from error
+                raise PolicyError(f"{member.name}: {error_message(error)}") from error
             except ResourceError as error:
-                failure = message_of(error)
-            fleet.lost(member, failure)
+                failure = error_message(error)
+            fleet.mark_unavailable(member, failure)
         raise PolicyUnavailable(f"No server sampled: {failure}")
 
-    def forget(self, rollout_id: str) -> None:
+    def release_rollout(self, rollout_id: str) -> None:
         """The rollout has ended: its server has room for another."""
         if self._fleet is not None:
-            self._fleet.routes.forget(rollout_id)
+            self._fleet.routes.release_rollout(rollout_id)
 
     async def __aenter__(self) -> Self:
         if self._fleet is not None:
@@ -251,7 +264,7 @@ class VLLMPolicy:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(
-        self, source: Source, *, reference: Reference | None = None, version: int | None = None
+        self, source: WeightSource, *, reference: TrainerLogprobs | None = None, version: int | None = None
     ) -> WeightUpdate:
         """Have all servers serve other weights of the same model, and prove that they do. An adapter goes with the old.
 
@@ -270,12 +283,12 @@ class VLLMPolicy:
             WeightMismatch: the same: a server does not serve what it was given.
         """
         fleet = self._require_entered()
-        directory = await on_thread(self._exchange.put, source)
+        directory = await run_in_thread(self._exchange.write_weights, source)
         weights = replace(fleet.weights, directory=directory, adapter=None)
         return await self._update(fleet, weights, reference, version)
 
     async def update_adapter(
-        self, source: AdapterSource, *, reference: Reference | None = None, version: int | None = None
+        self, source: AdapterSource, *, reference: TrainerLogprobs | None = None, version: int | None = None
     ) -> WeightUpdate:
         """Have all servers sample with a LoRA adapter from now on, in the place of the one before, and prove it.
 
@@ -287,39 +300,39 @@ class VLLMPolicy:
         Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
         """
         fleet = self._require_entered()
-        path = await on_thread(self._exchange.put_adapter, source)
+        path = await run_in_thread(self._exchange.write_adapter, source)
         return await self._update(fleet, replace(fleet.weights, adapter=path), reference, version)
 
     async def _update(
-        self, fleet: Fleet, weights: Weights, reference: Reference | None, version: int | None
+        self, fleet: ServerFleet, weights: ServedWeights, reference: TrainerLogprobs | None, version: int | None
     ) -> WeightUpdate:
         weights = replace(weights, version=fleet.weights.version + 1 if version is None else version)
-        reference = reference or directory_reference(self._model, weights.directory, weights.adapter)
+        reference = reference or logprobs_of_directory(self._model, weights.directory, weights.adapter)
         made = await fleet.update(weights, reference)
         self._version = made.version
-        await on_thread(self._exchange.keep_only, weights.directory, weights.adapter)
+        await run_in_thread(self._exchange.keep_only, weights.directory, weights.adapter)
         return made
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    async def _members(self, stack: AsyncExitStack) -> list[Member]:
+    async def _members(self, stack: AsyncExitStack) -> list[PolicyServer]:
         if self._spec is None:
-            return [RemoteMember(url, self._api_key_env, self._call_timeout_s) for url in self._urls]
+            return [RemotePolicyServer(url, self._api_key_env, self._call_timeout_s) for url in self._urls]
         engine = self._engine
         if engine is None:
             engine = await stack.enter_async_context(ResourceEngine())
         name = uuid.uuid4().hex[:6]
         return [
-            LeasedMember(f"{self._spec.label}, server {number} of policy {name}", self._spec, engine)
+            LeasedPolicyServer(f"{self._spec.label}, server {number} of policy {name}", self._spec, engine)
             for number in range(self._servers)
         ]
 
     async def _sample(
-        self, member: Member, prompt_ids: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
-    ) -> Sample:
+        self, member: PolicyServer, prompt_ids: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
+    ) -> TokenSample:
         greedy = sampling.temperature == 0
-        sample = await member.server.generate(
-            _collapsed(prompt_ids, images, self._placeholder),
+        sample = await member.server.banned_ids(
+            _collapse_placeholders(prompt_ids, images, self._placeholder),
             max_tokens=min(sampling.max_tokens, self._context_length - len(prompt_ids)),
             temperature=sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -338,26 +351,26 @@ class VLLMPolicy:
 
     async def _raw_logprobs(
         self,
-        member: Member,
+        member: PolicyServer,
         prompt_ids: Sequence[int],
-        sample: Sample,
+        sample: TokenSample,
         sampling: SamplingParams,
         version: int | tuple[int, ...],
         images: Sequence[PlacedImage],
     ) -> Sequence[float] | None:
         """Log-probs at temperature 1 without cuts; None where they are not asked for, or cannot be had."""
         plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
-        if plain and set(sampling.barred_ids) <= set(self._never_sampled):
+        if plain and set(sampling.suppressed_ids) <= set(self._never_sampled):
             return sample.logprobs
         whole = [*prompt_ids, *sample.ids]
         if not self._raw or images or len(whole) >= self._context_length or version != self._version:
             return None
-        numbers = await member.server.logprobs(whole, adapter=self._adapter)
+        numbers = await member.server.prompt_logprobs(whole, adapter=self._adapter)
         return numbers[-len(sample.ids) :] if version == self._version else None
 
     def _barred(self, sampling: SamplingParams) -> Sequence[int]:
         """The ids that the server must not sample: those asked for, and as many of the others as it takes."""
-        return tuple(dict.fromkeys([*sampling.barred_ids, *self._never_sampled]))[:MOST_BARRED]
+        return tuple(dict.fromkeys([*sampling.suppressed_ids, *self._never_sampled]))[:MAX_SUPPRESSED_IDS]
 
     @property
     def _placeholder(self) -> int | None:
@@ -384,13 +397,13 @@ class VLLMPolicy:
         own = self._config.get("dtype", self._config.get("torch_dtype"))
         return TOLERANCES.get(str(own) if asked == "auto" else asked, LOW_PRECISION)
 
-    def _require_entered(self) -> Fleet:
+    def _require_entered(self) -> ServerFleet:
         if self._fleet is None:
             raise PolicyError("The policy is not in use yet. Use it inside `async with policy:`.")
         return self._fleet
 
 
-def _collapsed(ids: Sequence[int], images: Sequence[PlacedImage], placeholder: int | None) -> list[int]:
+def _collapse_placeholders(ids: Sequence[int], images: Sequence[PlacedImage], placeholder: int | None) -> list[int]:
     """Ids with one placeholder for each image, as vLLM takes them; it puts in as many as the image needs."""
     collapsed: list[int] = []
     done = 0

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.errors import UsageError
+from agentfly.core.errors import UsageError
 
 BYTES_PER_TOKEN = 3
 """Of text, at least: tokenizers of today make four of English and three of code, and the guess must not be too low."""
 
 MESSAGE_TOKENS = 8
 IMAGE_TOKENS = 1_500
-ANSWER_TOKENS = 1_024
+DEFAULT_COMPLETION_TOKENS = 1_024
 """What an answer is guessed to take when the call does not limit it."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RateLimits:
     """What may be used of an endpoint.
 
     Attributes:
@@ -43,7 +43,7 @@ def estimate_tokens(body: Mapping[str, Any]) -> int:
     """
     prompt = body.get("messages", body.get("prompt", ""))
     named = next((name for name in ("max_completion_tokens", "max_tokens") if body.get(name)), "")
-    answers = _whole(body, "n", 1) * _whole(body, named, ANSWER_TOKENS)
+    answers = _whole(body, "n", 1) * _whole(body, named, DEFAULT_COMPLETION_TOKENS)
     try:
         return _tokens_in(prompt) + _tokens_in(body.get("tools", "")) + answers
     except RecursionError:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentfly.errors import PrerequisiteError
+from agentfly.core.errors import PrerequisiteError
 from agentfly.resources.containers.spec import ContainerSpec, ImageKind
 
 
@@ -16,8 +16,8 @@ class Capabilities:
 
     Args:
         backend: its name.
-        works: whether it can start containers at all.
-        how: how it starts them, in words for people.
+        available: whether it can start containers at all.
+        description: how it starts them, in words for people.
         images: the kinds of image that it takes (`ContainerSpec.image_kind`).
         memory: what holds a container to its memory: the kernel, for all its processes together (``cgroup``), or a
             limit for each process and a watchdog for the sum of them (``watchdog``).
@@ -25,42 +25,42 @@ class Capabilities:
         cpus: whether processor time can be limited.
         disk: whether the size of its private files can be limited.
         network_off: whether it can be without network.
-        filtered: whether the kernel refuses the system calls inside that no program there needs.
-        not_counted: memory that the limit does not count, so that a program made to take more can, in words for people.
+        seccomp_filter: whether the kernel refuses the system calls inside that no program there needs.
+        unaccounted_memory: memory that the limit does not count, so that a program made to take more can, in words for people.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
-        users: whether a command may run as another user than the spec's.
+        multiple_users: whether a command may run as another user than the spec's.
         ports: whether its TCP ports can be reached from the host.
-        freezes: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
+        freeze: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
             which what runs inside can undo (``signal``).
-        forks: whether its files can become the image of another container.
+        fork: whether its files can become the image of another container.
         cores: how many processor cores the machine has on which its containers run.
-        ram: bytes of memory that this machine has.
+        total_memory: bytes of memory that this machine has.
         named_runtimes: whether it has runtimes to choose from by name.
-        not_isolated: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
+        isolation_gaps: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
             served without it only if it says so.
         missing: for each thing that is missing, what it is and how to get it.
     """
 
     backend: str
-    works: bool
-    how: str = ""
+    available: bool
+    description: str = ""
     images: tuple[ImageKind, ...] = ()
     memory: Literal["cgroup", "watchdog", "none"] = "none"
     pids: Literal["cgroup", "rlimit", "none"] = "none"
     cpus: bool = False
     disk: bool = False
     network_off: bool = False
-    filtered: bool = False
-    not_counted: tuple[str, ...] = ()
+    seccomp_filter: bool = False
+    unaccounted_memory: tuple[str, ...] = ()
     writable_system: bool = False
-    users: bool = False
+    multiple_users: bool = False
     ports: bool = False
-    freezes: Literal["cgroup", "signal", "none"] = "none"
-    forks: bool = False
+    freeze: Literal["cgroup", "signal", "none"] = "none"
+    fork: bool = False
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
-    ram: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    total_memory: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     named_runtimes: bool = False
-    not_isolated: tuple[str, ...] = ()
+    isolation_gaps: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
     def check(self, spec: ContainerSpec) -> None:
@@ -69,17 +69,17 @@ class Capabilities:
         Raises:
             PrerequisiteError: it does. The message says what to do.
         """
-        if not self.works:
+        if not self.available:
             raise PrerequisiteError(f"{self.backend} cannot start containers on this machine. {' '.join(self.missing)}")
-        if self.not_isolated and spec.isolation == "full":
+        if self.isolation_gaps and spec.isolation == "full":
             raise PrerequisiteError(
-                f"{self.backend} cannot isolate a container fully on this machine: {'; '.join(self.not_isolated)}. If "
+                f"{self.backend} cannot isolate a container fully on this machine: {'; '.join(self.isolation_gaps)}. If "
                 "that will do for what runs inside, say so by ContainerSpec(isolation='weak'). Or: "
                 + " ".join(self.missing)
             )
         if spec.image_kind not in self.images:
             raise PrerequisiteError(
-                f"ContainerSpec(image={spec.image!r}): {self.backend} takes {self._takes()} as an image here."
+                f"ContainerSpec(image={spec.image!r}): {self.backend} takes {self._accepted_images()} as an image here."
             )
         if spec.backend == "auto" and spec.image_kind == "snapshot":
             raise PrerequisiteError(
@@ -93,10 +93,10 @@ class Capabilities:
             ("network", not spec.network, self.network_off, "a container without network"),
             ("ports", spec.ports, self.ports, "ports inside that the host can reach"),
             ("runtime", spec.runtime, self.named_runtimes, "a runtime by name"),
-            ("idle", spec.idle == "freeze", self.freezes != "none", "a container whose processes can be stopped"),
+            ("idle", spec.idle == "freeze", self.freeze != "none", "a container whose processes can be stopped"),
         ):
             if asked and not can:
-                raise self.refusal(f"ContainerSpec({name}={getattr(spec, name)!r})", what)
+                raise self.unsupported_error(f"ContainerSpec({name}={getattr(spec, name)!r})", what)
 
     def _check_machine(self, spec: ContainerSpec) -> None:
         """Refuse a spec that asks for more than the machine has, which could hold it to no limit."""
@@ -105,9 +105,9 @@ class Capabilities:
                 f"ContainerSpec(cpus={spec.cpus!r}): the machine of {self.backend} has {self.cores} processor cores. "
                 "Ask for no more, or leave it at 0 for no limit."
             )
-        if spec.memory_limit > self.ram:
+        if spec.memory_limit > self.total_memory:
             raise PrerequisiteError(
-                f"ContainerSpec(memory={spec.memory!r}): the machine of {self.backend} has {self.ram / 2**30:.1f} GiB "
+                f"ContainerSpec(memory={spec.memory!r}): the machine of {self.backend} has {self.total_memory / 2**30:.1f} GiB "
                 "of memory. Ask for no more."
             )
 
@@ -117,18 +117,18 @@ class Capabilities:
         Raises:
             PrerequisiteError: the user is not the spec's, and a container here has that one only.
         """
-        if user not in (None, spec.user) and not self.users:
+        if user not in (None, spec.user) and not self.multiple_users:
             raise PrerequisiteError(
                 f"run(user={user!r}): all processes of a container of {self.backend} are of the one user that its "
                 f"spec names, here {spec.user!r}. Write ContainerSpec(user={user!r}), or leave out user."
             )
 
-    def refusal(self, asked: str, what: str) -> PrerequisiteError:
+    def unsupported_error(self, asked: str, what: str) -> PrerequisiteError:
         """The error for what was asked and cannot be done here."""
         cure = f" Or: {' '.join(self.missing)}" if self.missing else ""
         return PrerequisiteError(f"{asked} asks for {what}, which {self.backend} cannot do here. Leave it out.{cure}")
 
-    def _takes(self) -> str:
+    def _accepted_images(self) -> str:
         words = {
             "host": "'host'",
             "path": "the absolute path of a root file system",

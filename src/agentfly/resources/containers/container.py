@@ -9,22 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from agentfly.durations import is_duration
-from agentfly.errors import ResourceDied, ResourceStartError, ToolError, UsageError
+from agentfly.core.errors import ResourceDied, ResourceStartError, ToolError, UsageError
+from agentfly.core.numbers import is_duration
 from agentfly.resources.containers import backend as backends
-from agentfly.resources.containers.backend import Backend, choose
-from agentfly.resources.containers.command import Command, Outcome, encoded, require_type, shell_word
-from agentfly.resources.containers.files import Files
-from agentfly.resources.containers.result import CommandResult
-from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.spec import INSIDE, ContainerSpec
-from agentfly.resources.containers.unpacking import UnpackLimits
+from agentfly.resources.containers.archives.unpacker import UnpackLimits
+from agentfly.resources.containers.backend import Backend, Sandbox, select_backend
+from agentfly.resources.containers.command import (
+    Command,
+    CommandOutcome,
+    CommandResult,
+    encode_shell_word,
+    encode_text,
+    require_type,
+)
+from agentfly.resources.containers.file_transfer import FileTransfer
+from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
 from agentfly.resources.resource import Resource, Status
 
 MAX_OUTPUT = 64 * 1024
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OUR_SCRIPTS = re.compile(rf"^(?:{INSIDE}|/\S+/\d+/shell)/(?:\d+\.(?:sh|cmd)|command): ", re.MULTILINE)
+_OUR_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/(?:\d+\.(?:sh|cmd)|command): ", re.MULTILINE)
 
 
 class Container(Resource):
@@ -100,7 +105,7 @@ class Container(Resource):
         async with self._changing:
             self._up = self._frozen = False
             if self._sandbox is not None:
-                await self._sandbox.end()
+                await self._sandbox.stop()
                 self._sandbox = None
 
     async def freeze(self) -> None:
@@ -115,8 +120,8 @@ class Container(Resource):
                 raise ResourceDied(f"The container {self.instance} is not running, so it cannot be frozen.")
             assert self._backend is not None
             found = self._backend.probe()
-            if found.freezes == "none":
-                raise found.refusal("freeze()", "a container whose processes can be stopped")
+            if found.freeze == "none":
+                raise found.unsupported_error("freeze()", "a container whose processes can be stopped")
             self._frozen = True
             await self._sandbox.freeze()
 
@@ -139,7 +144,7 @@ class Container(Resource):
             PrerequisiteError: no backend of this machine can do what the spec asks.
             ResourceStartError: the image is not there, or is none.
         """
-        await (await choose(spec)).prepare(spec)
+        await (await select_backend(spec)).prepare(spec)
 
     async def _alone(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start or reset, unless the container has been released; a release meanwhile puts an end to it."""
@@ -169,7 +174,7 @@ class Container(Resource):
 
     async def _bring_up(self) -> None:
         if self._backend is None:
-            self._backend = await choose(self.spec)
+            self._backend = await select_backend(self.spec)
         self._backend.probe().check(self.spec)
         await self._backend.prepare(self.spec)
         self._sandbox = self._backend.sandbox(self.spec, self.instance)
@@ -257,12 +262,12 @@ class Container(Resource):
             if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
                 raise UsageError(f"run(env=…): {name!r} cannot be the name of a shell variable.")
             require_type("env", variables[name], str, "its values as texts, those of numbers too")
-            shell_word(variables[name], f"The value of the variable {name}")
+            encode_shell_word(variables[name], f"The value of the variable {name}")
         if cwd is not None:
-            shell_word(cwd, "The directory")
+            encode_shell_word(cwd, "The directory")
         self._check_user(user, new_process)
-        read = encoded(stdin, "The input") if isinstance(stdin, str) else stdin
-        source = shell_word(command, "The command")
+        read = encode_text(stdin, "The input") if isinstance(stdin, str) else stdin
+        source = encode_shell_word(command, "The command")
         asked = Command(source, new_process, cwd, variables, read, max_output, user)
         return _result(await self._live().run(asked, timeout), timeout, raw=raw)
 
@@ -287,7 +292,7 @@ class Container(Resource):
         """
         require_type("path", path, str, "a path inside, as a text", of="write_file")
         require_type("data", data, bytes | str, "a text or bytes", of="write_file")
-        await self._files().write(path, encoded(data, "The text") if isinstance(data, str) else data)
+        await self._files().write(path, encode_text(data, "The text") if isinstance(data, str) else data)
 
     async def upload(self, host_path: str | Path, inside: str) -> None:
         """Copy a file or a directory of the host into the sandbox, in bounded memory.
@@ -379,15 +384,15 @@ class Container(Resource):
         sandbox = self._live()
         assert self._backend is not None
         found = self._backend.probe()
-        if not found.forks:
-            raise found.refusal("fork()", "a copy of a container's files")
+        if not found.fork:
+            raise found.unsupported_error("fork()", "a copy of a container's files")
         async with self._changing:
             image = await sandbox.fork()
         return replace(self.spec, image=image, backend=cast(Any, self._backend.name), setup=())
 
-    def _files(self) -> Files:
+    def _files(self) -> FileTransfer:
         sandbox = self._live()
-        return Files(sandbox.run, sandbox.workdir)
+        return FileTransfer(sandbox.run, sandbox.workdir)
 
     def _check_user(self, user: str | None, new_process: bool) -> None:
         if user is None or user == self.spec.user:
@@ -409,7 +414,7 @@ class Container(Resource):
         return self._sandbox
 
 
-def _result(outcome: Outcome, timeout: float, *, raw: bool) -> CommandResult:
+def _result(outcome: CommandOutcome, timeout: float, *, raw: bool) -> CommandResult:
     killed_by = None
     if outcome.timed_out:
         killed_by = "timeout"
@@ -428,6 +433,6 @@ def _result(outcome: Outcome, timeout: float, *, raw: bool) -> CommandResult:
         killed_by=killed_by,
         omitted=omitted,
         timeout=timeout,
-        note=outcome.lost,
+        note=outcome.note,
         raw=raw,
     )

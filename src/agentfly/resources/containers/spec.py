@@ -1,27 +1,64 @@
-"""ContainerSpec: what a sandbox is made of and what it may use."""
+"""SnapshotImage: the files of a sandbox at one moment, as the image of others.
+
+ContainerSpec: what a sandbox is made of and what it may use.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from agentfly.errors import ConfigError
-from agentfly.resources.byte_size import parse_bytes
-from agentfly.resources.containers.snapshot import PREFIX as SNAPSHOT
-from agentfly.resources.registry import register
+from agentfly.core.errors import ConfigError
+from agentfly.core.numbers import parse_byte_size
+from agentfly.resources.kind import register
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, settle_variables
+from agentfly.resources.variables import EnvironmentVariables, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.container import Container  # noqa: F401  (named in the base class)
 
+
+PREFIX = "snapshot:"
+
+
+class SnapshotImage(str):
+    """The name of a snapshot, for a spec's ``image``. The snapshot lasts as long as this object does.
+
+    Specs, sandboxes and pools that have it as their image hold it. A copy of its text, as in a pickle or another
+    process, holds nothing.
+    """
+
+    def __new__(cls, backend: str, name: str, drop: Callable[[], object]) -> SnapshotImage:
+        """Name a snapshot.
+
+        Args:
+            backend: the backend that made it and alone can use it.
+            name: how the backend knows it.
+            drop: called once when nothing holds it any more, or the process ends. It may be called on any thread, in
+                the middle of anything, so it must do no more than note what is to be removed.
+        """
+        image = super().__new__(cls, f"{PREFIX}{backend}:{name}")
+        weakref.finalize(image, drop)
+        return image
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def snapshot_name(image: str, backend: str) -> str | None:
+    """How a backend knows the snapshot that an image is; None if it is none of that backend's."""
+    prefix = f"{PREFIX}{backend}:"
+    return image.removeprefix(prefix) if image.startswith(prefix) else None
+
+
 DEFAULT_MEMORY = 2**30
 HOST_IMAGE = "host"
 _IMAGE_NAME = re.compile(r"[a-zA-Z0-9][\w.:/@+-]*")
-_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".sqsh")
+_ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst", ".sqsh")
 ImageKind = Literal["host", "path", "name", "snapshot"]
 
 
@@ -31,11 +68,11 @@ class BackendEntry:
 
     Args:
         address: of its class.
-        takes: the kinds of image that it takes where it works, unless the machine forbids one.
+        image_kinds: the kinds of image that it takes where it works, unless the machine forbids one.
     """
 
     address: str
-    takes: tuple[ImageKind, ...]
+    image_kinds: tuple[ImageKind, ...]
 
 
 _HERE = "agentfly.resources.containers"
@@ -47,11 +84,11 @@ BACKENDS = {
     "landlock": BackendEntry(f"{_HERE}.landlock.backend:Landlock", ("host",)),
 }
 """The backends by name, best first."""
-INSIDE = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
+SHELL_MOUNT = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
 # A directory shown at one of these, or below it, would hide what the shell and its programs are or need.
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_TAKEN = ("/dev", "/proc", "/sys", str(INSIDE), *_PROGRAMS, *(f"/usr{path}" for path in _PROGRAMS))
-_TAKEN_ITSELF = ("/", "/etc", "/run", "/usr")
+_RESERVED_TREES = ("/dev", "/proc", "/sys", str(SHELL_MOUNT), *_PROGRAMS, *(f"/usr{path}" for path in _PROGRAMS))
+_RESERVED_PATHS = ("/", "/etc", "/run", "/usr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +132,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     network: bool = False
     ports: tuple[int, ...] = ()
     mounts: tuple[tuple[str, str], ...] = ()
-    env: Variables = ()
+    env: EnvironmentVariables = ()
     workdir: str = "/workspace"
     max_image_size: int | str = "64GiB"
     max_image_files: int = 2_000_000
@@ -107,15 +144,15 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_words()
-        self._settle_tuples()
-        settle_variables(self)
+        self._check_names()
+        self._normalize_sequences()
+        normalize_env(self)
         self._check_image()
         self._check_limits()
         self._check_paths()
 
     @property
-    def start_places(self) -> int:
+    def start_weight(self) -> int:
         """Two where a daemon, or another program, starts it, which many at once do not make faster."""
         return 2 if self.backend in ("docker", "podman", "enroot") else 1
 
@@ -127,7 +164,7 @@ class ContainerSpec(ResourceSpec["Container"]):
     @property
     def disk_limit(self) -> int:
         """Bytes that private files may take."""
-        return parse_bytes(self.disk) or self.memory_limit // 2
+        return parse_byte_size(self.disk) or self.memory_limit // 2
 
     @property
     def home(self) -> str:
@@ -141,18 +178,20 @@ class ContainerSpec(ResourceSpec["Container"]):
             return "host"
         if self.image.startswith("/"):
             return "path"
-        return "snapshot" if self.image.startswith(SNAPSHOT) else "name"
+        return "snapshot" if self.image.startswith(PREFIX) else "name"
 
     @property
     def preparation_key(self) -> Hashable | None:
         """The image, the backend and what an image may hold, if there is something to fetch or unpack."""
         if self.image_kind not in ("path", "name"):
             return None
-        return self.image, self.backend, parse_bytes(self.max_image_size), self.max_image_files
+        return self.image, self.backend, parse_byte_size(self.max_image_size), self.max_image_files
 
     def _check_image(self) -> None:
-        if self.image_kind == "name" and (self.image[:1] in (".", "~") or self.image.endswith(_ARCHIVES)):
-            raise self._wrong("image", "a path must be absolute, for instance str(Path(…).expanduser().absolute())")
+        if self.image_kind == "name" and (self.image[:1] in (".", "~") or self.image.endswith(_ARCHIVE_SUFFIXES)):
+            raise self._field_error(
+                "image", "a path must be absolute, for instance str(Path(…).expanduser().absolute())"
+            )
         path = self.image_kind == "path" and PurePosixPath(self.image).parts[1:] == ()
         name = self.image_kind == "name" and not _IMAGE_NAME.fullmatch(self.image)
         if path or name or "\0" in self.image:
@@ -162,16 +201,16 @@ class ContainerSpec(ResourceSpec["Container"]):
             )
 
     def _check_limits(self) -> None:
-        self._require_whole("pids", least=8)  # the shell itself needs some
-        self._require_whole("max_image_files", least=1)
+        self._require_int("pids", least=8)  # the shell itself needs some
+        self._require_int("max_image_files", least=1)
         if not self._require_size("max_image_size"):
-            raise self._wrong("max_image_size", "write a size above 0")
+            raise self._field_error("max_image_size", "write a size above 0")
         for name, least in (("memory", 16), ("disk", 1)):
             if 0 < (size := self._require_size(name)) < least * 2**20:
                 meant = f"; write '{size}MiB' if you mean that" if size >= least else ""
-                raise self._wrong(name, f"that is {size} bytes, and a sandbox needs at least {least}MiB{meant}")
+                raise self._field_error(name, f"that is {size} bytes, and a sandbox needs at least {least}MiB{meant}")
         if self.gpus:
-            raise self._wrong(
+            raise self._field_error(
                 "gpus",
                 "no graphics processor is passed on to a container; leave it out. Models run in a ModelServerSpec",
             )
@@ -185,28 +224,28 @@ class ContainerSpec(ResourceSpec["Container"]):
         for path in (self.workdir, *(target for _, target in self.mounts)):
             plain = PurePosixPath(path)
             own = path.startswith("/") and ".." not in plain.parts and str(plain) == path and "\0" not in path
-            if not own or path in _TAKEN_ITSELF or any(plain.is_relative_to(taken) for taken in _TAKEN):
+            if not own or path in _RESERVED_PATHS or any(plain.is_relative_to(taken) for taken in _RESERVED_TREES):
                 raise ConfigError(
                     f"ContainerSpec: {path!r} cannot be a directory inside. Give an absolute path without '..' or a "
-                    f"slash at its end, such as /workspace or /mnt/data: none of {', '.join(_TAKEN_ITSELF)}, and "
-                    f"nothing at or below {', '.join(_TAKEN)}."
+                    f"slash at its end, such as /workspace or /mnt/data: none of {', '.join(_RESERVED_PATHS)}, and "
+                    f"nothing at or below {', '.join(_RESERVED_TREES)}."
                 )
         for source, _ in self.mounts:
             if not source.startswith("/") or "\0" in source:
                 raise ConfigError(f"ContainerSpec(mounts=…): the host path {source!r} is not absolute.")
 
-    def _check_words(self) -> None:
+    def _check_names(self) -> None:
         self._require_one_of("isolation", "full", "weak")
         self._require_one_of("user", "agent", "root")
         self._require_one_of("backend", "auto", *BACKENDS)
         for name in ("image", "workdir", "runtime"):
-            self._require_text(name)
+            self._require_str(name)
         if not isinstance(self.network, bool):
-            raise self._wrong("network", "write True or False, without quotes; without it there is no network")
+            raise self._field_error("network", "write True or False, without quotes; without it there is no network")
 
-    def _settle_tuples(self) -> None:
+    def _normalize_sequences(self) -> None:
         for name in ("setup", "mounts", "ports"):
-            self._settle_tuple(name)
+            self._normalize_tuple(name)
         mounts = tuple(tuple(mount) if isinstance(mount, list) else mount for mount in self.mounts)
         object.__setattr__(self, "mounts", mounts)
         for command in self.setup:

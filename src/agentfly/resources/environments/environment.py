@@ -8,24 +8,22 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceResetError, UsageError
-from agentfly.resources.cgroups import cgroup_home
-from agentfly.resources.environments.home import Home
-from agentfly.resources.environments.loop_home import LoopHome
-from agentfly.resources.environments.process_home import ProcessHome
+from agentfly.core.errors import ResourceDied, ResourceError, ResourceResetError, UsageError
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.resources.environments.hosts import EnvironmentHost, LoopHost, ThreadHost
+from agentfly.resources.environments.process_host import ProcessHost
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.environments.thread_home import ThreadHome
+from agentfly.resources.process.cgroups import writable_cgroup_parent
 from agentfly.resources.resource import Resource, Status
-from agentfly.threads.pool import on_thread
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SLOW_S = 10.0
+SLOW_START_WARNING_S = 10.0
 """Seconds after which it is logged that a start goes on."""
 
-COSTLY_S = 2.0
+COSTLY_START_S = 2.0
 """Seconds that the making of a simulator may take without a word about how often that happens."""
 
 ABANDONED_CALL_S = 1.0
@@ -44,7 +42,7 @@ class Environment(Resource):
     replaced.
 
     A simulator that finds itself beyond repair, for instance because a program that it had started has ended, raises
-    `agentfly.errors.ResourceDied`: its rollout has failed by infrastructure, and the instance is replaced.
+    `agentfly.core.errors.ResourceDied`: its rollout has failed by infrastructure, and the instance is replaced.
 
     A method of the user's object that has the name of one of this class's own is called by `call`.
 
@@ -52,25 +50,25 @@ class Environment(Resource):
     """
 
     can_freeze: ClassVar[bool] = True  # where the spec allows it
-    _told_costly: ClassVar[set[str]] = set()  # of which kinds it was said what they cost
+    _warned_costly: ClassVar[set[str]] = set()  # of which kinds it was said what they cost
 
     spec: EnvironmentSpec
 
     def __init__(self, spec: EnvironmentSpec, instance: str) -> None:
         super().__init__(spec, instance)
-        self._home = _home(spec, instance)
+        self._host = _home(spec, instance)
         self._resets_freely = False
-        self._lost: str | None = "it has not been started"
-        self._making_anew = False
+        self._dead_reason: str | None = "it has not been started"
+        self._recreating = False
         self._frozen = False
-        self._turn = asyncio.Lock()  # whatever happens to the simulator begins while it is held
+        self._lock = asyncio.Lock()  # whatever happens to the simulator begins while it is held
         self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which go on without it
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def prepare(cls, spec: EnvironmentSpec) -> None:
         """Find out where this process may make control groups, so that the ledger can name that of an instance."""
-        await on_thread(cgroup_home)
+        await run_in_thread(writable_cgroup_parent)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if name.startswith("_"):
@@ -90,23 +88,23 @@ class Environment(Resource):
                 its process.
             ResourceDied: the simulator is gone, or the call took longer than ``call_timeout_s``.
         """
-        return await self._see_through(self._call(method, args, kwargs), method)
+        return await self._finish_even_if_cancelled(self._call(method, args, kwargs), method)
 
     async def start(self) -> None:
         """Make the user's object, and reset it if it can be. A start that takes long is logged now and then."""
-        async with self._turn:
-            if self._lost is None:
+        async with self._lock:
+            if self._dead_reason is None:
                 raise UsageError(
                     f"{self.spec.label} {self.instance} is started, and only the engine starts it. If its object has a "
                     "start() of its own, write call('start')."
                 )
             began = asyncio.get_running_loop().time()
-            with self._told_while_slow():
-                self._resets_freely = await self._home.start()
+            with self._warn_while_slow():
+                self._resets_freely = await self._host.start()
                 if self._resets_freely:
-                    await self._ask("reset", (), {})
-            self._lost = None
-            self._tell_cost(asyncio.get_running_loop().time() - began)
+                    await self._call_host("reset", (), {})
+            self._dead_reason = None
+            self._warn_cost(asyncio.get_running_loop().time() - began)
 
     async def reset(self, *args: Any, **kwargs: Any) -> Any:
         """Make the simulator fresh: by its own ``reset``, whose result comes back, or by making it anew.
@@ -119,7 +117,7 @@ class Environment(Resource):
             ResourceDied: the simulator died meanwhile, or took longer than ``call_timeout_s`` for its reset or
                 ``start_timeout_s`` for being made.
         """
-        return await self._see_through(self._reset(args, kwargs), "reset")
+        return await self._finish_even_if_cancelled(self._reset(args, kwargs), "reset")
 
     async def status(self) -> Status:
         """Say whether the simulator can be used, at the latest when what it does now has ended."""
@@ -127,7 +125,7 @@ class Environment(Resource):
 
     def quick_status(self) -> Status:
         """Say whether the simulator is lost or its process has ended, as far as that shows at once."""
-        return Status.BROKEN if self._lost is not None or self._home.has_hung_up else Status.HEALTHY
+        return Status.BROKEN if self._dead_reason is not None or self._host.peer_closed else Status.HEALTHY
 
     async def release(self) -> None:
         """End the simulator; return when it is gone.
@@ -138,37 +136,37 @@ class Environment(Resource):
         """
         if self._frozen:
             await self.thaw()  # for its close()
-        lost, self._lost = self._why_lost(), "it was released"
+        lost, self._dead_reason = self._why_lost(), "it was released"
         patience = min(ABANDONED_CALL_S, self.spec.release_timeout_s / 4)
-        settled = await self._settle(patience)
+        settled = await self._wait_unfinished(patience)
         for task in self._unfinished:
             task.cancel()
-        async with self._turn:
-            self._lost = "it was released"  # also if a start ended only now
-            await self._home.stop(within_s=self.spec.release_timeout_s, close=settled and lost is None)
-        if not await self._settle(patience):
+        async with self._lock:
+            self._dead_reason = "it was released"  # also if a start ended only now
+            await self._host.stop(within_s=self.spec.release_timeout_s, close=settled and lost is None)
+        if not await self._wait_unfinished(patience):
             calls = ", ".join(sorted(task.get_name() for task in self._unfinished))
             raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} takes no notice of its end.")
 
     async def freeze(self) -> None:
         """Stop the simulator's process where it is, once a call that nobody waits for any more has ended."""
-        async with self._turn:
+        async with self._lock:
             self._frozen = True
-            if isinstance(self._home, ProcessHome):
-                self._home.freeze()
+            if isinstance(self._host, ProcessHost):
+                self._host.freeze()
 
     async def thaw(self) -> None:
         """Let the simulator's process go on."""
         self._frozen = False
-        if isinstance(self._home, ProcessHome):
-            self._home.thaw()
+        if isinstance(self._host, ProcessHost):
+            self._host.thaw()
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The process that a dead owner would leave; see `agentfly.resources.environments.kept_process.reap`."""
-        return self._home.traces
+        """The process that a dead owner would leave; see `agentfly.resources.environments.worker_process.reap`."""
+        return self._host.traces
 
-    async def _see_through(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+    async def _finish_even_if_cancelled(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
         """Do a work to its end, also when nobody waits for it any more."""
         task = asyncio.create_task(work, name=f"{self.instance}.{name}")
         self._unfinished.add(task)
@@ -182,45 +180,47 @@ class Environment(Resource):
             raise
 
     async def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        async with self._turn:
+        async with self._lock:
             if (why := self._why_lost()) is not None:
                 raise ResourceDied(f"{self.spec.label} {self.instance} cannot be used: {why}.")
-            if self._home.serial:
-                return await self._ask(method, args, kwargs)
+            if self._host.one_call_at_a_time:
+                return await self._call_host(method, args, kwargs)
             call = asyncio.current_task()
             assert call is not None  # `_see_through` made it
             self._overlapping.add(call)
         try:
-            return await self._ask(method, args, kwargs)
+            return await self._call_host(method, args, kwargs)
         finally:
             self._overlapping.discard(call)
 
     async def _reset(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        async with self._turn:
+        async with self._lock:
             if self._overlapping:
                 await asyncio.wait(self._overlapping)
             if (why := self._why_lost()) is not None:
                 raise ResourceResetError(f"{self.instance} cannot be reset: {why}.")
             if args or kwargs or self._resets_freely:
-                return await self._ask("reset", args, kwargs)
-            return await self._make_anew()
+                return await self._call_host("reset", args, kwargs)
+            return await self._recreate()
 
-    async def _make_anew(self) -> None:
-        self._making_anew = True
+    async def _recreate(self) -> None:
+        self._recreating = True
         try:
-            await self._home.stop(within_s=self.spec.release_timeout_s, close=True)
+            await self._host.stop(within_s=self.spec.release_timeout_s, close=True)
             limit = self.spec.start_timeout_s
-            with self._told_while_slow():
-                await self._within(limit, self._home.start(), f"it was not made anew within start_timeout_s={limit:g}")
+            with self._warn_while_slow():
+                await self._with_deadline(
+                    limit, self._host.start(), f"it was not made anew within start_timeout_s={limit:g}"
+                )
         except BaseException as error:
-            self._lost = self._lost or f"making it anew failed with {error!r}"
+            self._dead_reason = self._dead_reason or f"making it anew failed with {error!r}"
             raise
         finally:
-            self._making_anew = False
+            self._recreating = False
 
     @contextlib.contextmanager
-    def _told_while_slow(self) -> Iterator[None]:
-        """Have it logged that a start goes on, after `SLOW_S` seconds and then at ever longer intervals."""
+    def _warn_while_slow(self) -> Iterator[None]:
+        """Have it logged that a start goes on, after `SLOW_START_WARNING_S` seconds and then at ever longer intervals."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -235,19 +235,19 @@ class Environment(Resource):
                 self.spec.start_timeout_s,
             )
 
-        timer = loop.call_later(SLOW_S, tell, SLOW_S)
+        timer = loop.call_later(SLOW_START_WARNING_S, tell, SLOW_START_WARNING_S)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _tell_cost(self, seconds: float) -> None:
+    def _warn_cost(self, seconds: float) -> None:
         """Say once of a simulator that is costly to make that it is made anew for each owner, though it has a reset."""
         spec = self.spec
-        if spec.reuse is not None or not (spec.is_recreated and self._resets_freely) or seconds < COSTLY_S:
+        if spec.reuse is not None or not (spec.is_single_use and self._resets_freely) or seconds < COSTLY_START_S:
             return
-        if spec.label not in self._told_costly:
-            self._told_costly.add(spec.label)
+        if spec.label not in self._warned_costly:
+            self._warned_costly.add(spec.label)
             logger.warning(
                 "Each owner of %s gets a process of its own, and making it took %.1f s. If its reset() leaves nothing "
                 "behind that matters to the next, write reuse='reset'; or keep some ready, warm=….",
@@ -255,17 +255,17 @@ class Environment(Resource):
                 seconds,
             )
 
-    async def _ask(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _call_host(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         limit = self.spec.call_timeout_s
-        call = self._home.call(method, args, kwargs)
+        call = self._host.call(method, args, kwargs)
         try:
-            return await self._within(limit, call, self.spec.overrun(method))
+            return await self._with_deadline(limit, call, self.spec.timeout_message(method))
         except ResourceDied as error:
-            if self._home.death is None:  # the simulator says it of itself
-                self._lost = self._lost or f"{method}() raised ResourceDied: {error}"
+            if self._host.dead_reason is None:  # the simulator says it of itself
+                self._dead_reason = self._dead_reason or f"{method}() raised ResourceDied: {error}"
             raise
 
-    async def _within(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
+    async def _with_deadline(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
         """What comes of a work. If it takes too long, the simulator is lost and ends, as far as it can be ended."""
         deadline = asyncio.timeout(limit_s)
         try:
@@ -274,9 +274,9 @@ class Environment(Resource):
         except TimeoutError:
             if not deadline.expired():  # the simulator's own
                 raise
-            self._lost = otherwise
+            self._dead_reason = otherwise
             with contextlib.suppress(ResourceError):  # `release` tells it
-                await self._home.stop(within_s=0, close=False)
+                await self._host.stop(within_s=0, close=False)
             raise ResourceDied(f"{self.spec.label} {self.instance} is lost: {otherwise}.") from None
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
@@ -284,21 +284,21 @@ class Environment(Resource):
         if not task.cancelled():
             task.exception()  # whoever asked may be gone; the failure is then nobody's
 
-    async def _settle(self, timeout_s: float) -> bool:
+    async def _wait_unfinished(self, timeout_s: float) -> bool:
         """Wait for what nobody waits for any more; say whether all of it has ended."""
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=timeout_s)
         return not self._unfinished
 
     def _why_lost(self) -> str | None:
-        return self._lost or (None if self._making_anew else self._home.death)
+        return self._dead_reason or (None if self._recreating else self._host.dead_reason)
 
 
-def _home(spec: EnvironmentSpec, instance: str) -> Home:
+def _home(spec: EnvironmentSpec, instance: str) -> EnvironmentHost:
     match spec.runs:
         case "loop":
-            return LoopHome(spec)
+            return LoopHost(spec)
         case "thread":
-            return ThreadHome(spec, instance)
+            return ThreadHost(spec, instance)
         case "process":
-            return ProcessHome(spec, instance)
+            return ProcessHost(spec, instance)

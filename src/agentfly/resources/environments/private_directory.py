@@ -6,8 +6,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from agentfly.resources.tree_removal import remove_tree
-from agentfly.threads.pool import on_thread
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.tree_removal import remove_tree
 
 
 class PrivateDirectory:
@@ -50,10 +50,10 @@ class PrivateDirectory:
         Raises:
             OSError: something in it cannot be removed.
         """
-        if not self.is_removed_at_once():
-            await on_thread(remove_tree, self.path)
+        if not self.try_remove_empty():
+            await run_in_thread(remove_tree, self.path)
 
-    def is_removed_at_once(self) -> bool:
+    def try_remove_empty(self) -> bool:
         """Remove it if nothing is in it, as a rule, or it is gone; whether that was so."""
         try:
             for path in (Path(self.work), Path(self.temporary), self.path):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentfly.errors import ConfigError, UsageError, did_you_mean, nearest_name
+from agentfly.core.errors import ConfigError, UsageError, nearest_name, suggest_name
 
 
 def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -28,12 +28,12 @@ def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
     if not callable(function):
         public = sorted(name for name in dir(simulator) if not name.startswith("_"))
         raise UsageError(
-            f"The environment {type(simulator).__name__} has no method {method!r}. {did_you_mean(method, public)}"
+            f"The environment {type(simulator).__name__} has no method {method!r}. {suggest_name(method, public)}"
         )
     return function(*args, **kwargs)
 
 
-async def outcome(result: Awaitable[Any]) -> Any:
+async def as_coroutine(result: Awaitable[Any]) -> Any:
     """What an awaitable of any type gives, as the coroutine that a loop can run."""
     return await result
 
@@ -83,7 +83,7 @@ def require_thread_safe(made: Any, label: str) -> None:
         )
 
 
-def resets_freely(simulator: Any) -> bool:
+def has_argless_reset(simulator: Any) -> bool:
     """Whether the object has a ``reset`` that can be called without arguments."""
     import inspect  # here, because an object without `reset` starts faster without it
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly.errors import ConfigError, type_of
+from agentfly.core.errors import ConfigError, type_of
 from agentfly.resources.environments import simulator
-from agentfly.resources.environments.declared_types import DeclaredTypes
-from agentfly.resources.environments.parcel import pack
-from agentfly.resources.registry import register
+from agentfly.resources.environments.pickling import dumps
+from agentfly.resources.environments.wire_types import DeclaredTypes
+from agentfly.resources.kind import register
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, settle_variables
+from agentfly.resources.variables import EnvironmentVariables, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.environments.environment import Environment  # noqa: F401  (in the base's brackets)
@@ -48,7 +48,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
             libraries that cannot be forked.
         env: environment variables of a ``process``, as a mapping or as pairs. Of this process's it has only what
-            programs need in order to run (`agentfly.resources.variables.PASSED_ON`), and so none that holds a secret.
+            programs need in order to run (`agentfly.resources.variables.INHERITED_VARIABLES`), and so none that holds a secret.
             Their values are not shown where the spec is.
         workdir: the directory that a ``process`` works in; by default one of its own, empty at first, which is removed
             when it is gone. Temporary files are always in one of its own.
@@ -78,7 +78,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
     kwargs: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     runs: Literal["loop", "thread", "process"] = "loop"
     starts: Literal["fork", "spawn"] = "fork"
-    env: Variables = ()
+    env: EnvironmentVariables = ()
     workdir: str | None = None
     result_types: tuple[type, ...] = ()
     allow_pickle: bool = False
@@ -89,7 +89,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         self._require_one_of("runs", "loop", "thread", "process")
         self._require_one_of("starts", "fork", "spawn")
         self._require_seconds("call_timeout_s")
-        settle_variables(self)
+        normalize_env(self)
         self._check_combinations()
         self._check_factory()
         self._check_results()
@@ -97,10 +97,10 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         self._settle_arguments()
         self._require_hashable()
         if self.runs == "process":
-            self.parcel()
+            self.pickled_factory()
 
     @property
-    def is_recreated(self) -> bool:
+    def is_single_use(self) -> bool:
         """Whether each owner gets an instance of its own: in a process, unless ``reuse`` says otherwise."""
         return self.reuse == "recreate" or (self.reuse is None and self.runs == "process")
 
@@ -112,11 +112,11 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         return f"environment:{name}"
 
     @property
-    def start_places(self) -> int:
+    def start_weight(self) -> int:
         """Four where it begins with a fresh interpreter, which keeps a processor busy; a fork does not."""
         return 4 if self.starts == "spawn" else 1
 
-    def overrun(self, method: str) -> str:
+    def timeout_message(self, method: str) -> str:
         """What is said of a call that took longer than ``call_timeout_s``."""
         return f"{method}() did not end within call_timeout_s={self.call_timeout_s:g}"
 
@@ -130,14 +130,14 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         """Control groups, where a simulator is held to its memory."""
         return "control groups" if self.runs == "process" and self.memory_bytes else None
 
-    def parcel(self) -> bytes:
+    def pickled_factory(self) -> bytes:
         """The factory, its arguments and the declared types as bytes that another process of this machine can open.
 
         Raises:
             UsageError: something in it cannot travel; the message names it.
         """
         parts = (self.factory, self.args, self.keywords, self.result_types)
-        return pack(parts, ("factory", "args", "kwargs", "result_types"))
+        return dumps(parts, ("factory", "args", "kwargs", "result_types"))
 
     def _check_combinations(self) -> None:
         if self.starts == "spawn" and self.runs != "process":
@@ -158,7 +158,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 )
 
     def _check_results(self) -> None:
-        self._settle_tuple("result_types")
+        self._normalize_tuple("result_types")
         try:
             DeclaredTypes(self.result_types)
         except TypeError as error:
@@ -167,13 +167,13 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                 "have the simulator return the parts that matter."
             ) from None
         if not isinstance(self.allow_pickle, bool):
-            raise self._wrong("allow_pickle", "write True or False")
+            raise self._field_error("allow_pickle", "write True or False")
 
     def _check_workdir(self) -> None:
         if self.workdir is None:
             return
         if not isinstance(self.workdir, str | os.PathLike) or not self.workdir:
-            raise self._wrong("workdir", "write the path of a directory, or None for one of its own")
+            raise self._field_error("workdir", "write the path of a directory, or None for one of its own")
         object.__setattr__(self, "workdir", os.path.abspath(self.workdir))  # noqa: PTH100  (links stay as they are)
 
     def _check_factory(self) -> None:
@@ -193,7 +193,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     def _settle_arguments(self) -> None:
         """Give the arguments one form, so that specs that mean the same are equal."""
-        self._settle_tuple("args")
+        self._normalize_tuple("args")
         try:
             keywords = dict(self.kwargs)
         except (TypeError, ValueError):
@@ -222,5 +222,5 @@ register(
     EnvironmentSpec,
     "agentfly.resources.environments.environment:Environment",
     kind="environment",
-    reap="agentfly.resources.environments.kept_process:reap",
+    reap="agentfly.resources.environments.worker_process:reap",
 )

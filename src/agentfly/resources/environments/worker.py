@@ -2,7 +2,7 @@
 
 Frames are a length in 8 bytes, big-endian, and that many bytes. A request is a pickle of ``(what, ...)``. An answer is
 plain data, because nothing that comes out of here is to run code where it is read: ``("value", value)``, or
-``("error", told, None)`` with what `tell_error` told, or ``("memory", message)``, which is the last. Of one that is
+``("error", told, None)`` with what `encode_error` told, or ``("memory", message)``, which is the last. Of one that is
 trusted with that, it is ``("pickled", bytes)``, and the last part of an error is a pickle too.
 """
 
@@ -18,37 +18,36 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.errors import UsageError
+from agentfly.core.errors import UsageError
 from agentfly.resources.environments import simulator
-from agentfly.resources.environments.data_writer import encode
-from agentfly.resources.environments.declared_types import DeclaredTypes
-from agentfly.resources.environments.memory_bound import MemoryBound
-from agentfly.resources.environments.parcel import blame, pack_quickly, unpack
-from agentfly.resources.environments.plain_data import NotData
-from agentfly.resources.environments.returned_error import pickle_error, tell_error
+from agentfly.resources.environments.pickling import dumps_plain, find_unpicklable, loads
+from agentfly.resources.environments.remote_error import encode_error, pickle_error
+from agentfly.resources.environments.wire_format import encode
+from agentfly.resources.environments.wire_types import DeclaredTypes, NotSerializable
+from agentfly.resources.process.memory_limit import MemoryLimit
 
-LENGTH = struct.Struct(">Q")
+FRAME_LENGTH = struct.Struct(">Q")
 
 
-def serve(calls: socket.socket, bound: MemoryBound | None) -> None:
+def serve_requests(calls: socket.socket, bound: MemoryLimit | None) -> None:
     """Answer requests, under a bound of memory, until the other side hangs up."""
     os.dup2(2, 1)  # what the simulator prints goes where its errors go
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # else what it printed last would be lost in a crash
     if bound is not None:
-        bound.enter()
-    subject, own = _Subject(), os.getpid()
+        bound.join()
+    subject, own = _SimulatorServer(), os.getpid()
     while (request := _receive(calls)) is not None:
         answer = subject.answer(request)
         if os.getpid() != own:  # a fork that the simulator made and forgot to end: one process must answer, not two
             os._exit(0)
-        if bound is not None and bound.kills():  # of what it had started, which it may take for any kind of failure
+        if bound is not None and bound.oom_kills():  # of what it had started, which it may take for any kind of failure
             answer = _memory("A process that it had started was killed.")
-        calls.sendall(LENGTH.pack(len(answer)) + answer)
+        calls.sendall(FRAME_LENGTH.pack(len(answer)) + answer)
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessContext:
     """What a process is given before the simulator is made in it.
 
     Args:
@@ -61,7 +60,7 @@ class Surroundings:
     directory: str
     environment: dict[str, str]
 
-    def enter(self) -> None:
+    def apply(self) -> None:
         """Make them those of this process.
 
         Raises:
@@ -78,7 +77,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Making:
+class SimulatorSpec:
     """How a simulator is made, and what may come out of its process.
 
     Args:
@@ -88,11 +87,11 @@ class Making:
     """
 
     parcel: bytes
-    surroundings: Surroundings
+    surroundings: ProcessContext
     pickles: bool
 
 
-class _Subject:
+class _SimulatorServer:
     """The simulator, and the loop that its async methods need."""
 
     def __init__(self) -> None:
@@ -113,11 +112,11 @@ class _Subject:
             return self._failure(simulator.as_exception(error))
 
     def _failure(self, error: Exception) -> bytes:
-        told = tell_error(error)
+        told = encode_error(error)
         parcel = pickle_error(error) if self._pickles else None
         try:
             return encode(("error", told, parcel), self._types)
-        except NotData:  # too much of it
+        except NotSerializable:  # too much of it
             name, base, _, _, message, trace = told
             return encode(("error", (name, base, None, {}, message[:10_000], trace[-10_000:]), None), self._types)
 
@@ -128,11 +127,11 @@ class _Subject:
             UsageError: it cannot travel. The message has the path of the part that is to blame.
         """
         if self._pickles:
-            return encode(("pickled", pack_quickly(value)), self._types)
+            return encode(("pickled", dumps_plain(value)), self._types)
         try:
             return encode(("value", value), self._types)
-        except NotData as error:
-            path, culprit = blame(value, "the result", self._is_data)
+        except NotSerializable as error:
+            path, culprit = find_unpicklable(value, "the result", self._is_data)
             why = self._why_not(culprit) or error.why
             kind = type(culprit)
             raise UsageError(
@@ -145,7 +144,7 @@ class _Subject:
     def _why_not(self, value: Any) -> str | None:
         try:
             encode(value, self._types)
-        except NotData as error:
+        except NotSerializable as error:
             return error.why
         return None
 
@@ -160,14 +159,14 @@ class _Subject:
         method, args, kwargs = details  # of a "call"
         return self._resolve(simulator.call(self._simulator, method, args, kwargs))
 
-    def _make(self, making: Making) -> bool:
-        making.surroundings.enter()
+    def _make(self, making: SimulatorSpec) -> bool:
+        making.surroundings.apply()
         self._pickles = making.pickles
-        factory, args, kwargs, types = unpack(making.parcel)
+        factory, args, kwargs, types = loads(making.parcel)
         self._types = DeclaredTypes(types)
         self._simulator = self._resolve(simulator.make(factory, args, kwargs))
         simulator.require_made(self._simulator, factory)
-        return simulator.resets_freely(self._simulator)
+        return simulator.has_argless_reset(self._simulator)
 
     def _resolve(self, result: Any) -> Any:
         if not isinstance(result, Awaitable):
@@ -176,7 +175,7 @@ class _Subject:
             import asyncio  # here, because a sync simulator starts faster without it
 
             self._runner = asyncio.Runner()
-        return self._runner.run(simulator.outcome(result))
+        return self._runner.run(simulator.as_coroutine(result))
 
 
 def _memory(message: str) -> bytes:
@@ -185,7 +184,7 @@ def _memory(message: str) -> bytes:
 
 def _opened(request: bytes) -> Any:
     try:
-        return unpack(request)
+        return loads(request)
     except Exception as error:
         raise UsageError(
             f"The arguments of a call cannot be read in the simulator's process: {error!r}. Give plain values, or "
@@ -194,8 +193,8 @@ def _opened(request: bytes) -> Any:
 
 
 def _receive(calls: socket.socket) -> bytes | None:
-    header = _exactly(calls, LENGTH.size)
-    return None if header is None else _exactly(calls, LENGTH.unpack(header)[0])
+    header = _exactly(calls, FRAME_LENGTH.size)
+    return None if header is None else _exactly(calls, FRAME_LENGTH.unpack(header)[0])
 
 
 def _exactly(calls: socket.socket, count: int) -> bytes | None:

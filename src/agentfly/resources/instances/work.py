@@ -19,7 +19,7 @@ Report = Callable[[BaseException | None], None]
 """Called with None when all went well, and otherwise with what went wrong."""
 
 
-class Work:
+class BackgroundOperation:
     """A start or a reset under way.
 
     Args:
@@ -43,7 +43,7 @@ class Work:
         """Have it end without a report; return when it has, or takes no notice."""
         self._timer.cancel()
         self._report = None
-        await abandon(self.task)
+        await cancel_and_wait(self.task)
 
     async def _run(self) -> None:
         try:
@@ -71,7 +71,7 @@ class Work:
         self._tell(self._overdue)
 
 
-async def bounded(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
+async def wait_at_most(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
     """Wait for ``work``, at most for a time, also if it takes no notice of being cancelled.
 
     Raises:
@@ -81,15 +81,15 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
     try:
         await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
-        await abandon(task)
+        await cancel_and_wait(task)
         raise
     if not task.done():
-        await abandon(task)
+        await cancel_and_wait(task)
         raise TimeoutError(f"{what} took longer than its limit of {limit_s:g} s")
     return task.result()
 
 
-async def abandon(task: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
     """Cancel a task and wait for its end, but not for ever."""
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
@@ -105,7 +105,7 @@ def _look_away(task: asyncio.Future[Any]) -> None:
         task.exception()  # nobody waits for it; marked as seen, so that it is not reported as forgotten
 
 
-async def see_through(tasks: set[asyncio.Task[Any]]) -> None:
+async def wait_uninterrupted(tasks: set[asyncio.Task[Any]]) -> None:
     """Wait until every task is done, those too that are added meanwhile, however often the waiter is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     while pending := {task for task in tasks if not task.done()}:

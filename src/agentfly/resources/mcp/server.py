@@ -11,29 +11,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     PrerequisiteError,
     ResourceDied,
     ResourceError,
     ResourceStartError,
     UsageError,
-    message_of,
-    say,
+    describe_error,
+    error_message,
 )
-from agentfly.installation import install_command
-from agentfly.resources.keeping.kept_program import KeptProgram
-from agentfly.resources.keeping.log import tail
-from agentfly.resources.ledger import state_directory
+from agentfly.core.installation import install_command
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.mcp.spec import MCPServerSpec
+from agentfly.resources.process.ledger import state_directory
+from agentfly.resources.process.supervised import SupervisedProgram
+from agentfly.resources.process.supervisor import log_tail
 from agentfly.resources.resource import Resource, Status
-from agentfly.resources.tree_removal import remove_tree
-from agentfly.threads.pool import on_thread
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, Tool
 
-    from agentfly.resources.mcp.connection import Connection
+    from agentfly.resources.mcp.client import ReconnectingSession
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class MCPServer(Resource):
         super().__init__(spec, instance)
         if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
             raise UsageError(f"{instance!r} cannot be the name of a server: use letters, digits, '.', '_' and '-'.")
-        self._connection: Connection | None = None
-        self._program: KeptProgram | None = None
-        self._lost: str | None = "it has not been started."
+        self._connection: ReconnectingSession | None = None
+        self._program: SupervisedProgram | None = None
+        self._dead_reason: str | None = "it has not been started."
         self._released = False
-        self._faults: list[str] = []
+        self._protocol_errors: list[str] = []
         self._calls = 0
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class MCPServer(Resource):
         """
         if self._released:
             raise ResourceDied(f"{self._name} has been released.")
-        await on_thread(_require_package)  # its import takes a second
+        await run_in_thread(_require_package)  # its import takes a second
         if self.spec.command:
             self._directory.mkdir(parents=True, mode=0o700)
         limit = self.spec.start_timeout_s
@@ -89,7 +89,7 @@ class MCPServer(Resource):
         """
         if self._released:
             raise ResourceDied(f"{self._name} has been released.")
-        self._lost = "it is being reset."
+        self._dead_reason = "it is being reset."
         await self._end(self.spec.reset_timeout_s / 3)
         await self._begin(self.spec.reset_timeout_s)
 
@@ -100,7 +100,7 @@ class MCPServer(Resource):
             return known
         try:
             async with asyncio.timeout(self.spec.reset_timeout_s / 2):
-                await self._connection.greet()
+                await self._connection.ping()
         except Exception:
             return Status.BROKEN
         return Status.HEALTHY
@@ -108,7 +108,7 @@ class MCPServer(Resource):
     def quick_status(self) -> Status:
         """Say whether its program lives and its session goes on, as far as is known."""
         connection = self._connection
-        if self._lost is not None or connection is None or connection.over or connection.unreachable:
+        if self._dead_reason is not None or connection is None or connection.closed or connection.unreachable:
             return Status.BROKEN
         gone = self._program is not None and (self._program.ended or not self._directory.exists())
         return Status.BROKEN if gone else Status.HEALTHY
@@ -116,9 +116,9 @@ class MCPServer(Resource):
     async def release(self) -> None:
         """End the session and the program, by force after half of ``release_timeout_s``; return when all is gone."""
         self._released = True
-        self._lost = "it was released."
+        self._dead_reason = "it was released."
         await self._end(self.spec.release_timeout_s / 4)
-        await on_thread(remove_tree, self._directory)
+        await run_in_thread(remove_tree, self._directory)
 
     @property
     def traces(self) -> dict[str, Any]:
@@ -172,42 +172,40 @@ class MCPServer(Resource):
         """The end of what the program wrote to its standard error, in at most so many bytes."""
         from agentfly.resources.mcp.transports import log_file
 
-        return tail(log_file(self._directory), size)
+        return log_tail(log_file(self._directory), size)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     async def _ask(self, request: Callable[[Client], Awaitable[T]], *, keeps_state: bool) -> T:
-        from agentfly.resources.mcp.connection import SessionForgotten
-        from agentfly.resources.mcp.session import SessionOver
+        from agentfly.resources.mcp.client import SessionClosed, SessionExpired
 
-        if self._lost is not None or self._connection is None:
-            raise ResourceDied(f"{self._name} cannot be used: {self._lost}")
+        if self._dead_reason is not None or self._connection is None:
+            raise ResourceDied(f"{self._name} cannot be used: {self._dead_reason}")
         try:
             return await self._connection.ask(request, keeps_state=keeps_state)
-        except SessionOver as error:
-            raise await self._death(error) from error.__cause__
-        except SessionForgotten as error:
-            self._lost = self._lost or f"{error}."
-            raise ResourceDied(f"{self._name} cannot be used: {self._lost}") from error
+        except SessionClosed as error:
+            raise await self._died_error(error) from error.__cause__
+        except SessionExpired as error:
+            self._dead_reason = self._dead_reason or f"{error}."
+            raise ResourceDied(f"{self._name} cannot be used: {self._dead_reason}") from error
 
-    async def _death(self, error: Exception) -> ResourceDied:
+    async def _died_error(self, error: Exception) -> ResourceDied:
         if self._released:
             return ResourceDied(f"{self._name} was released during a call.")
-        how = await self._how_it_ended(error)
-        self._lost = self._lost or f"it is gone ({how}).{self._last_words()}"
-        return ResourceDied(f"{self._name} cannot be used: {self._lost}")
+        how = await self._exit_reason(error)
+        self._dead_reason = self._dead_reason or f"it is gone ({how}).{self._last_words()}"
+        return ResourceDied(f"{self._name} cannot be used: {self._dead_reason}")
 
-    async def _how_it_ended(self, error: Exception) -> str:
-        from agentfly.resources.mcp.listing import EndlessListing
-        from agentfly.resources.mcp.session import SessionOver
+    async def _exit_reason(self, error: Exception) -> str:
+        from agentfly.resources.mcp.client import EndlessToolListing, SessionClosed
 
-        if self._faults:
-            return self._faults[0]
+        if self._protocol_errors:
+            return self._protocol_errors[0]
         if self._program is not None and self._program.traces:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    return await self._program.wait()
-        return message_of(error) if isinstance(error, (SessionOver, EndlessListing)) else say(error)
+                    return await self._program.wait_exit()
+        return error_message(error) if isinstance(error, (SessionClosed, EndlessToolListing)) else describe_error(error)
 
     def _last_words(self) -> str:
         if not self.spec.command:
@@ -215,7 +213,7 @@ class MCPServer(Resource):
         end = self.log(_TOLD_LOG)
         return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
 
-    def _cure_of_place(self) -> str:
+    def _relative_path_advice(self) -> str:
         """What to do if the command names files by paths that are not absolute, and says not of which directory."""
         if self.spec.cwd:
             return ""
@@ -231,11 +229,11 @@ class MCPServer(Resource):
     # --- beginning and ending ---------------------------------------------------------------------------------------
 
     async def _begin(self, limit_s: float) -> None:
-        from agentfly.resources.mcp.connection import Connection
+        from agentfly.resources.mcp.client import ReconnectingSession
 
-        self._program = KeptProgram() if self.spec.command else None
-        self._faults = []
-        self._connection = Connection(self._transport, self.spec, self._name)
+        self._program = SupervisedProgram() if self.spec.command else None
+        self._protocol_errors = []
+        self._connection = ReconnectingSession(self._transport, self.spec, self._name)
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
@@ -246,18 +244,18 @@ class MCPServer(Resource):
             if limit.expired():
                 why = f"it did not answer within {limit_s:g} s"
             else:
-                why = await self._how_it_ended(error)
-            told = f"{self._name} did not start: {why}.{self._last_words()}{self._cure_of_place()}"
+                why = await self._exit_reason(error)
+            told = f"{self._name} did not start: {why}.{self._last_words()}{self._relative_path_advice()}"
             raise ResourceStartError(told) from error
         if not self._released:
-            self._lost = None
+            self._dead_reason = None
 
     def _transport(self) -> AbstractAsyncContextManager[Any]:
         from agentfly.resources.mcp import transports
 
         if self._program is not None:
-            return transports.of_program(self.spec, self._program, self._directory, self._faults)
-        return transports.of_address(self.spec)
+            return transports.stdio_transport(self.spec, self._program, self._directory, self._protocol_errors)
+        return transports.http_transport(self.spec)
 
     async def _end(self, grace_s: float) -> None:
         if self._connection is not None:
@@ -266,7 +264,7 @@ class MCPServer(Resource):
             if not self._program.ended:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(grace_s, _ENDS_ITSELF_S)):
-                        await self._program.wait()
+                        await self._program.wait_exit()
             await self._program.stop(grace_s)
 
     @cached_property

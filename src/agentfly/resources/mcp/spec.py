@@ -9,12 +9,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from agentfly.errors import ConfigError
-from agentfly.resources.apis.endpoint import parse_address
-from agentfly.resources.credentials import settle_credentials
-from agentfly.resources.registry import register
+from agentfly.core.errors import ConfigError
+from agentfly.resources.credentials import normalize_credentials
+from agentfly.resources.kind import register
+from agentfly.resources.model_api.validation import parse_address
 from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import Variables, settle_variables
+from agentfly.resources.variables import EnvironmentVariables, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.mcp.server import MCPServer  # noqa: F401  (named in the base class)
@@ -53,7 +53,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
 
     command: tuple[str, ...] = ()
     url: str = ""
-    env: Variables = ()
+    env: EnvironmentVariables = ()
     cwd: str = ""
     api_key_env: str | None = None
     headers_env: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
@@ -74,17 +74,19 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         for given, needs in (("env", "command"), ("cwd", "command"), ("api_key_env", "url"), ("headers_env", "url")):
             if getattr(self, given) and not getattr(self, needs):
                 raise ConfigError(f"{type(self).__name__}({given}=…) is for a server that is given by its {needs}.")
-        settle_variables(self)
-        settle_credentials(self)
+        normalize_env(self)
+        normalize_credentials(self)
         self._require_seconds("call_timeout_s")
-        self._settle_tuple("tool_error_codes")
+        self._normalize_tuple("tool_error_codes")
         if not all(type(code) is int for code in self.tool_error_codes):
-            raise self._wrong("tool_error_codes", "write a tuple of whole numbers, such as (-32602, -32601, -32603)")
+            raise self._field_error(
+                "tool_error_codes", "write a tuple of whole numbers, such as (-32602, -32601, -32603)"
+            )
         if self._require_size("log_bytes") < 4096:
-            raise self._wrong("log_bytes", "the end of a log says too little below 4096 bytes")
+            raise self._field_error("log_bytes", "the end of a log says too little below 4096 bytes")
 
     @property
-    def start_places(self) -> int:
+    def start_weight(self) -> int:
         """Four where it is a program, which has its libraries to load."""
         return 4 if self.command else 1
 
@@ -99,14 +101,14 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     def _check_command(self) -> None:
         if isinstance(self.command, str):
             words = ", ".join(map(repr, shlex.split(self.command)))
-            raise self._wrong("command", f"write a tuple with one text a word: ({words},)")
-        self._settle_tuple("command")
+            raise self._field_error("command", f"write a tuple with one text a word: ({words},)")
+        self._normalize_tuple("command")
         if not all(isinstance(word, str) and "\0" not in word for word in self.command):
-            raise self._wrong("command", "write a tuple of texts: numbers too are text there")
-        self._require_text("cwd")
+            raise self._field_error("command", "write a tuple of texts: numbers too are text there")
+        self._require_str("cwd")
 
     def _check_url(self) -> None:
-        self._require_text("url")
+        self._require_str("url")
         if self.url:
             parts = parse_address(f"{type(self).__name__}: url", self.url, "'https://host/mcp'")
             object.__setattr__(self, "url", parts._replace(fragment="").geturl())
@@ -116,5 +118,5 @@ register(
     MCPServerSpec,
     "agentfly.resources.mcp.server:MCPServer",
     kind="mcp server",
-    reap="agentfly.resources.keeping.reaping:reap",
+    reap="agentfly.resources.process.supervised:reap",
 )

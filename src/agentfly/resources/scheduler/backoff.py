@@ -6,49 +6,49 @@ import errno
 import math
 from enum import Enum, auto
 
-from agentfly.errors import (
+from agentfly.core.errors import (
     AgentFlyError,
     APIMalformed,
     APIRefused,
     EngineClosed,
-    LeaseOver,
+    LeaseExpired,
     PrerequisiteError,
     TokenInvariantError,
     UsageError,
 )
 
-FIRST_PAUSE_S = 0.25
+INITIAL_BACKOFF_S = 0.25
 LONGEST_PAUSE_S = 30.0
 """Seconds between two tries: the first pause, doubled with each round of failures, and the longest."""
 
-PATIENCE_S = 3.5
+MIN_FAILING_S = 3.5
 """Seconds for which starts have to fail before one more that fails also fails the request that it was for."""
 
 LOST_S, LOST_ROUNDS = 60.0, 4
 """Seconds, and tries, after which one more that fails does so for all who wait: nothing suggests that this passes."""
 
-FULL_DISK_PATIENCE_S = 300.0
+DISK_FULL_TIMEOUT_S = 300.0
 """Seconds that requests wait on a full disk, while there are instances that may free some of it, until one goes."""
 
 
-class Cause(Enum):
+class StartFailureCause(Enum):
     """Why a start failed, as far as it matters to the next one."""
 
-    LASTING = auto()  # the next would fail as well: a wrong spec, something that the machine lacks, a slip in code
-    PASSING = auto()  # the next may succeed
-    FULL_DISK = auto()  # the next succeeds when somebody has freed some of it
+    PERMANENT = auto()  # the next would fail as well: a wrong spec, something that the machine lacks, a slip in code
+    TRANSIENT = auto()  # the next may succeed
+    DISK_FULL = auto()  # the next succeeds when somebody has freed some of it
 
 
-class Loss(Enum):
+class FailureScope(Enum):
     """Whom a failed start fails."""
 
     NOBODY = auto()
-    NEXT = auto()  # those whom the instance would have served
-    EVERYBODY = auto()  # all who wait in the pool for whom nothing is coming
+    NEXT_SERVED = auto()  # those whom the instance would have served
+    ALL_WAITING = auto()  # all who wait in the pool for whom nothing is coming
 
 
-_LASTING = (UsageError, PrerequisiteError, APIRefused, APIMalformed, EngineClosed, LeaseOver, TokenInvariantError)
-_SLIPS = (
+_LASTING = (UsageError, PrerequisiteError, APIRefused, APIMalformed, EngineClosed, LeaseExpired, TokenInvariantError)
+_CODE_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -70,7 +70,7 @@ _DEPTH = 10
 _WIDE = 64  # starts at once, beyond which they are not counted any more
 
 
-def cause_of(error: BaseException) -> Cause:
+def cause_of(error: BaseException) -> StartFailureCause:
     """Why a start failed. What is not known to last may pass."""
     chain: list[BaseException] = []
     one: BaseException | None = error
@@ -78,12 +78,16 @@ def cause_of(error: BaseException) -> Cause:
         chain.append(one)
         one = one.__cause__
     if any(_is_full(one) for one in chain):
-        return Cause.FULL_DISK
+        return StartFailureCause.DISK_FULL
     if isinstance(error, AgentFlyError):
         wrapped = chain[1] if len(chain) > 1 else None
-        slip = isinstance(wrapped, _SLIPS) and not isinstance(wrapped, OSError)
-        return Cause.LASTING if error.by_policy or isinstance(error, _LASTING) or slip else Cause.PASSING
-    return Cause.LASTING if isinstance(error, _SLIPS) else Cause.PASSING
+        slip = isinstance(wrapped, _CODE_ERRORS) and not isinstance(wrapped, OSError)
+        return (
+            StartFailureCause.PERMANENT
+            if error.by_policy or isinstance(error, _LASTING) or slip
+            else StartFailureCause.TRANSIENT
+        )
+    return StartFailureCause.PERMANENT if isinstance(error, _CODE_ERRORS) else StartFailureCause.TRANSIENT
 
 
 def _is_full(error: BaseException) -> bool:
@@ -92,7 +96,7 @@ def _is_full(error: BaseException) -> bool:
     return any(isinstance(part, str) and words in part for part in error.args for words in _FULL_IN_WORDS)
 
 
-class Backoff:
+class StartBackoff:
     """What one pool has learned from its latest starts.
 
     Starts that fail are followed by a pause, which grows with each round of them; those that were under way together
@@ -105,30 +109,30 @@ class Backoff:
         self.rounds = 0  # of failures since the last success
         self.since = math.inf  # when the first start of these began
         self.until = -math.inf  # when the pause is over
-        self.paused = False  # no start ahead of who asks
-        self.holds = False  # nor for those who wait; what lasts is told to them instead
-        self.cause = Cause.PASSING
+        self.blocks_prewarming = False  # no start ahead of who asks
+        self.blocks_waiters = False  # nor for those who wait; what lasts is told to them instead
+        self.cause = StartFailureCause.TRANSIENT
         self.error: BaseException | None = None
-        self._window: float | None = None  # how many may be starting at once; None for any number
+        self._concurrency: float | None = None  # how many may be starting at once; None for any number
 
-    def room(self, starting: int) -> float:
+    def allowed_starts(self, starting: int) -> float:
         """How many more may be started for those who wait."""
-        if self.holds:
+        if self.blocks_waiters:
             return 0
-        return math.inf if self._window is None else max(0, int(self._window) - starting)
+        return math.inf if self._concurrency is None else max(0, int(self._concurrency) - starting)
 
     def failed(self, began: float, error: BaseException, now: float) -> None:
         """A start that began at a time has failed."""
         self.cause, self.error = cause_of(error), error
         self.since = min(self.since, began)
         if self.rounds == 0 or now >= self.until:  # else it was under way when the pause was decided on
-            self.until = now + min(FIRST_PAUSE_S * 2.0**self.rounds, LONGEST_PAUSE_S)
+            self.until = now + min(INITIAL_BACKOFF_S * 2.0**self.rounds, LONGEST_PAUSE_S)
             self.rounds += 1
-        self.paused = True
-        if self.cause is not Cause.LASTING:
-            self._window, self.holds = 1, True
+        self.blocks_prewarming = True
+        if self.cause is not StartFailureCause.PERMANENT:
+            self._concurrency, self.blocks_waiters = 1, True
 
-    def loss(self, now: float, *, may_be_freed: bool) -> Loss:
+    def failure_scope(self, now: float, *, may_be_freed: bool) -> FailureScope:
         """Whom the start fails that has just failed.
 
         Args:
@@ -136,28 +140,30 @@ class Backoff:
             may_be_freed: whether there are instances whose end would free some of a full disk.
         """
         failing = now - self.since
-        if self.cause is Cause.LASTING:
-            return Loss.NEXT
-        if self.cause is Cause.FULL_DISK and may_be_freed:
-            return Loss.NOBODY if failing < FULL_DISK_PATIENCE_S else Loss.NEXT
-        if failing < PATIENCE_S:
-            return Loss.NOBODY
-        return Loss.EVERYBODY if failing >= LOST_S and self.rounds >= LOST_ROUNDS else Loss.NEXT
+        if self.cause is StartFailureCause.PERMANENT:
+            return FailureScope.NEXT_SERVED
+        if self.cause is StartFailureCause.DISK_FULL and may_be_freed:
+            return FailureScope.NOBODY if failing < DISK_FULL_TIMEOUT_S else FailureScope.NEXT_SERVED
+        if failing < MIN_FAILING_S:
+            return FailureScope.NOBODY
+        return (
+            FailureScope.ALL_WAITING if failing >= LOST_S and self.rounds >= LOST_ROUNDS else FailureScope.NEXT_SERVED
+        )
 
-    def worked(self) -> None:
+    def succeeded(self) -> None:
         """A start has succeeded."""
         self.rounds, self.since, self.until, self.error = 0, math.inf, -math.inf, None
-        self.paused = self.holds = False
-        if self._window is not None:
-            step = 1 / self._window if self.cause is Cause.FULL_DISK else 1.0
-            self._window = self._window + step if self._window < _WIDE else None
+        self.blocks_prewarming = self.blocks_waiters = False
+        if self._concurrency is not None:
+            step = 1 / self._concurrency if self.cause is StartFailureCause.DISK_FULL else 1.0
+            self._concurrency = self._concurrency + step if self._concurrency < _WIDE else None
 
-    def freed(self, now: float) -> None:
+    def space_freed(self, now: float) -> None:
         """An instance is gone: if the disk was full, it may not be any more."""
-        if self.cause is Cause.FULL_DISK and self.rounds:
-            self.since, self.paused, self.holds = now, False, False
+        if self.cause is StartFailureCause.DISK_FULL and self.rounds:
+            self.since, self.blocks_prewarming, self.blocks_waiters = now, False, False
 
     def resume(self, now: float) -> None:
         """Time went by: the pause may be over."""
         if now >= self.until:
-            self.paused = self.holds = False
+            self.blocks_prewarming = self.blocks_waiters = False

@@ -24,26 +24,26 @@ class Budget:
     gpus: float | None = None
 
 
-Cost = tuple[int, int, int]
+ResourceCost = tuple[int, int, int]
 """Thousandths of a core, bytes, thousandths of a graphics processor: whole numbers, so that sums stay exact."""
 
-NOTHING: Cost = (0, 0, 0)
+NO_COST: ResourceCost = (0, 0, 0)
 _NAMES = ("cpus", "memory", "gpus")
 _SCALES = (1000, 1, 1000)
 
 
-def cost_of(spec: ResourceSpec[Any]) -> Cost:
+def cost_of(spec: ResourceSpec[Any]) -> ResourceCost:
     """What one instance of a spec takes."""
     return (round(spec.cpus * 1000), spec.memory_bytes, round(spec.gpus * 1000))
 
 
-def total_of(costs: Iterable[Cost]) -> Cost:
+def total_cost(costs: Iterable[ResourceCost]) -> ResourceCost:
     """What several instances take together."""
     cpus, memory, gpus = (sum(amounts) for amounts in zip(*costs, strict=True))
     return (cpus, memory, gpus)
 
 
-class Account:
+class BudgetUsage:
     """What is spent of a budget, and what of that is about to come back."""
 
     def __init__(self, budget: Budget) -> None:
@@ -54,36 +54,36 @@ class Account:
         self._spent = [0, 0, 0]
         self._returning = [0, 0, 0]
 
-    def spend(self, cost: Cost) -> None:
+    def spend(self, cost: ResourceCost) -> None:
         """An instance is about to start."""
         for place, amount in enumerate(cost):
             self._spent[place] += amount
 
-    def expect(self, cost: Cost) -> None:
+    def mark_returning(self, cost: ResourceCost) -> None:
         """An instance is on its way out."""
         for place, amount in enumerate(cost):
             self._returning[place] += amount
 
-    def give_up(self, cost: Cost) -> None:
+    def unmark_returning(self, cost: ResourceCost) -> None:
         """An instance that was on its way out does not go."""
         for place, amount in enumerate(cost):
             self._returning[place] -= amount
 
-    def give_back(self, cost: Cost) -> None:
+    def returned(self, cost: ResourceCost) -> None:
         """An instance that was on its way out is gone."""
         for place, amount in enumerate(cost):
             self._spent[place] -= amount
             self._returning[place] -= amount
 
-    def fits(self, cost: Cost) -> bool:
+    def fits(self, cost: ResourceCost) -> bool:
         """Whether an instance can start now."""
         return not any(self._lacking(cost, self._spent))
 
-    def short(self, cost: Cost) -> tuple[bool, ...]:
+    def shortage(self, cost: ResourceCost) -> tuple[bool, ...]:
         """Of what there is too little for an instance, once everything on its way out is gone."""
         return self._lacking(cost, [spent - back for spent, back in zip(self._spent, self._returning, strict=True)])
 
-    def excess(self, cost: Cost) -> str | None:
+    def describe_excess(self, cost: ResourceCost) -> str | None:
         """Why an instance can never start, in words; None if it can."""
         over = [
             f"{name} {amount / scale:g} of {limit / scale:g}"
@@ -92,7 +92,7 @@ class Account:
         ]
         return ", ".join(over) or None
 
-    def _lacking(self, cost: Cost, spent: list[int]) -> tuple[bool, ...]:
+    def _lacking(self, cost: ResourceCost, spent: list[int]) -> tuple[bool, ...]:
         return tuple(
             limit is not None and amount > 0 and taken + amount > limit
             for amount, taken, limit in zip(cost, spent, self._limits, strict=True)

@@ -1,17 +1,32 @@
-"""What the scheduler decides. Whoever drives it carries these out, in order."""
+"""What the scheduler decides. Whoever drives it carries these out, in order.
+
+The errors with which the scheduler refuses a request. Each says who asked, what stood in the way, and what to do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from agentfly.errors import AgentFlyError
-from agentfly.resources.scheduler.pool import Holding
+from agentfly.core.errors import (
+    AcquireTimeout,
+    AgentFlyError,
+    ConfigError,
+    EngineClosed,
+    ResourceDied,
+    ResourceError,
+    ResourceStartError,
+    describe_error,
+    error_message,
+)
+from agentfly.resources.scheduler.pool import AcquireRequest, Hold, Instance, InstancePool, InstanceState, Waiter
 from agentfly.resources.spec import ResourceSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartInstance:
     """Start a new instance; report `started` or `start_failed`."""
 
     instance: str
@@ -19,7 +34,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantRequest:
     """Answer a request with a holding. If nobody is there to take it any more, report `declined`.
 
     When the first of its requests gets a holding, report `handed_out`. Should the instance be seen to be dead then,
@@ -27,11 +42,11 @@ class Grant:
     """
 
     request: int
-    holding: Holding
+    holding: Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class RejectRequest:
     """Answer a request with an error."""
 
     request: int
@@ -39,14 +54,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndHold:
     """A holding is over; what was given out for it is void."""
 
-    holding: Holding
+    holding: Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class ResetInstance:
     """Bring an instance back to a clean and healthy state; report `reset_done` or `reset_failed`."""
 
     instance: str
@@ -54,7 +69,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckInstance:
     """Ask an instance, which may be in use, for its health; report `died` if it is broken."""
 
     instance: str
@@ -62,7 +77,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopInstance:
     """End whatever is under way with an instance and remove it; report `stopped` once it is gone, or `stuck`."""
 
     instance: str
@@ -70,7 +85,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class BackOffStarts:
     """Starts of a spec fail, so that none is tried for some seconds while those who wait go on waiting. Tell of it.
 
     Args:
@@ -88,4 +103,114 @@ class Pause:
     full_disk: bool
 
 
-Decision = Start | Grant | Fail | End | Reset | Check | Stop | Pause
+Decision = (
+    StartInstance
+    | GrantRequest
+    | RejectRequest
+    | EndHold
+    | ResetInstance
+    | CheckInstance
+    | StopInstance
+    | BackOffStarts
+)
+
+
+MAX_LISTED = 8
+"""Holders, and those who wait, that a message names."""
+
+
+def exceeds_budget(request: AcquireRequest, excess: str) -> ConfigError:
+    """The spec can never be met."""
+    each = " each" if len(request.specs) > 1 else ""
+    return ConfigError(
+        f"{request.owner} asked for {request.label}, of which one instance{each} takes more than the engine's whole "
+        f"budget: {excess}. Lower it in the spec, or give the engine a larger Budget."
+    )
+
+
+def engine_closed(owner: str, label: str) -> EngineClosed:
+    """The engine was closed."""
+    return EngineClosed(
+        f"{owner} asked for {label}, but the resource engine is closed. Acquire inside its `async with` block."
+    )
+
+
+def owner_ended(owner: str, label: str) -> ResourceError:
+    """Everything of the owner was released while it waited."""
+    return ResourceError(
+        f"{owner} was waiting for {label} when everything of {owner} was released, so it gets none. "
+        "Acquire before the rollout ends, or under another owner."
+    )
+
+
+def instance_died(holding: Hold) -> ResourceDied:
+    """The owner's instance is gone, with what the owner had in it."""
+    death = holding.death_error
+    assert death is not None  # only asked about those
+    error = ResourceDied(
+        f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {describe_error(death)}. What "
+        f"{holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is not "
+        "scored, and can be retried."
+    )
+    error.__cause__ = death
+    return error
+
+
+def start_failed_error(instance: Instance, cause: BaseException, now: float) -> ResourceStartError:
+    """An instance did not start."""
+    backoff = instance.pool.backoff
+    label = instance.pool.spec.label
+    what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
+    why = (
+        error_message(cause) if isinstance(cause, AgentFlyError) else describe_error(cause)
+    )  # AgentFly's own say all themselves
+    told = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
+    again = ""
+    if backoff.rounds > 1 and backoff.blocks_waiters:
+        again = f" It was tried {backoff.rounds} times, at growing intervals, in {now - backoff.since:.1f} s."
+    error = ResourceStartError((why if told else f"{what} did not start: {why}") + again)
+    error.__cause__ = cause
+    return error
+
+
+def acquire_timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Hold]], now: float) -> AcquireTimeout:
+    """Nothing came free in time, for those who waited together and still lack something."""
+    first = partners[0]
+    wanted = " and ".join(waiter.pool.spec.label for waiter in partners)
+    found = " ".join(_shortage(waiter, held, now) for waiter, held in zip(partners, holdings, strict=True))
+    return AcquireTimeout(
+        f"{first.owner} waited {now - first.since:.1f} s for {wanted} (scope {first.scope.value}) and got none. "
+        f"{found} Raise the capacity or the budget, or wait longer."
+    )
+
+
+def _shortage(waiter: Waiter, holdings: Iterable[Hold], now: float) -> str:
+    """Why there was nothing for a waiter: who has it, for how long, and who else waits."""
+    pool = waiter.pool
+    oldest = sorted(holdings, key=lambda holding: holding.since)
+    holders = [
+        f"{holding.owner} has {holding.instance.name} since {now - holding.since:.1f} s"
+        for holding in oldest[:MAX_LISTED]
+    ]
+    queue = [f"{one.owner} since {now - one.since:.1f} s" for one in islice(pool.queue, MAX_LISTED)]
+    return (
+        f"{pool.spec.label}: of a capacity of {_occupancy(pool, now)}. "
+        f"Holders: {_listed(holders, len(oldest))}. "
+        f"Queue, first to last, {len(pool.queue)} waiting: {_listed(queue, len(pool.queue))}."
+    )
+
+
+def _listed(shown: list[str], number: int) -> str:
+    more = [f"and {number - len(shown)} more"] if number > len(shown) else []
+    return ", ".join(shown + more) or "none"
+
+
+def _occupancy(pool: InstancePool, now: float) -> str:
+    states = ", ".join(f"{pool.counts[state]} {state.value}" for state in InstanceState if pool.counts[state])
+    if (error := pool.backoff.error) is not None:
+        room = f"; its starts fail, for {now - pool.backoff.since:.1f} s now, with {describe_error(error)}"
+    elif len(pool.instances) < pool.spec.capacity:
+        room = "; no more can start within the budget just now"
+    else:
+        room = ""
+    return f"{pool.spec.capacity}, {states or 'none alive'}{room}"

@@ -12,9 +12,9 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any
 
-from agentfly.resources.scheduler.backoff import Backoff
-from agentfly.resources.scheduler.budget import NOTHING, Cost, cost_of
-from agentfly.resources.scope import Scope
+from agentfly.resources.resource import Scope
+from agentfly.resources.scheduler.backoff import StartBackoff
+from agentfly.resources.scheduler.budget import NO_COST, ResourceCost, cost_of
 from agentfly.resources.spec import ResourceSpec
 
 
@@ -29,15 +29,15 @@ class InstanceState(StrEnum):
     STUCK = "stuck"  # it was told to go and did not; tried again now and then
 
 
-COMING = frozenset({InstanceState.STARTING, InstanceState.RESETTING})
+BECOMING_READY = frozenset({InstanceState.STARTING, InstanceState.RESETTING})
 """States after which an instance is there for whoever comes next."""
 
-BUSY = COMING | {InstanceState.STOPPING, InstanceState.STUCK}
+TRANSITIONAL = BECOMING_READY | {InstanceState.STOPPING, InstanceState.STUCK}
 """States in which something is done with an instance, which nobody has or can get meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class AcquireRequest:
     """Somebody asks for an instance, or for one of each of several specs, which are granted together or not at all.
 
     Args:
@@ -58,7 +58,7 @@ class Request:
     callers: tuple[Hashable, ...] = ()
     deadline: float | None = None
     timer: list[Any] | None = None
-    over: bool = False  # it was refused or taken back, and waits for nothing any more
+    closed: bool = False  # it was refused or taken back, and waits for nothing any more
 
     @property
     def label(self) -> str:
@@ -71,25 +71,25 @@ class Instance:
     """An instance as the scheduler knows it: a name and a state."""
 
     name: str
-    pool: Pool
+    pool: InstancePool
     state: InstanceState
     since: float  # when it came into its state
     started: float
-    up: bool = False  # its start is over, well
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    has_started: bool = False  # its start is over, well
+    holdings: dict[int, Hold] = field(default_factory=dict)
     shared: bool = False  # given out with global scope
     uses: int = 0  # owners so far
     checked: float = 0.0
     timer: list[Any] | None = None
 
     @property
-    def spare(self) -> bool:
+    def is_unreserved(self) -> bool:
         """Whether an idle instance is kept for nobody."""
-        return self.shared or len(self.pool.idle) > len(self.pool.kept)
+        return self.shared or len(self.pool.idle) > len(self.pool.reservations)
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class Hold:
     """An owner's hold on an instance: what a lease stands for."""
 
     id: int
@@ -98,14 +98,14 @@ class Holding:
     instance: Instance
     since: float
     caller: Hashable  # the thread of control whose end gives it back, if it is held for a call
-    answered: list[Answered] = field(default_factory=list)  # by it, until it is handed out
-    claims: int = 0  # acquires that were answered with it
-    void: bool = False  # what it stood for was dead before anybody had it
-    death: BaseException | None = None  # why its instance is gone, for an owner who must not get another unawares
+    undelivered: list[ServedRequests] = field(default_factory=list)  # by it, until it is handed out
+    request_count: int = 0  # acquires that were answered with it
+    died_undelivered: bool = False  # what it stood for was dead before anybody had it
+    death_error: BaseException | None = None  # why its instance is gone, for an owner who must not get another unawares
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ServedRequests:
     """Requests that shared a place in a queue and were granted a holding: where they would have to wait again.
 
     Args:
@@ -115,7 +115,7 @@ class Answered:
         since: when they began to wait.
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[AcquireRequest, ...]
     priority: int
     arrival: int
     since: float
@@ -135,12 +135,12 @@ class Waiter:
     priority: int
     arrival: int  # the same for partners
     since: float
-    pool: Pool
-    requests: dict[int, Request]  # the same for partners
-    partners: list[Waiter]  # itself among them
-    kept: bool = False  # an instance is ready for it, and waits with it for its partners
-    aside: bool = False  # it lets others have what is kept for it
-    let_go: bool = False  # it has done so
+    pool: InstancePool
+    requests: dict[int, AcquireRequest]  # the same for partners
+    siblings: list[Waiter]  # itself among them
+    reserved: bool = False  # an instance is ready for it, and waits with it for its partners
+    yielding: bool = False  # it lets others have what is kept for it
+    has_yielded: bool = False  # it has done so
 
     @property
     def order(self) -> tuple[int, int]:
@@ -148,14 +148,14 @@ class Waiter:
         return (-self.priority, self.arrival)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it is still in the queue."""
-        return bool(self.requests) and self in self.partners
+        return bool(self.requests) and self in self.siblings
 
     @property
-    def complete(self) -> bool:
+    def needs_only_this_pool(self) -> bool:
         """Whether an instance of its pool is all that it still wants."""
-        return all(partner is self or partner.kept for partner in self.partners)
+        return all(partner is self or partner.reserved for partner in self.siblings)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,11 +163,11 @@ class Owner:
     """What one owner holds and waits for, over all pools."""
 
     name: str
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    holdings: dict[int, Hold] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)
 
 
-class Lane:
+class PriorityQueue:
     """Who waits for the same kind of place, by priority and then by arrival. No step depends on how many wait."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Lane:
         self._by_priority[waiter.priority][waiter.number] = waiter
         self._length += 1
 
-    def restore(self, waiter: Waiter) -> None:
+    def reinsert(self, waiter: Waiter) -> None:
         """Put a waiter where it belongs by its arrival, because what it was given has come to nothing."""
         self.add(waiter)
         waiters = self._by_priority[waiter.priority]
@@ -206,12 +206,12 @@ class Lane:
         self._length -= 1
 
 
-class Queue:
+class WaitQueue:
     """Who waits in a pool: for an instance of their own, or for a seat on one that is shared."""
 
     def __init__(self) -> None:
-        self.exclusive = Lane()
-        self.shared = Lane()
+        self.exclusive = PriorityQueue()
+        self.shared = PriorityQueue()
 
     def __len__(self) -> int:
         return len(self.exclusive) + len(self.shared)
@@ -221,36 +221,36 @@ class Queue:
             return merge(self.exclusive, self.shared, key=attrgetter("order"))
         return iter(self.exclusive or self.shared)
 
-    def lane(self, scope: Scope) -> Lane:
+    def lane(self, scope: Scope) -> PriorityQueue:
         """Where those stand who ask with a scope."""
         return self.shared if scope is Scope.GLOBAL else self.exclusive
 
 
-class Pool:
+class InstancePool:
     """All live instances of one spec. It keeps its own books straight and decides nothing."""
 
     def __init__(self, spec: ResourceSpec[Any]) -> None:
         self.spec = spec
-        self.cost: Cost = cost_of(spec)
-        self.costly = self.cost != NOTHING
-        self.start_places = spec.start_places
+        self.cost: ResourceCost = cost_of(spec)
+        self.uses_budget = self.cost != NO_COST
+        self.start_weight = spec.start_weight
         self.instances: dict[str, Instance] = {}
         self.idle: dict[str, Instance] = {}  # clean; the one used last is the last
         self.replicas: dict[str, Instance] = {}  # given out with global scope
-        self.open: dict[str, Instance] = {}  # those of them that have a seat free
+        self.replicas_with_room: dict[str, Instance] = {}  # those of them that have a seat free
         self.counts = dict.fromkeys(InstanceState, 0)
-        self.held: dict[tuple[str, Scope], Holding] = {}
-        self.waiting: dict[tuple[str, Scope], list[Waiter]] = {}
-        self.queue = Queue()
-        self.kept: dict[int, Waiter] = {}  # those in the queue for whom an idle instance waits, in order
-        self.line_key: tuple[int, int] | None = None  # its place among the pools that want a start
-        self.backoff = Backoff()
-        self.attended = False  # whether instances are started ahead of those who ask
-        self.asked = 0.0  # when somebody last asked for an instance
+        self.holds_by_owner: dict[tuple[str, Scope], Hold] = {}
+        self.waiters_by_owner: dict[tuple[str, Scope], list[Waiter]] = {}
+        self.queue = WaitQueue()
+        self.reservations: dict[int, Waiter] = {}  # those in the queue for whom an idle instance waits, in order
+        self.start_queue_key: tuple[int, int] | None = None  # its place among the pools that want a start
+        self.backoff = StartBackoff()
+        self.is_prewarmed = False  # whether instances are started ahead of those who ask
+        self.last_demand = 0.0  # when somebody last asked for an instance
         self.warm = 0  # how many idle instances to keep ready: the spec's count, until nobody asks any more
-        self.lapses = math.inf  # when it is seen whether anybody still asks
+        self.prewarm_check_at = math.inf  # when it is seen whether anybody still asks
 
-    def enter(self, instance: Instance, state: InstanceState, now: float) -> None:
+    def set_state(self, instance: Instance, state: InstanceState, now: float) -> None:
         """Bring an instance into a state."""
         if instance.name in self.instances:
             self.counts[instance.state] -= 1
@@ -260,42 +260,42 @@ class Pool:
         self.idle.pop(instance.name, None)
         if state is InstanceState.IDLE and not instance.shared:
             self.idle[instance.name] = instance
-        if state in BUSY and instance.shared:
+        if state in TRANSITIONAL and instance.shared:
             instance.shared = False
             del self.replicas[instance.name]
-            self.open.pop(instance.name, None)
-        while len(self.kept) > len(self.idle):
-            _, last = self.kept.popitem()
-            last.kept = False
+            self.replicas_with_room.pop(instance.name, None)
+        while len(self.reservations) > len(self.idle):
+            _, last = self.reservations.popitem()
+            last.reserved = False
 
-    def leave(self, instance: Instance) -> None:
+    def remove(self, instance: Instance) -> None:
         """An instance is gone."""
         self.counts[instance.state] -= 1
         del self.instances[instance.name]
 
-    def turn(self) -> tuple[Waiter, Instance] | None:
+    def next_grant(self) -> tuple[Waiter, Instance] | None:
         """Whose turn it is, and the instance for it. Notes on the way for whom one is kept until its partners can go.
 
         One that waits for a seat, where all replicas there may be are full, holds up nobody who needs an instance.
         """
         if not self.queue:
             return None
-        for waiter in self.kept.values():
-            waiter.kept = False
-        self.kept.clear()
+        for waiter in self.reservations.values():
+            waiter.reserved = False
+        self.reservations.clear()
         spare = len(self.idle)
-        for waiter in self._in_line():
+        for waiter in self._eligible_waiters():
             if waiter.scope is Scope.GLOBAL:
-                seat = self._seat(spare)
+                seat = self._choose_replica(spare)
                 return None if seat is None else (waiter, seat)
-            if waiter.aside:
+            if waiter.yielding:
                 continue
             if not spare:
                 return None
-            if waiter.complete:
+            if waiter.needs_only_this_pool:
                 return waiter, self.last_idle()
-            waiter.kept = True
-            self.kept[waiter.number] = waiter
+            waiter.reserved = True
+            self.reservations[waiter.number] = waiter
             spare -= 1
         return None
 
@@ -303,23 +303,23 @@ class Pool:
         """The idle instance that was used last; there must be one."""
         return next(reversed(self.idle.values()))
 
-    def lacking(self) -> Waiter | None:
+    def first_unserved(self) -> Waiter | None:
         """Whoever is first among those for whom no instance is ready or coming."""
-        return next(islice(self._unready(), self.coming(), None), None)
+        return next(islice(self._unreserved_waiters(), self.becoming_ready(), None), None)
 
-    def seats_are_taken(self) -> bool:
+    def replicas_are_full(self) -> bool:
         """Whether there are all the replicas there may be, and none has a seat free."""
-        return not self.open and len(self.replicas) >= self.spec.replicas
+        return not self.replicas_with_room and len(self.replicas) >= self.spec.replicas
 
-    def _unready(self) -> Iterator[Waiter]:
-        return (waiter for waiter in self._in_line() if not waiter.kept)
+    def _unreserved_waiters(self) -> Iterator[Waiter]:
+        return (waiter for waiter in self._eligible_waiters() if not waiter.reserved)
 
-    def _in_line(self) -> Iterable[Waiter]:
-        return self.queue.exclusive if self.seats_are_taken() else self.queue
+    def _eligible_waiters(self) -> Iterable[Waiter]:
+        return self.queue.exclusive if self.replicas_are_full() else self.queue
 
-    def _seat(self, spare: int) -> Instance | None:
+    def _choose_replica(self, spare: int) -> Instance | None:
         """Where the next owner of a shared instance goes, if ``spare`` idle instances may be used for it."""
-        emptiest = min(self.open.values(), key=lambda instance: len(instance.holdings), default=None)
+        emptiest = min(self.replicas_with_room.values(), key=lambda instance: len(instance.holdings), default=None)
         if (emptiest is None or emptiest.holdings) and spare and len(self.replicas) < self.spec.replicas:
             return self.last_idle()
         return emptiest
@@ -328,69 +328,69 @@ class Pool:
         """An instance has been given out with global scope."""
         instance.shared = True
         self.replicas[instance.name] = instance
-        self.update_seats(instance)
+        self.update_replica_room(instance)
 
-    def update_seats(self, instance: Instance) -> None:
+    def update_replica_room(self, instance: Instance) -> None:
         """Note whether a shared instance has a seat free."""
         spec = self.spec
-        full = spec.owners_at_once is not None and len(instance.holdings) >= spec.owners_at_once
-        if full or self.worn_out(instance):
-            self.open.pop(instance.name, None)
+        full = spec.max_owners is not None and len(instance.holdings) >= spec.max_owners
+        if full or self.has_reached_max_uses(instance):
+            self.replicas_with_room.pop(instance.name, None)
         else:
-            self.open[instance.name] = instance
+            self.replicas_with_room[instance.name] = instance
 
-    def worn_out(self, instance: Instance) -> bool:
+    def has_reached_max_uses(self, instance: Instance) -> bool:
         """Whether an instance has had as many owners as it may."""
         return self.spec.max_uses is not None and instance.uses >= self.spec.max_uses
 
-    def unused_shared(self) -> Instance | None:
+    def unused_replica(self) -> Instance | None:
         """A shared instance that nobody holds."""
-        return next((instance for instance in self.open.values() if not instance.holdings), None)
+        return next((instance for instance in self.replicas_with_room.values() if not instance.holdings), None)
 
-    def coming(self) -> int:
+    def becoming_ready(self) -> int:
         """How many instances will be free without anybody giving one back."""
         return self.counts[InstanceState.STARTING] + self.counts[InstanceState.RESETTING]
 
-    def unmet(self) -> int:
+    def unmet_demand(self) -> int:
         """How many instances those who wait need beyond those that are ready for them or coming."""
-        return len(self.queue.exclusive) - len(self.kept) + self._replicas_wanted() - self.coming()
+        return len(self.queue.exclusive) - len(self.reservations) + self._replicas_wanted() - self.becoming_ready()
 
-    def missing(self) -> int:
+    def starts_wanted(self) -> int:
         """How many instances to start for those who wait, within capacity and what failures have taught."""
-        room = self.backoff.room(self.counts[InstanceState.STARTING])
-        return int(min(self.unmet(), self.spec.capacity - len(self.instances), room))
+        room = self.backoff.allowed_starts(self.counts[InstanceState.STARTING])
+        return int(min(self.unmet_demand(), self.spec.capacity - len(self.instances), room))
 
-    def missing_ahead(self) -> int:
+    def prewarm_starts_wanted(self) -> int:
         """How many instances to start though nobody waits for them, within capacity."""
-        if not self.attended or self.backoff.paused:
+        if not self.is_prewarmed or self.backoff.blocks_prewarming:
             return 0
-        ahead = max(self.warm, int(self._could_spread()))
-        wanted = self.unmet() + ahead - (len(self.idle) - len(self.kept))
-        room = self.backoff.room(self.counts[InstanceState.STARTING])
+        ahead = max(self.warm, int(self._wants_another_replica()))
+        wanted = self.unmet_demand() + ahead - (len(self.idle) - len(self.reservations))
+        room = self.backoff.allowed_starts(self.counts[InstanceState.STARTING])
         return int(min(wanted, self.spec.capacity - len(self.instances), room))
 
-    def unprovided(self) -> list[Waiter]:
+    def unserved_waiters(self) -> list[Waiter]:
         """All for whom no instance is ready or coming."""
-        return list(islice(self._unready(), self.coming(), None))
+        return list(islice(self._unreserved_waiters(), self.becoming_ready(), None))
 
-    def next_served(self) -> list[Waiter]:
+    def waiters_of_next_start(self) -> list[Waiter]:
         """Those whom one more instance would serve."""
-        first = next(self._unready(), None)
+        first = next(self._unreserved_waiters(), None)
         if first is None or first.scope is not Scope.GLOBAL:
             return [first] if first is not None else []
-        seats = self.spec.owners_at_once or len(self.queue)
-        return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self._unready(), seats)))
+        seats = self.spec.max_owners or len(self.queue)
+        return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self._unreserved_waiters(), seats)))
 
     def _replicas_wanted(self) -> int:
         if not (waiting := len(self.queue.shared)):
             return 0
-        seats = self.spec.owners_at_once or waiting
+        seats = self.spec.max_owners or waiting
         return min(-(-waiting // seats), self.spec.replicas - len(self.replicas))
 
-    def _could_spread(self) -> bool:
+    def _wants_another_replica(self) -> bool:
         """Whether one more replica would lighten the load of those whose seats have no limit."""
         spec, replicas = self.spec, self.replicas
-        return spec.owners_at_once is None and 0 < len(replicas) < spec.replicas and self.unused_shared() is None
+        return spec.max_owners is None and 0 < len(replicas) < spec.replicas and self.unused_replica() is None
 
     def is_full(self) -> bool:
         """Whether as many instances are alive as may be."""
@@ -398,4 +398,4 @@ class Pool:
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost if the pool were forgotten."""
-        return not (self.instances or self.queue or self.held or self.attended or self.backoff.paused)
+        return not (self.instances or self.queue or self.holds_by_owner or self.is_prewarmed or self.backoff.blocks_prewarming)

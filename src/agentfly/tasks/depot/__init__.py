@@ -4,11 +4,9 @@ An errand takes three to six right steps in a small world, whose states are met 
 by the same one. Only the end of an errand is rewarded. `agentfly bench study` compares ways of learning on it.
 """
 
-from agentfly.tasks.depot.agent import depot_agent, forgetful_depot_agent
-from agentfly.tasks.depot.errands import eval_tasks, train_tasks
-from agentfly.tasks.depot.oracle import oracle
-from agentfly.tasks.depot.reward import depot_reward
-from agentfly.tasks.depot.tools import go, put, take
+from agentfly.tasks.depot.agent import depot_agent, forgetful_depot_agent, oracle
+from agentfly.tasks.depot.tasks import eval_tasks, train_tasks
+from agentfly.tasks.depot.tools import depot_reward, go, put, take
 
 __all__ = [
     "depot_agent",

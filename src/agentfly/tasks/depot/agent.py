@@ -1,12 +1,19 @@
-"""The agents that run errands in the depot."""
+"""The agents that run errands in the depot.
+
+The oracle: the shortest way to do an errand, which proves that it can be done.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.memory.window import Window
+from agentfly.agents.memory import Window
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
+from agentfly.policies.scripted import Script
+from agentfly.tasks.depot.environment import ways_towards
 from agentfly.tasks.depot.tools import go, put, take
 
 
@@ -25,3 +32,40 @@ def depot_agent(model: str | Path = "tiny-depot") -> Agent:
 def forgetful_depot_agent(model: str | Path = "tiny-depot") -> Agent:
     """An agent that recalls the errand and its last turn alone, which is all that it needs to know."""
     return dataclasses.replace(depot_agent(model), memory=Window(turns=1))
+
+
+PARAMETERS = {"go": "way", "take": "item", "put": "item"}
+"""What each tool's argument is called."""
+
+_ERRAND = re.compile(r"The (\w+) is in the (\w+)\. Bring it to the (\w+)\.")
+_SEEN = re.compile(r"You are in the (\w+)( with the)?")
+
+
+def oracle(tool_call_format: ToolCallFormat) -> Script:
+    """A script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
+
+    Args:
+        tool_call_format: that of the agent, ``agent.format``.
+    """
+
+    def play(conversation: str, turn: int) -> str:
+        item, place, goal = _ERRAND.findall(conversation)[-1]
+        room, carried = _SEEN.findall(conversation)[-1]
+        tool, argument = right_actions(item, None if carried else place, goal, room)[0]
+        return tool_call_format.write(tool, {PARAMETERS[tool]: argument})
+
+    return play
+
+
+def right_actions(item: str, place: str | None, goal: str, room: str) -> list[tuple[str, str]]:
+    """The actions, as tools with their argument, that bring an errand nearer to its end.
+
+    Args:
+        item, goal: what is to be brought where.
+        place: the room where the item lies; None if it is in hand.
+        room: where one is.
+    """
+    target = goal if place is None else place
+    if room == target:
+        return [("put" if place is None else "take", item)]
+    return [("go", way) for way in ways_towards(room, target)]

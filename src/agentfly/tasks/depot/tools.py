@@ -1,13 +1,18 @@
-"""What an agent can do in the depot: go, take and put. Each rollout has a depot of its own."""
+"""What an agent can do in the depot: go, take and put. Each rollout has a depot of its own.
+
+What a rollout in the depot is worth.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.reward import reward
+from agentfly.agents.reward_result import RewardResult
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.tasks.depot.world import Depot
+from agentfly.tasks.depot.environment import Depot
 
 DEPOT = EnvironmentSpec(factory=Depot, capacity=128)
 
@@ -53,3 +58,11 @@ async def _done(action: str, argument: str, context: Context) -> ToolResult:
     seen, state = await depot.act(action, argument)
     delivered = state["place"] == context.task["goal"]
     return ToolResult(seen, state=state, done=delivered, reward=float(delivered))
+
+
+@reward
+async def depot_reward(goal: str, context: Context) -> RewardResult:
+    """1 if the item lies where it was to be brought, else 0: nothing says on the way which steps were right."""
+    depot = await context.acquire(DEPOT, prepare=enter)
+    delivered = float((await depot.state())["place"] == goal)
+    return RewardResult(delivered, {"success": delivered})

@@ -3,18 +3,15 @@
 Two turns, a sandbox, and a rule that is nowhere written down: it is learned. `agentfly demo` trains on it.
 """
 
-from agentfly.tasks.stockroom.about import ABOUT
-from agentfly.tasks.stockroom.agent import action_agent, hermes_agent, thoughtful_agent
-from agentfly.tasks.stockroom.oracle import oracle
-from agentfly.tasks.stockroom.reward import stockroom_reward
-from agentfly.tasks.stockroom.shop import (
+from agentfly.tasks.stockroom.agent import ABOUT, action_agent, hermes_agent, oracle, thoughtful_agent
+from agentfly.tasks.stockroom.tasks import (
     eval_tasks,
     eval_tasks_with_examples,
+    thoughtful_train_tasks,
     train_tasks,
     train_tasks_with_examples,
-    train_tasks_with_thoughts,
 )
-from agentfly.tasks.stockroom.tools import check, order
+from agentfly.tasks.stockroom.tools import check, order, stockroom_reward
 
 __all__ = [
     "ABOUT",

@@ -1,12 +1,21 @@
-"""The agents that keep the stockroom."""
+"""The agents that keep the stockroom.
+
+The oracle: the answers that earn the full reward, which prove that the task can be solved.
+
+What the stockroom is, for those who watch an agent learn in it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from agentfly.agents.agent import Agent
-from agentfly.tasks.stockroom.tools import check, order
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
+from agentfly.policies.scripted import Script
+from agentfly.tasks.stockroom.tasks import ORDERS
+from agentfly.tasks.stockroom.tools import NO_ORDER, RIGHT_ORDER, RIGHT_SHELF, check, order
 
 
 def hermes_agent(model: str | Path = "tiny") -> Agent:
@@ -41,3 +50,29 @@ def action_agent(model: str | Path = "smollm2-135m") -> Agent:
         max_turns=3,
         max_tokens_per_turn=10,
     )
+
+
+_ASKED = re.compile(r"(?:How is|What about) the (\w+)\?")
+_LEVEL = re.compile(rf"\b({'|'.join(ORDERS)})<\|im_end\|>")
+
+
+def oracle(tool_call_format: ToolCallFormat) -> Script:
+    """A script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
+
+    Args:
+        tool_call_format: that of the agent, ``agent.format``.
+    """
+
+    def play(conversation: str, turn: int) -> str:
+        if turn == 0:
+            return tool_call_format.write("check", {"item": _ASKED.findall(conversation)[-1]})
+        return tool_call_format.write("order", {"crates": ORDERS[_LEVEL.findall(conversation)[-1]]})
+
+    return play
+
+
+ABOUT = f"""\
+A shop's stockroom, in a sandbox: the agent is asked about a shelf, checks how full it is, and orders for it.
+How many the shop wants at which level is told to nobody; the agent finds out from rewards:
+{RIGHT_SHELF:g} for checking the shelf asked for, {RIGHT_ORDER:g} more for the right order; {NO_ORDER:g} for none."""
+"""The task in three lines."""

@@ -1,13 +1,20 @@
-"""What an agent can do in the stockroom: check a shelf, and order. Each rollout has a stockroom of its own."""
+"""What an agent can do in the stockroom: check a shelf, and order. Each rollout has a stockroom of its own.
+
+What a rollout in the stockroom is worth.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
-from agentfly.agents.tool import ToolResult, tool
+from agentfly.agents.reward import reward
+from agentfly.agents.reward_result import RewardResult
+from agentfly.agents.tool_decorator import ToolResult, tool
 from agentfly.contexts.context import Context
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.tasks.stockroom.tasks import ORDERS
 
 STOCKROOM = ContainerSpec(memory="64MiB", pids=32, capacity=16)
 
@@ -43,3 +50,25 @@ async def order(crates: int, context: Context) -> ToolResult:
     room = await context.acquire(STOCKROOM, prepare=fill_shelves)
     await room.run(f"echo {crates} > ordered")
     return ToolResult(f"Ordered {crates}.", done=True)
+
+
+RIGHT_SHELF = 0.4
+RIGHT_ORDER = 0.6
+NO_ORDER = -0.2
+
+
+@reward
+async def stockroom_reward(item: str, stock: Mapping[str, str], context: Context) -> RewardResult:
+    """0.4 for checking the shelf that was asked for and no other, 0.6 more for the right order, -0.2 without an order.
+
+    Both are read from the rollout's stockroom, as its tools left it.
+    """
+    room = await context.acquire(STOCKROOM)
+    checked = (await room.run("cat checked")).stdout
+    ordered = (await room.run("cat ordered")).stdout
+    right_shelf = checked == f"{item}\n"
+    success = right_shelf and ordered == f"{ORDERS[stock[item]]}\n"
+    return RewardResult(
+        RIGHT_SHELF * right_shelf + RIGHT_ORDER * success + (0.0 if ordered else NO_ORDER),
+        {"success": float(success), "right_shelf": float(right_shelf)},
+    )

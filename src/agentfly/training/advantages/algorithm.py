@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from agentfly.json_values import Brief
-from agentfly.training.config.advantage_config import AdvantageConfig
+from agentfly.core.json_values import Brief
+from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row
 
 if TYPE_CHECKING:  # the names of the algorithms are wanted where numpy is not installed, too
@@ -18,7 +18,7 @@ Floats: TypeAlias = "NDArray[np.float64]"
 
 
 @dataclass(frozen=True, repr=False)
-class Evidence(Brief):
+class AdvantageInputs(Brief):
     """What is known of a batch before it is judged.
 
     All that is told a token is a sequence of one array a row, with one float for each sampled token of the row: an
@@ -51,7 +51,7 @@ class Advantages(Brief):
     returns: list[Floats] | None = None
 
 
-Estimator: TypeAlias = "Callable[[Evidence, AdvantageConfig], Advantages]"
+Estimator: TypeAlias = "Callable[[AdvantageInputs, AdvantageConfig], Advantages]"
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Algorithm:
     Attributes:
         estimate: makes the advantages; a pure function.
         min_attempts: with fewer attempts at a task than this, every advantage is 0 and nothing can be learned.
-        needs_critic: whether it reads ``Evidence.values`` and gives ``Advantages.returns``.
-        needs_greedy: whether it reads ``Evidence.baselines``.
-        judges_groups: whether it can tell from a group alone that it teaches nothing: all its advantages are 0 then.
+        needs_critic: whether it reads ``AdvantageInputs.values`` and gives ``Advantages.returns``.
+        needs_greedy: whether it reads ``AdvantageInputs.baselines``.
+        supports_dynamic_sampling: whether it can tell from a group alone that it teaches nothing: all its advantages are 0 then.
             ``dynamic_sampling`` needs that.
         uses: names of the settings that it reads, those of `AdvantageConfig`. Others are refused with it.
-        instead: for settings that it does not read, what to do in place of setting them, as a sentence.
+        unused_setting_hints: for settings that it does not read, what to do in place of setting them, as a sentence.
     """
 
     estimate: Estimator
     min_attempts: int = 1
     needs_critic: bool = False
     needs_greedy: bool = False
-    judges_groups: bool = False
+    supports_dynamic_sampling: bool = False
     uses: tuple[str, ...] = ()
-    instead: Mapping[str, str] = field(default_factory=dict)
+    unused_setting_hints: Mapping[str, str] = field(default_factory=dict)

@@ -1,39 +1,86 @@
-"""GiGPO: besides whole trajectories, turns that were taken in the same state are compared with one another.
+"""Anchor groups: which turns of a group were taken in the same state.
+
+GiGPO: besides whole trajectories, turns that were taken in the same state are compared with one another.
 
 Source: Group-in-Group Policy Optimization, https://arxiv.org/abs/2505.10978.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentfly.training.advantages.algorithm import Advantages, Evidence, Floats
-from agentfly.training.advantages.anchor_groups import anchor_groups
-from agentfly.training.advantages.attempts import Attempt, attempts_by_group
-from agentfly.training.advantages.outcome import DR_GRPO, GRPO, dr_grpo, grpo
-from agentfly.training.advantages.timeline import turn_places
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.rows import Row, RowTurn
-from agentfly.training.turn_order import followed_among, followers_of
+from agentfly.core.installation import require_packages
+from agentfly.training.advantages.algorithm import AdvantageInputs, Advantages, Floats
+from agentfly.training.advantages.outcome import DR_GRPO, GRPO, Attempt, attempts_by_group, dr_grpo, grpo
+from agentfly.training.advantages.token_returns import turn_index_per_token
+from agentfly.training.config.groups import AdvantageConfig
+from agentfly.training.rows import Row, RowTurn, predecessors_within, successors
+
+
+def anchor_groups(turns: Sequence[RowTurn], config: AdvantageConfig) -> list[list[int]]:
+    """Indices of turns in parts: those that were taken in one state. A turn whose state is not known is alone.
+
+    By ``anchor_match`` a state is compared by its anchor (``exact``) or by its text (``similar``).
+    """
+    by_anchor: dict[str, list[int]] = {}
+    alone = []
+    for number, turn in enumerate(turns):
+        if turn.anchor:
+            by_anchor.setdefault(turn.anchor, []).append(number)
+        else:
+            alone.append([number])
+    equal = list(by_anchor.values())
+    if config.anchor_match == "exact":
+        return equal + alone
+    states = [turns[members[0]].state for members in equal]
+    merged = [
+        sorted(number for place in places for number in equal[place])
+        for places in group_similar_texts(states, config.anchor_similarity)
+    ]
+    return merged + alone
+
+
+def group_similar_texts(texts: Iterable[str], similarity: float) -> list[list[int]]:
+    """Indices of texts in parts: each text is with the first one, of those that begin a part, that it is similar to.
+
+    Two texts are as similar as their longest common subsequence of characters is long: twice its length over both
+    lengths. It is found by rapidfuzz, in time for states of thousands of characters.
+    Source: GiGPO, https://arxiv.org/abs/2505.10978, similarity-based grouping.
+
+    Raises:
+        PrerequisiteError: rapidfuzz is not installed.
+    """
+    require_packages("Comparing states by their likeness", "rapidfuzz")
+    from rapidfuzz.distance import Indel
+
+    parts: list[tuple[str, list[int]]] = []
+    for number, text in enumerate(texts):
+        for first, members in parts:
+            if Indel.normalized_similarity(first, text, score_cutoff=similarity) >= similarity:
+                members.append(number)
+                break
+        else:
+            parts.append((text, [number]))
+    return [members for _, members in parts]
 
 
 @dataclass(frozen=True)
-class Step:
+class AgentStep:
     """A turn in which the agent acted.
 
     Attributes:
         rollout_id: the trajectory.
         turn: the turn.
-        coming: the return: its own reward and those of the steps that came of it, discounted.
+        discounted_return: the return: its own reward and those of the steps that came of it, discounted.
     """
 
     rollout_id: str
     turn: RowTurn
-    coming: float
+    discounted_return: float
 
 
-def gigpo(evidence: Evidence, config: AdvantageConfig) -> Advantages:
+def gigpo(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """The trajectory's advantage in its group plus, at each turn, the turn's among those taken in the same state.
 
     The episode advantage is that of ``grpo`` (of ``dr_grpo`` without ``divide_by_std``) and counts trajectories. The
@@ -60,20 +107,20 @@ def gigpo(evidence: Evidence, config: AdvantageConfig) -> Advantages:
     episodes = of_episodes(evidence, config).values
     return Advantages(
         [
-            episode + config.step_weight * _at_tokens(row, judged)
+            episode + config.step_weight * _step_advantages_at_tokens(row, judged)
             for row, episode in zip(evidence.rows, episodes, strict=True)
         ]
     )
 
 
-def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: float) -> list[Step]:
+def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: float) -> list[AgentStep]:
     """The steps of all trajectories of a group, with their returns."""
     taken = [[turn for number in attempt.rows for turn in rows[number].turns] for attempt in attempts]
-    own = [_own_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
+    own = [_agent_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
     rewarded = any(turn.reward is not None for turns in own for turn in turns)
     steps = []
     for attempt, turns, acts in zip(attempts, taken, own, strict=True):
-        following = followers_of(followed_among({turn.index: turn.follows for turn in turns}, {*map(_index, acts)}))
+        following = successors(predecessors_within({turn.index: turn.follows for turn in turns}, {*map(_index, acts)}))
         coming: dict[int, float] = {}
         for turn in reversed(acts):
             reward = turn.reward or 0.0
@@ -83,11 +130,11 @@ def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: 
             elif not rewarded:
                 reward = rows[attempt.rows[0]].reward
             coming[turn.index] = reward
-            steps.append(Step(attempt.rollout_id, turn, reward))
+            steps.append(AgentStep(attempt.rollout_id, turn, reward))
     return steps
 
 
-def _own_turns(rows: Sequence[Row]) -> list[RowTurn]:
+def _agent_turns(rows: Sequence[Row]) -> list[RowTurn]:
     """The turns in which the agent itself acted, in time."""
     taken = [turn for row in rows if not row.agent for turn in row.turns if turn.kind == "act"]
     return sorted(taken, key=_index)
@@ -97,15 +144,15 @@ def _index(turn: RowTurn) -> int:
     return turn.index
 
 
-def _returns(steps: Sequence[Step]) -> Floats:
+def _returns(steps: Sequence[AgentStep]) -> Floats:
     import numpy as np
 
-    return np.array([step.coming for step in steps], dtype=np.float64)
+    return np.array([step.discounted_return for step in steps], dtype=np.float64)
 
 
-def _at_tokens(row: Row, judged: Mapping[tuple[str, str, int], float]) -> Floats:
+def _step_advantages_at_tokens(row: Row, judged: Mapping[tuple[str, str, int], float]) -> Floats:
     """The step advantage of its turn at each sampled token of a row."""
     import numpy as np
 
     of_turns = [judged.get((row.group_id, row.rollout_id, turn.index), 0.0) for turn in row.turns]
-    return np.array(of_turns or [0.0])[turn_places(row)]
+    return np.array(of_turns or [0.0])[turn_index_per_token(row)]

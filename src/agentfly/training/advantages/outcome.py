@@ -1,17 +1,64 @@
-"""Estimators that judge an outcome: all sampled tokens of a trajectory share one advantage.
+"""Attempt: a trajectory as estimators count it, once, however many rows it has.
+
+Estimators that judge an outcome: all sampled tokens of a trajectory share one advantage.
 
 It is made of the trajectory's reward and those of the other attempts at the same task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from agentfly.training.advantages.algorithm import Advantages, Estimator, Evidence, Floats
-from agentfly.training.advantages.attempts import Attempt, attempts_by_group, spread
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.equality import are_equal, difference, rounding
+from agentfly.training.advantages.algorithm import AdvantageInputs, Advantages, Estimator, Floats
+from agentfly.training.advantages.numerics import nearly_equal, subtract_with_tolerance, tolerance
+from agentfly.training.config.groups import AdvantageConfig
+from agentfly.training.rows import Row
+
+
+@dataclass
+class Attempt:
+    """A trajectory of a batch: all its rows, those of memory and of subagents included.
+
+    Attributes:
+        rollout_id: the trajectory.
+        reward: its reward, with what its tokens earned by themselves.
+        tokens: number of its sampled tokens.
+        rows: indices, in the batch, of its rows with sampled tokens.
+    """
+
+    rollout_id: str
+    reward: float
+    tokens: int = 0
+    rows: list[int] = field(default_factory=list)
+
+
+def attempts_by_group(evidence: AdvantageInputs) -> dict[str, list[Attempt]]:
+    """The trajectories of each group. Those without a sampled token are none: there is nothing to judge in them."""
+    groups: dict[str, dict[str, Attempt]] = {}
+    for number, row in enumerate(evidence.rows):
+        if not row.targets:
+            continue
+        group = groups.setdefault(row.group_id, {})
+        attempt = group.setdefault(row.rollout_id, Attempt(row.rollout_id, row.reward))
+        attempt.rows.append(number)
+        attempt.tokens += len(row.targets)
+        if evidence.token_rewards is not None:
+            attempt.reward += float(evidence.token_rewards[number].sum())
+    return {group_id: list(group.values()) for group_id, group in groups.items()}
+
+
+def broadcast_to_tokens(rows: Sequence[Row], judged: Iterable[tuple[Attempt, float]]) -> list[Floats]:
+    """The value of its trajectory at each sampled token of each row."""
+    import numpy as np
+
+    values = [np.zeros(len(row.targets)) for row in rows]
+    for attempt, value in judged:
+        for number in attempt.rows:
+            values[number] += value
+    return values
+
 
 OutcomeEstimator: TypeAlias = "Callable[[Floats], Floats]"
 """From the rewards of the trajectories of one group, shape [G], to their advantages, shape [G]."""
@@ -20,17 +67,17 @@ GroupEstimator: TypeAlias = "Callable[[Sequence[Attempt]], Floats]"
 """From the trajectories of one group to their advantages, shape [G]."""
 
 
-def by_group(outcome: OutcomeEstimator) -> Estimator:
+def group_estimator(outcome: OutcomeEstimator) -> Estimator:
     """The estimator that applies ``outcome`` to the rewards of each group, a trajectory counting once."""
-    return _by_attempts(lambda attempts: outcome(rewards_of(attempts)))
+    return _attempt_estimator(lambda attempts: outcome(rewards_of(attempts)))
 
 
-def _by_attempts(judge: GroupEstimator) -> Estimator:
-    def estimate(evidence: Evidence, config: AdvantageConfig) -> Advantages:
+def _attempt_estimator(judge: GroupEstimator) -> Estimator:
+    def estimate(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
         judged: list[tuple[Attempt, float]] = []
         for attempts in attempts_by_group(evidence).values():
             judged.extend(zip(attempts, judge(attempts).tolist(), strict=True))
-        return Advantages(spread(evidence.rows, judged))
+        return Advantages(broadcast_to_tokens(evidence.rows, judged))
 
     return estimate
 
@@ -47,7 +94,7 @@ def grpo(rewards: Floats) -> Floats:
 
     Others add a small number to the standard deviation, so that equal rewards do not divide by 0. Nothing is added
     here, so that rewards that differ by little are told apart as well as others. Differences that are rounding
-    (`agentfly.training.equality`) are none.
+    (`agentfly.training.advantages.numerics`) are none.
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = dr_grpo(rewards)
@@ -63,7 +110,7 @@ def dr_grpo(rewards: Floats) -> Floats:
     Without the standard deviation, tasks that are almost always or almost never solved weigh no more than others.
     Source: Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    if are_equal(rewards.min(), rewards.max()):
+    if nearly_equal(rewards.min(), rewards.max()):
         return rewards * 0.0
     return rewards - float((rewards / 2).mean()) * 2
 
@@ -82,7 +129,7 @@ def reinforce(rewards: Floats) -> Floats:
 
     Source: Williams, Simple statistical gradient-following algorithms, 1992.
     """
-    return difference(rewards, 0.0)
+    return subtract_with_tolerance(rewards, 0.0)
 
 
 def ranking(rewards: Floats) -> Floats:
@@ -96,7 +143,7 @@ def ranking(rewards: Floats) -> Floats:
     if count < 2:
         return rewards * 0.0
     better_by = rewards[:, None] - rewards[None, :]
-    least = rounding(abs(rewards).max())
+    least = tolerance(abs(rewards).max())
     worse = (better_by > least).sum(axis=1)
     alike = (abs(better_by) <= least).sum(axis=1)
     places: Floats = (worse + (alike - 1) / 2) / (count - 1) - 0.5
@@ -120,9 +167,9 @@ def opo_of_attempts(attempts: Sequence[Attempt]) -> Floats:
     return opo(rewards_of(attempts), np.array([attempt.tokens for attempt in attempts], dtype=np.float64))
 
 
-GRPO = by_group(grpo)
-DR_GRPO = by_group(dr_grpo)
-RLOO = by_group(rloo)
-REINFORCE = by_group(reinforce)
-RANKING = by_group(ranking)
-OPO = _by_attempts(opo_of_attempts)
+GRPO = group_estimator(grpo)
+DR_GRPO = group_estimator(dr_grpo)
+RLOO = group_estimator(rloo)
+REINFORCE = group_estimator(reinforce)
+RANKING = group_estimator(ranking)
+OPO = _attempt_estimator(opo_of_attempts)

@@ -1,28 +1,126 @@
-"""TrainConfig: every setting of a training run."""
+"""Settings that nothing would read: refused, so that no run differs from what its configuration seems to say.
+
+TrainConfig: every setting of a training run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
-from agentfly.errors import ConfigError
+from agentfly.core.errors import ConfigError
+from agentfly.core.registry import Registry
 from agentfly.training.advantages import ALGORITHMS, Algorithm
-from agentfly.training.config.advantage_config import AdvantageConfig
-from agentfly.training.config.correction_config import CorrectionConfig
-from agentfly.training.config.critic_config import CriticConfig
-from agentfly.training.config.early_stop_config import EarlyStopConfig
-from agentfly.training.config.kl_config import KLConfig
-from agentfly.training.config.lora_config import LoRAConfig
-from agentfly.training.config.sampling_config import DynamicSamplingConfig, OverlongConfig
-from agentfly.training.config.settings import Settings
-from agentfly.training.config.synonyms import EXPLAINED, SYNONYMS
-from agentfly.training.config.unused import refuse_unused
+from agentfly.training.config.base import SETTING_HINTS, SYNONYMS, BaseConfig
+from agentfly.training.config.groups import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DynamicSamplingConfig,
+    EarlyStopConfig,
+    KLConfig,
+    LoRAConfig,
+    OverlongConfig,
+)
 from agentfly.training.losses import LOSSES, PolicyLoss
-from agentfly.training.registry import Registry
 from agentfly.training.trackers import TRACKERS
+
+LOSS_SETTINGS = ("clip_low", "clip_high", "clip_dual")
+"""The settings that a loss is handed; those below ``advantage`` are what an algorithm is handed."""
+
+
+def reject_unused_settings(config: TrainConfig) -> None:
+    """Raise if a setting has another value than its default and the other settings leave it without any use.
+
+    Raises:
+        ConfigError: there is such a setting. The message says what would use it, or do what it was meant to do.
+    """
+    unused = {**_unused_by_algorithm(config), **_unused_by_loss(config), **_unused_by_other_settings(config)}
+    complaints = [
+        f"{name}={_as_written(value)}: {unused[name]}" for name, value in changed_settings(config) if name in unused
+    ]
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+
+
+def changed_settings(settings: BaseConfig, within: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings that have another value than their default. Those of groups that are always there follow theirs."""
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if value != field.default:
+            yield within + name, value
+            if isinstance(value, BaseConfig) and isinstance(field.default, BaseConfig):
+                yield from changed_settings(value, f"{name}.")
+
+
+def _unused_by_algorithm(config: TrainConfig) -> dict[str, str]:
+    """What the algorithm does not read, and what to do instead."""
+    name, algorithm = config.algorithm, config.chosen_algorithm
+    unused = {}
+    for setting in type(config.advantage).model_fields:
+        if setting not in algorithm.uses:
+            cure = algorithm.unused_setting_hints.get(setting) or _suggest(
+                other for other in ALGORITHMS if setting in ALGORITHMS[other].uses
+            )
+            unused[f"advantage.{setting}"] = f"algorithm={name} does not use it. {cure}"
+    if not algorithm.needs_critic:
+        users = ", ".join(other for other in ALGORITHMS if ALGORITHMS[other].needs_critic)
+        for setting in type(config.critic).model_fields:
+            unused[f"critic.{setting}"] = (
+                f"algorithm={name} has no critic. Choose one that has ({users}), or leave it out."
+            )
+    return unused
+
+
+def _unused_by_loss(config: TrainConfig) -> dict[str, str]:
+    """What the loss does not read, and what to do instead."""
+    return {
+        setting: f"loss={config.loss} does not use it. "
+        + _suggest(other for other in LOSSES if setting in LOSSES[other].uses)
+        for setting in LOSS_SETTINGS
+        if setting not in config.chosen_loss.uses
+    }
+
+
+def _unused_by_other_settings(config: TrainConfig) -> dict[str, str]:
+    """What another setting leaves without use, and what to do instead."""
+    unused = {}
+    if config.advantage.anchor_match == "exact":
+        unused["advantage.anchor_similarity"] = (
+            "advantage.anchor_match=exact compares no texts. Set advantage.anchor_match=similar, or leave it out."
+        )
+    if config.advantage.step_weight == 0:
+        for setting in ("step_discount", "anchor_match"):
+            unused[f"advantage.{setting}"] = (
+                "advantage.step_weight=0 leaves out what it is for. Raise step_weight, or leave this out."
+            )
+    if config.kl.coefficient == 0:
+        for setting in ("where", "estimator", "gradient"):
+            unused[f"kl.{setting}"] = (
+                "kl.coefficient=0 measures no divergence. Set kl.coefficient, such as 0.01, or leave this out."
+            )
+    if config.kl.target_nats is None:
+        unused["kl.horizon_rows"] = "it is for the coefficient that kl.target_nats adapts. Set that, or leave this out."
+    if config.schedule == "constant":
+        unused["final_learning_rate_share"] = (
+            "with schedule=constant the learning rate does not fall. Set schedule=linear or cosine, or leave this out."
+        )
+    if config.early_stop is None and not config.keep_best:
+        unused["eval_metric"] = "only keep_best and early_stop look at it. Set one of them, or leave this out."
+    return unused
+
+
+def _suggest(users: Iterator[str]) -> str:
+    return f"Choose one that does ({', '.join(users)}), or leave it out."
+
+
+def _as_written(value: Any) -> str:
+    """A value as it is written in a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -41,7 +139,7 @@ class OwnCode:
     load: Callable[[str, str], Any]
 
 
-class TrainConfig(Settings):
+class TrainConfig(BaseConfig):
     """Every setting of a training run.
 
     Raises:
@@ -49,7 +147,7 @@ class TrainConfig(Settings):
     """
 
     SYNONYMS: ClassVar[Mapping[str, str]] = SYNONYMS
-    EXPLAINED: ClassVar[Mapping[str, str]] = EXPLAINED
+    SETTING_HINTS: ClassVar[Mapping[str, str]] = SETTING_HINTS
 
     algorithm: str = "grpo"
     """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`; in a file also a
@@ -223,7 +321,7 @@ class TrainConfig(Settings):
         given = {name: getattr(self, name) for name in self.model_fields_set}
         changes = self.canonical(settings)
         for name in changes.keys() - settings.keys():  # of a group under another name, such as beta, the rest stays
-            if isinstance(held := getattr(self, name, None), Settings):
+            if isinstance(held := getattr(self, name, None), BaseConfig):
                 changes[name] = {one: getattr(held, one) for one in held.model_fields_set} | changes[name]
         kept = OwnCode(lambda reference, field: self._own[reference])
         return TrainConfig.model_validate({**given, **changes}, context=kept if self._own else None)
@@ -240,7 +338,7 @@ class TrainConfig(Settings):
                 f"that a group of fewer than {algorithm.min_attempts} teaches nothing. Raise attempts, or choose "
                 "another algorithm."
             )
-        if self.dynamic_sampling is not None and not algorithm.judges_groups:
+        if self.dynamic_sampling is not None and not algorithm.supports_dynamic_sampling:
             raise ConfigError(
                 f"dynamic_sampling with algorithm={self.algorithm}, which learns from groups that all score the same, "
                 "too: they would be dropped. Leave dynamic_sampling out, or choose an algorithm that compares the "
@@ -273,7 +371,7 @@ class TrainConfig(Settings):
                 "early_stop looks at evaluations, and there are none between the first and the last step. Set "
                 "eval_every_steps."
             )
-        refuse_unused(self)
+        reject_unused_settings(self)
         if self.eval_attempts > 1 and self.eval_temperature == 0.0:
             raise ConfigError(
                 f"eval_attempts={self.eval_attempts} with eval_temperature=0: at temperature 0 all attempts at a task "

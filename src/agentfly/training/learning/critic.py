@@ -14,18 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfly.policies.embedded.scoring import states_before
+from agentfly.policies.embedded.scoring import hidden_states_before
 from agentfly.training.advantages import Floats
+from agentfly.training.advantages.numerics import nearly_equal
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.equality import are_equal
-from agentfly.training.learning.activation_checkpointing import checkpointed
-from agentfly.training.learning.batch_tokens import by_row, flat
-from agentfly.training.learning.mini_batches import micro_batches, mini_batches
+from agentfly.training.learning.batches import flatten, micro_batches, mini_batches, raise_if_cancelled, split_by_row
+from agentfly.training.learning.metrics import MetricAccumulator
 from agentfly.training.learning.optimizer import Optimizer
-from agentfly.training.learning.stopping import give_up_if
-from agentfly.training.losses.value_loss import value_loss
+from agentfly.training.learning.trainable_model import gradient_checkpointing
+from agentfly.training.losses.policy_losses import value_loss
 from agentfly.training.rows import Row
-from agentfly.training.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +63,9 @@ class Critic:
         parts = [torch.zeros(0)]
         with torch.no_grad():
             for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
-                give_up_if(stop)
+                raise_if_cancelled(stop)
                 parts.append(self._values([rows[index] for index in part]).cpu())
-        return by_row(torch.cat(parts), rows)
+        return split_by_row(torch.cat(parts), rows)
 
     def learn(
         self,
@@ -89,12 +87,12 @@ class Critic:
         Raises:
             UpdateStopped: ``stop`` was set.
         """
-        tally = Tally()
-        with self._learning():
+        tally = MetricAccumulator()
+        with self._training_mode():
             for epoch in range(self._config.critic.updates_per_step):
                 for part in mini_batches(rows, self._config.mini_batches, f"{seed}/{epoch}"):
                     self._update(part, rows, values, returns, tally, stop)
-        explained = explained_variance(flat(values, torch.device("cpu")), flat(returns, torch.device("cpu")))
+        explained = explained_variance(flatten(values, torch.device("cpu")), flatten(returns, torch.device("cpu")))
         return {
             "critic/learning_rate": self._config.critic.learning_rate,
             "critic/explained_variance": explained,
@@ -116,12 +114,12 @@ class Critic:
         self._optimizer.load_state(state["optimizer"])
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
-        with self._optimizer.gathering(), checkpointed(self._decoder):
+    def _training_mode(self) -> Iterator[None]:
+        with self._optimizer.accumulating_gradients(), gradient_checkpointing(self._decoder):
             yield
 
     def _values(self, rows: Sequence[Row]) -> Tensor:
-        states = states_before(self._decoder, [row.ids for row in rows], [row.targets for row in rows])
+        states = hidden_states_before(self._decoder, [row.ids for row in rows], [row.targets for row in rows])
         values: Tensor = self._head(states.float())[:, 0]
         return values
 
@@ -131,27 +129,27 @@ class Critic:
         rows: Sequence[Row],
         values: Sequence[Floats],
         returns: Sequence[Floats],
-        tally: Tally,
+        tally: MetricAccumulator,
         stop: threading.Event | None,
     ) -> None:
         tokens = sum(len(rows[index].targets) for index in part)
         if not tokens:
             return
         for indices in micro_batches(rows, part, self._config.micro_batch_tokens):
-            give_up_if(stop)
+            raise_if_cancelled(stop)
             now = self._values([rows[index] for index in indices])
-            before = flat([values[index] for index in indices], now.device)
-            wanted = flat([returns[index] for index in indices], now.device)
+            before = flatten([values[index] for index in indices], now.device)
+            wanted = flatten([returns[index] for index in indices], now.device)
             mask = torch.ones_like(now, dtype=torch.bool)
             loss = value_loss(now, before, wanted, mask, self._config.critic.clip_value)
             (loss.loss.sum() / tokens).backward()  # type: ignore[no-untyped-call]
-            tally.mean("critic/loss", loss.loss)
-            tally.mean("critic/clip_fraction", loss.clipped)
-            tally.mean("critic/value_mean", now)
-            tally.mean("critic/return_mean", wanted)
-        norm = self._optimizer.update(self._config.critic.learning_rate)
+            tally.add_mean("critic/loss", loss.loss)
+            tally.add_mean("critic/clip_fraction", loss.clipped)
+            tally.add_mean("critic/value_mean", now)
+            tally.add_mean("critic/return_mean", wanted)
+        norm = self._optimizer.step(self._config.critic.learning_rate)
         if math.isfinite(norm):
-            tally.mean("critic/grad_norm", torch.tensor([norm]))
+            tally.add_mean("critic/grad_norm", torch.tensor([norm]))
         else:
             logger.warning("The critic's gradient is not finite (norm %s); its weights stay.", norm)
 
@@ -161,6 +159,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     0 where all returns are equal but for rounding, of which there is no variance to explain.
     """
-    if len(returns) < 2 or are_equal(float(returns.min()), float(returns.max())):
+    if len(returns) < 2 or nearly_equal(float(returns.min()), float(returns.max())):
         return 0.0
     return 1.0 - float((returns.double() - values.double()).var() / returns.double().var())

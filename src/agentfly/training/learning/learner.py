@@ -14,39 +14,46 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentfly.errors import ConfigError, UsageError
-from agentfly.policies.embedded.scoring import score_states, score_tokens, states_before
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.policies.embedded.scoring import hidden_states_before, score_states, score_tokens
 from agentfly.training.advantages import Advantages, Floats
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.learning.activation_checkpointing import checkpointed, enable_checkpointing
-from agentfly.training.learning.adapters import adapter_dropout, refuse_adapters, trainable_weights
-from agentfly.training.learning.batch_tokens import BatchTokens, by_row, flat
+from agentfly.training.learning.batches import (
+    FlatBatch,
+    ModelScores,
+    flatten,
+    micro_batches,
+    mini_batches,
+    raise_if_cancelled,
+    split_by_row,
+)
 from agentfly.training.learning.critic import Critic
-from agentfly.training.learning.learning_rate import rate_share
-from agentfly.training.learning.mini_batches import micro_batches, mini_batches
-from agentfly.training.learning.optimizer import Optimizer
-from agentfly.training.learning.penalty import Penalty
-from agentfly.training.learning.policy_metrics import tally_policy
-from agentfly.training.learning.scores import Scores
-from agentfly.training.learning.stopping import give_up_if
-from agentfly.training.losses.aggregation import Aggregation
-from agentfly.training.losses.mismatch import mismatch_metrics
-from agentfly.training.losses.token_batch import ClipRange, TokenBatch
+from agentfly.training.learning.kl_penalty import KLPenalty
+from agentfly.training.learning.metrics import MetricAccumulator, accumulate_policy_metrics
+from agentfly.training.learning.optimizer import Optimizer, learning_rate_factor
+from agentfly.training.learning.trainable_model import (
+    adapter_dropout,
+    enable_gradient_checkpointing,
+    gradient_checkpointing,
+    reject_adapted_model,
+    trainable_weights,
+)
+from agentfly.training.losses.aggregation import Aggregation, ClipRange, TokenBatch
+from agentfly.training.losses.rollout_correction import mismatch_metrics
 from agentfly.training.rows import Row
-from agentfly.training.tally import Tally
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepInputs:
     """What a step learns from, and at what rate; its metrics are gathered in the tally."""
 
     rows: Sequence[Row]
-    tokens: BatchTokens
+    tokens: FlatBatch
     rate: float
     stop: threading.Event | None
-    tally: Tally = field(default_factory=Tally)
+    tally: MetricAccumulator = field(default_factory=MetricAccumulator)
     own: Tensor = field(init=False)
     """Log-probs under the weights before the first update, NaN where they were not looked at; float32 [N]."""
     reference: Tensor = field(init=False)
@@ -54,12 +61,12 @@ class _Step:
 
     def __post_init__(self) -> None:
         for name in ("own", "reference"):
-            object.__setattr__(self, name, torch.full_like(self.tokens.behaviour, math.nan))
+            object.__setattr__(self, name, torch.full_like(self.tokens.rollout_logprobs, math.nan))
 
     def mismatch(self) -> dict[str, float]:
         """How far the trainer's log-probs are from those under which the tokens were sampled, where it looked."""
         seen = self.tokens.mask & ~self.own.isnan()
-        return mismatch_metrics(self.own, self.tokens.behaviour, seen, self.tokens.row)
+        return mismatch_metrics(self.own, self.tokens.rollout_logprobs, seen, self.tokens.row)
 
 
 class Learner:
@@ -84,18 +91,18 @@ class Learner:
     def __init__(
         self, model: PreTrainedModel, config: TrainConfig, *, temperature: float, needs_critic: bool = False
     ) -> None:
-        refuse_adapters(model)
+        reject_adapted_model(model)
         self._model = model
         self._config = config
         self._temperature = temperature
         self._loss = config.chosen_loss
         self._clip = ClipRange(config.clip_low, config.clip_high, config.clip_dual)
         if config.gradient_checkpointing:  # before the rest, which copies the model
-            enable_checkpointing(model)
+            enable_gradient_checkpointing(model)
         self._critic = Critic(model, config) if needs_critic else None
         weights = trainable_weights(model, config.lora, seed=config.seed)
         self._penalty = (
-            Penalty(model, config.kl, temperature=temperature, adapters=config.lora is not None)
+            KLPenalty(model, config.kl, temperature=temperature, adapters=config.lora is not None)
             if config.kl.coefficient > 0
             else None
         )
@@ -113,7 +120,7 @@ class Learner:
         """How many times this object has changed the policy's weights."""
         return self._optimizer.updates
 
-    def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> Scores:
+    def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> ModelScores:
         """What models say of a batch before it is learned from. Blocks.
 
         Args:
@@ -128,17 +135,17 @@ class Learner:
         penalty = self._penalty
         old = token_rewards = None
         if self._config.correction is not None:
-            old = self._each(rows, stop, self._logprobs)
+            old = self._score_in_micro_batches(rows, stop, self._logprobs)
         if penalty is not None and penalty.in_reward:
             token_rewards = self._token_rewards(penalty, rows, old, stop)
-        return Scores(
+        return ModelScores(
             old_logprobs=old,
             values=None if self._critic is None else self._critic.score(rows, stop),
             token_rewards=token_rewards,
         )
 
     def learn(
-        self, rows: Sequence[Row], advantages: Advantages, scores: Scores, stop: threading.Event | None = None
+        self, rows: Sequence[Row], advantages: Advantages, scores: ModelScores, stop: threading.Event | None = None
     ) -> dict[str, float]:
         """Make one step: ``updates_per_step`` times ``mini_batches`` updates. Blocks; returns the step's metrics.
 
@@ -158,20 +165,20 @@ class Learner:
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
-        tokens, mismatch = BatchTokens.of(rows, advantages.values, scores, self._model.device).corrected(
+        tokens, mismatch = FlatBatch.from_rows(rows, advantages.values, scores, self._model.device).with_rollout_correction(
             config.correction
         )
-        step = _Step(rows, tokens, self._rate(), stop)
+        step = _StepInputs(rows, tokens, self._rate(), stop)
         if self._penalty is not None and scores.token_rewards is not None:
-            penalties = flat(scores.token_rewards, torch.device("cpu"))
-            step.tally.mean("policy/reference_kl", -penalties / self._penalty.coefficient.value)
+            penalties = flatten(scores.token_rewards, torch.device("cpu"))
+            step.tally.add_mean("policy/reference_kl", -penalties / self._penalty.coefficient.value)
         updates, skipped = self._optimizer.updates, self._optimizer.skipped
-        with self._learning():
+        with self._training_mode():
             for epoch in range(config.updates_per_step):
                 for part in mini_batches(rows, config.mini_batches, f"{seed}/{epoch}"):
                     self._update(step, part, measure=epoch == 0, fresh=self._optimizer.updates == updates)
         if len(tokens.advantages):
-            step.tally.mean("advantages/zero_share", tokens.advantages == 0)
+            step.tally.add_mean("advantages/zero_share", tokens.advantages == 0)
         made = {
             "policy/grad_norm": 0.0,
             **(mismatch or step.mismatch()),
@@ -183,7 +190,7 @@ class Learner:
         if self._penalty is not None:
             made["policy/kl_coefficient"] = self._penalty.coefficient.value
             if self._optimizer.updates > updates:
-                self._penalty.coefficient = self._penalty.coefficient.after(made["policy/reference_kl"], len(rows))
+                self._penalty.coefficient = self._penalty.coefficient.updated(made["policy/reference_kl"], len(rows))
         if self._critic is not None:
             assert scores.values is not None
             assert advantages.returns is not None
@@ -211,16 +218,16 @@ class Learner:
 
     # --- before the update --------------------------------------------------------------------------------------------
 
-    def _each(
+    def _score_in_micro_batches(
         self, rows: Sequence[Row], stop: threading.Event | None, score: Callable[[Sequence[Row]], Tensor]
     ) -> list[Floats]:
         """One number for each sampled token of the rows, micro-batch by micro-batch, without gradients."""
         parts = [torch.zeros(0)]
         with torch.no_grad():
             for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
-                give_up_if(stop)
+                raise_if_cancelled(stop)
                 parts.append(score([rows[index] for index in part]).cpu())
-        return by_row(torch.cat(parts), rows)
+        return split_by_row(torch.cat(parts), rows)
 
     def _logprobs(self, rows: Sequence[Row]) -> Tensor:
         ids, targets = [row.ids for row in rows], [row.targets for row in rows]
@@ -228,7 +235,7 @@ class Learner:
 
     def _token_rewards(
         self,
-        penalty: Penalty,
+        penalty: KLPenalty,
         rows: Sequence[Row],
         old: Sequence[Floats] | None,
         stop: threading.Event | None,
@@ -240,26 +247,26 @@ class Learner:
         """
         if penalty.needs_logprobs:
             here = torch.device("cpu")
-            own = flat(self._each(rows, stop, self._logprobs) if old is None else old, here)
-            reference = flat(self._each(rows, stop, penalty.logprobs), here)
-            divergences = by_row(penalty.estimate(rows, own, reference), rows)
+            own = flatten(self._score_in_micro_batches(rows, stop, self._logprobs) if old is None else old, here)
+            reference = flatten(self._score_in_micro_batches(rows, stop, penalty.logprobs), here)
+            divergences = split_by_row(penalty.estimate(rows, own, reference), rows)
         else:
-            divergences = self._each(rows, stop, lambda part: penalty.estimate(part, None, None))
+            divergences = self._score_in_micro_batches(rows, stop, lambda part: penalty.estimate(part, None, None))
         return [-penalty.coefficient.value * each for each in divergences]
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
+    def _training_mode(self) -> Iterator[None]:
         """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
         dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.steps)
-        with self._optimizer.gathering(), checkpointed(self._model), dropping:
+        with self._optimizer.accumulating_gradients(), gradient_checkpointing(self._model), dropping:
             yield
 
     def _rate(self) -> float:
         """The learning rate of the step at hand."""
         config = self._config
-        return config.learning_rate * rate_share(
+        return config.learning_rate * learning_rate_factor(
             self.steps,
             steps=config.steps,
             warmup=config.warmup_steps,
@@ -267,33 +274,33 @@ class Learner:
             final_share=config.final_learning_rate_share,
         )
 
-    def _update(self, step: _Step, part: Sequence[int], *, measure: bool, fresh: bool) -> None:
+    def _update(self, step: _StepInputs, part: Sequence[int], *, measure: bool, fresh: bool) -> None:
         """One update from the rows of a mini-batch; those that teach nothing are at most measured."""
-        here = step.tokens.of_rows(part)
+        here = step.tokens.select_rows(part)
         aggregation = Aggregation(
             self._config.aggregation,
             tokens=int(here.mask.sum()),
             rows=len(set(here.row[here.mask].tolist())),
             row_tokens=self._config.aggregation_tokens or 1,
         )
-        teaching = self._teaching(step, part)
+        teaching = self._rows_with_gradient(step, part)
         silent = [index for index in part if index not in teaching] if measure else []
         for indices, learns in ((list(teaching), True), (silent, False)):
             for micro in micro_batches(step.rows, indices, self._config.micro_batch_tokens):
-                give_up_if(step.stop)
+                raise_if_cancelled(step.stop)
                 with torch.set_grad_enabled(learns):
-                    loss = self._part_of_loss(step, micro, aggregation, fresh=fresh)
+                    loss = self._micro_batch_loss(step, micro, aggregation, fresh=fresh)
                 if learns:
                     loss.backward()  # type: ignore[no-untyped-call]
         if not teaching:
             return
-        norm = self._optimizer.update(step.rate)
+        norm = self._optimizer.step(step.rate)
         if math.isfinite(norm):
-            step.tally.mean("policy/grad_norm", torch.tensor([norm]))
+            step.tally.add_mean("policy/grad_norm", torch.tensor([norm]))
         else:
             logger.warning("The gradient of step %d is not finite (norm %s); the weights stay.", self.steps + 1, norm)
 
-    def _teaching(self, step: _Step, part: Sequence[int]) -> dict[int, None]:
+    def _rows_with_gradient(self, step: _StepInputs, part: Sequence[int]) -> dict[int, None]:
         """The rows of a part that have a gradient: all with sampled tokens, where entropy or divergence count."""
         if self.steps < self._config.critic.warmup_steps and self._critic is not None:
             return {}
@@ -303,19 +310,21 @@ class Learner:
         return {index: None for index in part if any(counts[starts[index] : starts[index + 1]])}
 
     @property
-    def _penalty_in_loss(self) -> Penalty | None:
+    def _penalty_in_loss(self) -> KLPenalty | None:
         return None if self._penalty is None or self._penalty.in_reward else self._penalty
 
-    def _part_of_loss(self, step: _Step, part: Sequence[int], aggregation: Aggregation, *, fresh: bool) -> Tensor:
+    def _micro_batch_loss(
+        self, step: _StepInputs, part: Sequence[int], aggregation: Aggregation, *, fresh: bool
+    ) -> Tensor:
         """What some rows add to the loss of a mini-batch."""
-        tokens, tally, rows = step.tokens.of_rows(part), step.tally, [step.rows[index] for index in part]
+        tokens, tally, rows = step.tokens.select_rows(part), step.tally, [step.rows[index] for index in part]
         ids, targets = [row.ids for row in rows], [row.targets for row in rows]
-        states = states_before(self._model, ids, targets)
+        states = hidden_states_before(self._model, ids, targets)
         scores = score_states(self._model, states, ids, targets, temperature=self._temperature)
         if fresh:
-            step.own[tokens.places] = scores.logprobs.detach()
-            tally.mean("policy/clip_fraction_first", self._clipped_at_first(scores.logprobs.detach(), tokens))
-        old = self._old_of(step, tokens)
+            step.own[tokens.indices] = scores.logprobs.detach()
+            tally.add_mean("policy/clip_fraction_first", self._clipped_before_update(scores.logprobs.detach(), tokens))
+        old = self._old_logprobs(step, tokens)
         batch = TokenBatch(scores.logprobs, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
         if policy.loss.shape != scores.logprobs.shape:  # which torch might broadcast to numbers that mean nothing
@@ -328,14 +337,14 @@ class Learner:
         if self._config.entropy_coefficient > 0:
             loss = loss - self._config.entropy_coefficient * aggregation(scores.entropy, tokens.mask, tokens.row)
         if (penalty := self._penalty_in_loss) is not None:
-            reference = self._reference_of(step, tokens.places, rows) if penalty.needs_logprobs else None
+            reference = self._reference_logprobs(step, tokens.indices, rows) if penalty.needs_logprobs else None
             divergence = penalty.divergence(rows, states, scores.logprobs, reference, tokens.mask)
             loss = loss + penalty.coefficient.value * aggregation(divergence, tokens.mask, tokens.row)
-            tally.mean("policy/reference_kl", divergence[tokens.mask])
-        tally_policy(tally, batch, policy, scores.entropy, self._clip)
+            tally.add_mean("policy/reference_kl", divergence[tokens.mask])
+        accumulate_policy_metrics(tally, batch, policy, scores.entropy, self._clip)
         return loss
 
-    def _clipped_at_first(self, own: Tensor, tokens: BatchTokens) -> Tensor:
+    def _clipped_before_update(self, own: Tensor, tokens: FlatBatch) -> Tensor:
         """Which of the tokens that count are clipped although no update has been made yet; bool [M].
 
         Rollout correction takes the ratio from the trainer's own log-probs, of which none is clipped then. In a format
@@ -343,22 +352,22 @@ class Learner:
         the distance from the sampler, which rounds otherwise too, says how much is clipped by rounding.
         """
         corrected = self._config.correction is not None and self._model.dtype == torch.float32
-        old = own if corrected else tokens.behaviour
+        old = own if corrected else tokens.rollout_logprobs
         batch = TokenBatch(own, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         return self._loss(batch, self._clip).clipped[tokens.mask]
 
-    def _old_of(self, step: _Step, tokens: BatchTokens) -> Tensor:
+    def _old_logprobs(self, step: _StepInputs, tokens: FlatBatch) -> Tensor:
         """Log-probs that the ratio of some tokens is taken to; [N].
 
         With rollout correction they are the trainer's before the update: those of the pass at hand, where no update has
         been made yet, so that the ratio is exactly 1 whatever the number format rounds.
         """
         if self._config.correction is None:
-            return tokens.old
-        own = step.own[tokens.places]
-        return own.where(~own.isnan(), tokens.old)
+            return tokens.old_logprobs
+        own = step.own[tokens.indices]
+        return own.where(~own.isnan(), tokens.old_logprobs)
 
-    def _reference_of(self, step: _Step, places: Tensor, rows: Sequence[Row]) -> Tensor:
+    def _reference_logprobs(self, step: _StepInputs, places: Tensor, rows: Sequence[Row]) -> Tensor:
         """Log-probs of the tokens of some rows under the policy before training, made once a step; [N].
 
         They are made of the micro-batch that the policy itself is asked about. So where the two have the same weights

@@ -1,11 +1,14 @@
-"""Optimizer: AdamW over weights in any number format."""
+"""Optimizer: AdamW over weights in any number format.
+
+The learning rate of a step: a pure function of its number.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -57,11 +60,11 @@ class Optimizer:
         self.skipped = 0
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
+    def accumulating_gradients(self) -> Iterator[None]:
         """Gather the gradients of all backward passes in the block, for `update`; forget them at its end."""
         copied = [(master, weight) for master, weight in self._pairs() if master is not weight]
         hooks = [
-            weight.register_post_accumulate_grad_hook(_gatherer(master))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(_accumulate_into(master))  # type: ignore[no-untyped-call]
             for master, weight in copied
         ]
         try:
@@ -69,9 +72,9 @@ class Optimizer:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._forget()
+            self._zero_grad()
 
-    def update(self, rate: float) -> float:
+    def step(self, rate: float) -> float:
         """Step along the gathered gradient, and forget it. One that is not finite leaves everything as it was.
 
         Args:
@@ -92,7 +95,7 @@ class Optimizer:
             self.updates += 1
         else:
             self.skipped += 1
-        self._forget()
+        self._zero_grad()
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class Optimizer:
                 if master is not weight:
                     master.copy_(weight if saved is None else saved)
 
-    def _forget(self) -> None:
+    def _zero_grad(self) -> None:
         for master, weight in self._pairs():
             master.grad = weight.grad = None
 
@@ -116,7 +119,7 @@ class Optimizer:
         return list(zip(self._masters, self._weights, strict=True))
 
 
-def _gatherer(master: Parameter) -> Any:
+def _accumulate_into(master: Parameter) -> Any:
     """What is called with a weight when its gradient is there: adds it to the master's, and lets go of it."""
 
     def gather(weight: Tensor) -> None:
@@ -126,3 +129,34 @@ def _gatherer(master: Parameter) -> Any:
         weight.grad = None
 
     return gather
+
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: Schedule, final_share: float = 0.0) -> float:
+    """Share of the full learning rate in a step: it rises over the warm-up, then follows the schedule.
+
+    In the warm-up of W steps, step s has ``(s + 1) / W``. After it, what is left of the way to ``steps`` takes it down
+    to ``final_share``, in a line or along half a cosine, where it would be in the step after the last.
+
+    Args:
+        step: number of the step, from 0.
+        steps: number of steps of the run.
+        warmup: number of steps over which the rate rises.
+        schedule: how it falls after them.
+        final_share: where it falls to.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(steps - warmup, 1))
+    match schedule:
+        case "constant":
+            left = 1.0
+        case "linear":
+            left = 1.0 - done
+        case "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * done))
+        case _:
+            assert_never(schedule)
+    return final_share + (1.0 - final_share) * left

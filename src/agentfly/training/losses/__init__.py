@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from agentfly.core.registry import Registry
 from agentfly.training.losses.policy_losses import PolicyLoss, cispo, gspo, policy_gradient, ppo_clip
-from agentfly.training.registry import Registry
 
 __all__ = ["LOSSES", "PolicyLoss"]
 

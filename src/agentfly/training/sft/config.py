@@ -7,13 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from agentfly.errors import ConfigError
-from agentfly.training.config.lora_config import LoRAConfig
-from agentfly.training.config.settings import Settings
-from agentfly.training.config.synonyms import SFT_EXPLAINED, SFT_SYNONYMS
+from agentfly.core.errors import ConfigError
+from agentfly.training.config.base import SFT_EXPLAINED, SFT_SYNONYMS, BaseConfig
+from agentfly.training.config.groups import LoRAConfig
 
 
-class SFTConfig(Settings):
+class SFTConfig(BaseConfig):
     """A supervised warm start: the model learns to say what was said in trajectories that won.
 
     Raises:

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.agents.agent import Agent
-from agentfly.errors import ConfigError
-from agentfly.events import EventStream, Progress
-from agentfly.garbage import tuned_gc
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import EventStream, Progress
+from agentfly.core.gc_tuning import tuned_gc
+from agentfly.core.run_directory import RunDirectory
 from agentfly.policies.load import load_policy
 from agentfly.rollouts.runner import require_agent
-from agentfly.run_directory import RunDirectory
 from agentfly.training.sft.config import SFTConfig
-from agentfly.training.sft.examples import Data, Examples, examples_from, read_data
-from agentfly.training.sft.trainer import SFTResult, SupervisedTrainer
-from agentfly.viewing.metrics import recorded
+from agentfly.training.sft.dataset import Data, SFTDataset, build_dataset, load_data
+from agentfly.training.sft.trainer import SFTResult, SFTTrainer
+from agentfly.viewing.event_log import record_events
 from agentfly.viewing.progress import ConsoleProgress
 
 
@@ -60,21 +60,21 @@ def sft(
         stack.callback(run.remove_unless_begun)
         if not resume:
             run.require_unused()
-        trajectories = read_data(data)
+        trajectories = load_data(data)
         if progress:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
         events.emit(Progress(what=f"loading {agent.model}"))
         policy = load_policy(agent.model, **config.policy_settings)
-        examples = examples_from(trajectories, agent, policy.tokenizer, config, max_tokens=policy.context_length)
-        events.emit(Progress(what=_told(examples)))
-        trainer = SupervisedTrainer(policy, str(agent.model), examples, config, run, events=events, resume=resume)
-        stack.enter_context(recorded(run, events))
+        examples = build_dataset(trajectories, agent, policy.tokenizer, config, max_tokens=policy.context_length)
+        events.emit(Progress(what=_dataset_summary(examples)))
+        trainer = SFTTrainer(policy, str(agent.model), examples, config, run, events=events, resume=resume)
+        stack.enter_context(record_events(run, events))
         stack.enter_context(tuned_gc())
         return trainer.run()
 
 
-def _told(examples: Examples) -> str:
+def _dataset_summary(examples: SFTDataset) -> str:
     """What is learned from, in a line."""
     told = f"{len(examples.rows)} rows to learn, {len(examples.held_out)} held out"
-    left_out = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.left_out.items()))
+    left_out = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.excluded.items()))
     return f"{told}; left out: {left_out}" if left_out else told

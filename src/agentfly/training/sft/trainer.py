@@ -1,17 +1,26 @@
-"""SupervisedTrainer: a supervised warm start from its first update to its last checkpoint."""
+"""SupervisedLearner: what rows say, put into a model's weights by maximum likelihood of their sampled tokens.
+
+SupervisedTrainer: a supervised warm start from its first update to its last checkpoint.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import ConfigError
-from agentfly.events import (
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentfly.core.errors import ConfigError
+from agentfly.core.events import (
     CheckpointSaved,
     EvaluationFinished,
     EventStream,
@@ -19,16 +28,137 @@ from agentfly.events import (
     TrainingFinished,
     TrainingStarted,
 )
+from agentfly.core.run_directory import RunDirectory
 from agentfly.policies.embedded.loading import dtype_of
 from agentfly.policies.embedded.policy import EmbeddedPolicy
-from agentfly.rollouts.traits import differences
-from agentfly.run_directory import RunDirectory
-from agentfly.training.checkpoints import Checkpoints, load_weights, read_learner, read_state, write_model, write_state
-from agentfly.training.resume import forget_after, how_to_go_further
+from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.rollouts.rollout_record import describe_differences
+from agentfly.training.checkpoints import (
+    Checkpoints,
+    load_weights,
+    read_learner_state,
+    read_state,
+    write_model,
+    write_state_files,
+)
+from agentfly.training.learning.batches import micro_batches
+from agentfly.training.learning.optimizer import Optimizer, learning_rate_factor
+from agentfly.training.learning.trainable_model import (
+    adapter_dropout,
+    enable_gradient_checkpointing,
+    gradient_checkpointing,
+    reject_adapted_model,
+    trainable_weights,
+)
+from agentfly.training.resume import how_to_go_further, remove_after
 from agentfly.training.rows import Row
 from agentfly.training.sft.config import SFTConfig
-from agentfly.training.sft.examples import Examples
-from agentfly.training.sft.learner import SupervisedLearner
+from agentfly.training.sft.dataset import SFTDataset
+
+logger = logging.getLogger(__name__)
+
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
+
+
+class SFTLearner:
+    """Updates a model in place: all its weights, or adapters that it puts into it.
+
+    The loss of an update is the mean, over all sampled tokens of its rows, of minus the token's log-prob at temperature
+    1. What was rendered around them is read and not learned.
+
+    Args:
+        model: the model.
+        config: the settings.
+        updates: number of updates that the whole run makes, which the schedule goes by.
+
+    Attributes:
+        updates_done: how many updates were made, those before a resume included.
+
+    Raises:
+        ConfigError: the model cannot be trained as the settings say.
+        PrerequisiteError: a package is missing.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: SFTConfig, *, updates: int) -> None:
+        reject_adapted_model(model)
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        self._model = model
+        self._config = config
+        self._updates = updates
+        self._optimizer = Optimizer(
+            trainable_weights(model, config.lora, seed=config.seed),
+            betas=_BETAS,
+            epsilon=_EPSILON,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.updates_done = 0
+
+    def learn(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Make one update from some rows. Blocks.
+
+        Returns:
+            ``sft/loss`` before the update in nats a token, ``policy/grad_norm``, ``policy/learning_rate``, and the
+            number of tokens learned, ``rows/sampled_tokens``.
+        """
+        tokens = sum(len(row.targets) for row in rows)
+        rate = self._rate()
+        total = 0.0
+        with self._learning():
+            for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
+                loss = self._loss([rows[index] for index in part]) / tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            norm = self._optimizer.step(rate)
+        self.updates_done += 1
+        if not math.isfinite(norm):
+            logger.warning(
+                "The gradient of update %d is not finite (norm %s); the weights stay.", self.updates_done, norm
+            )
+        return {
+            "sft/loss": total,
+            "policy/grad_norm": norm,
+            "policy/learning_rate": rate,
+            "rows": float(len(rows)),
+            "rows/sampled_tokens": float(tokens),
+        }
+
+    def loss(self, rows: Sequence[Row]) -> float:
+        """The mean loss over the sampled tokens of some rows, in nats a token. Blocks; nothing is learned."""
+        total = 0.0
+        with torch.no_grad():
+            for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
+                total += float(self._loss([rows[index] for index in part]))
+        return total / sum(len(row.targets) for row in rows)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the model's weights to go on exactly from here."""
+        return {"done": self.updates_done, "optimizer": self._optimizer.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. The model's weights must have been loaded before."""
+        self.updates_done = state["done"]
+        self._optimizer.load_state(state["optimizer"])
+
+    def _loss(self, rows: Sequence[Row]) -> Tensor:
+        scores = score_tokens(self._model, [row.ids for row in rows], [row.targets for row in rows])
+        return -scores.logprobs.float().sum()
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
+        dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.updates_done)
+        with self._optimizer.accumulating_gradients(), gradient_checkpointing(self._model), dropping:
+            yield
+
+    def _rate(self) -> float:
+        """The learning rate of the update at hand."""
+        config, warmup = self._config, round(self._config.warmup_share * self._updates)
+        share = learning_rate_factor(self.updates_done, steps=self._updates, warmup=warmup, schedule=config.schedule)
+        return config.learning_rate * share
+
 
 _FREE_TO_CHANGE = frozenset({"micro_batch_tokens", "checkpoint_every_updates", "keep_checkpoints", "threads"})
 """Settings that may differ when a run is resumed: they do not change what is learned."""
@@ -52,7 +182,7 @@ class SFTResult:
     losses: dict[int, float]
     held_out: dict[int, float]
     checkpoint: Path
-    examples: Examples
+    examples: SFTDataset
 
 
 @dataclass(frozen=True)
@@ -64,8 +194,8 @@ class About:
     config: dict[str, Any]
 
 
-class SupervisedTrainer:
-    """Learns the rows of `Examples`, several times over, in an order that the seed fixes.
+class SFTTrainer:
+    """Learns the rows of `SFTDataset`, several times over, in an order that the seed fixes.
 
     Args:
         policy: holds the model, which is changed in place; nothing may be sampled meanwhile.
@@ -84,7 +214,7 @@ class SupervisedTrainer:
         self,
         policy: EmbeddedPolicy,
         model: str,
-        examples: Examples,
+        examples: SFTDataset,
         config: SFTConfig,
         run: RunDirectory,
         *,
@@ -115,7 +245,7 @@ class SupervisedTrainer:
             TrainingStarted(
                 run_dir=str(self._run.path),
                 steps=self._updates,
-                start_step=learner.done,
+                start_step=learner.updates_done,
                 model=self._about.model,
                 dtype=dtype_of(self._policy.model),
                 device=str(self._policy.device),
@@ -124,24 +254,24 @@ class SupervisedTrainer:
         )
         losses: dict[int, float] = {}
         held_out: dict[int, float] = {}
-        if learner.done == 0:
-            self._look(learner, held_out)
-        for rows in self._batches(learner.done):
+        if learner.updates_done == 0:
+            self._evaluate(learner, held_out)
+        for rows in self._batches(learner.updates_done):
             began = time.perf_counter()
             metrics = learner.learn(rows)
-            losses[learner.done] = metrics["sft/loss"]
+            losses[learner.updates_done] = metrics["sft/loss"]
             metrics["time/step_s"] = time.perf_counter() - began
-            self._events.emit(StepFinished(step=learner.done, metrics=metrics))
-            epoch_over = learner.done % self._per_epoch == 0
+            self._events.emit(StepFinished(step=learner.updates_done, metrics=metrics))
+            epoch_over = learner.updates_done % self._per_epoch == 0
             if epoch_over:
-                self._look(learner, held_out)
+                self._evaluate(learner, held_out)
             every = self._config.checkpoint_every_updates
-            if epoch_over or (every is not None and learner.done % every == 0):
+            if epoch_over or (every is not None and learner.updates_done % every == 0):
                 self._save(learner)
-        self._events.emit(TrainingFinished(step=learner.done, seconds=time.perf_counter() - started))
+        self._events.emit(TrainingFinished(step=learner.updates_done, seconds=time.perf_counter() - started))
         checkpoint = self._checkpoints.current
         assert checkpoint is not None
-        return SFTResult(self._run.path, learner.done, losses, held_out, checkpoint, self._examples)
+        return SFTResult(self._run.path, learner.updates_done, losses, held_out, checkpoint, self._examples)
 
     def _batches(self, done: int) -> Iterator[Sequence[Row]]:
         """The rows of each update that is still to be made."""
@@ -152,32 +282,32 @@ class SupervisedTrainer:
             random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
             yield [self._examples.rows[index] for index in order[number * size : (number + 1) * size]]
 
-    def _look(self, learner: SupervisedLearner, held_out: dict[int, float]) -> None:
+    def _evaluate(self, learner: SFTLearner, held_out: dict[int, float]) -> None:
         """Score the held-out rows."""
         if self._examples.held_out:
-            held_out[learner.done] = loss = learner.loss(self._examples.held_out)
-            self._events.emit(EvaluationFinished(step=learner.done, metrics={"sft/held_out_loss": loss}))
+            held_out[learner.updates_done] = loss = learner.loss(self._examples.held_out)
+            self._events.emit(EvaluationFinished(step=learner.updates_done, metrics={"sft/held_out_loss": loss}))
 
-    def _restored(self) -> SupervisedLearner:
+    def _restored(self) -> SFTLearner:
         self._run.ensure()
-        self._checkpoints.remove_unfinished()
-        latest = self._checkpoints.sound()
+        self._checkpoints.remove_partial()
+        latest = self._checkpoints.latest_valid()
         if latest is not None:
             require_same(latest, self._about, self._config)
-        learner = SupervisedLearner(self._policy.model, self._config, updates=self._updates)
+        learner = SFTLearner(self._policy.model, self._config, updates=self._updates)
         if latest is not None:
             load_weights(self._policy.model, latest)
-            learner.load_state(read_learner(latest))
-        forget_after(self._run, None if latest is None else learner.done)
+            learner.load_state(read_learner_state(latest))
+        remove_after(self._run, None if latest is None else learner.updates_done)
         return learner
 
-    def _save(self, learner: SupervisedLearner) -> None:
+    def _save(self, learner: SFTLearner) -> None:
         def write(path: Path) -> None:
             write_model(path, self._policy.model, self._policy.tokenizer.hf)
-            write_state(path, "sft.json", asdict(self._about), learner.state())
+            write_state_files(path, "sft.json", asdict(self._about), learner.state())
 
-        path = self._checkpoints.save(learner.done, write)
-        self._events.emit(CheckpointSaved(step=learner.done, path=str(path)))
+        path = self._checkpoints.save(learner.updates_done, write)
+        self._events.emit(CheckpointSaved(step=learner.updates_done, path=str(path)))
 
 
 def _depends_on_length(config: SFTConfig) -> str:
@@ -203,8 +333,10 @@ def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:
     free = _FREE_TO_CHANGE if _depends_on_length(config) else _FREE_TO_CHANGE | {"epochs"}
     kept = [name for name in now.config if name not in free]
     others = [
-        *differences({name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}),
-        *differences({"the model": saved.model}, {"the model": now.model}),
+        *describe_differences(
+            {name: saved.config.get(name) for name in kept}, {name: now.config[name] for name in kept}
+        ),
+        *describe_differences({"the model": saved.model}, {"the model": now.model}),
     ]
     if saved.examples != now.examples and not others:
         others.append("the trajectories, or what is taken of them, are others")

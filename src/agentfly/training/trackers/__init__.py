@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agentfly.training.registry import Registry
-from agentfly.training.trackers.mlflow import MLflowTracker
-from agentfly.training.trackers.tensorboard import TensorBoardTracker
+from agentfly.core.registry import Registry
+from agentfly.training.trackers.backends import MLflowTracker, TensorBoardTracker, TrackioTracker, WandbTracker
 from agentfly.training.trackers.tracker import TrackedRun, Tracker
-from agentfly.training.trackers.trackio import TrackioTracker
-from agentfly.training.trackers.wandb import WandbTracker
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracker"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentfly.errors import PrerequisiteError
-from agentfly.installation import install_command
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.installation import install_command
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Tracker(Protocol):
         ...
 
 
-def require_package(package: str, extra: str) -> None:
+def require_packages(package: str, extra: str) -> None:
     """Check that a tracker's package is installed, without importing it.
 
     Raises:

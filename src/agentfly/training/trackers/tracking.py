@@ -13,22 +13,22 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from agentfly.errors import say
-from agentfly.events import EvaluationFinished, Event, EventStream, StepFinished
-from agentfly.run_directory import RunDirectory, replace_text
-from agentfly.threads.pool import on_thread_to_its_end
+from agentfly.core.errors import describe_error
+from agentfly.core.events import EvaluationFinished, Event, EventStream, StepFinished
+from agentfly.core.run_directory import RunDirectory, replace_text
+from agentfly.core.threads.pool import run_in_thread_to_completion
 from agentfly.training.trackers.tracker import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
-_Told = tuple[int, dict[str, float], dict[str, list[float]]]  # what `Tracker.log` is called with
+_LogCall = tuple[int, dict[str, float], dict[str, list[float]]]  # what `Tracker.log` is called with
 
-PATIENCE_S = 30.0
+FLUSH_TIMEOUT_S = 30.0
 """Seconds that a run waits at its end for all trackers to take what is left."""
 
 
 @asynccontextmanager
-async def tracked(
+async def track_run(
     trackers: Mapping[str, Tracker], run: RunDirectory, events: EventStream, *, project: str, config: Mapping[str, Any]
 ) -> AsyncIterator[None]:
     """Tell trackers the metrics of each step and evaluation while the block runs.
@@ -41,12 +41,12 @@ async def tracked(
         project: what the run is one of.
         config: the run's settings, and what it trains.
     """
-    ids = _Ids(run)
+    ids = _TrackerRunIds(run)
     deliveries = []
     for name, tracker in trackers.items():
         directory = run.tensorboard if name == "tensorboard" else run.path / name
         told = TrackedRun(project, run.path.resolve().name, directory, config, ids.of(name))
-        deliveries.append(Delivery(name, tracker, told, ids))
+        deliveries.append(TrackerWorker(name, tracker, told, ids))
     try:
         with ExitStack() as stack:
             for delivery in deliveries:
@@ -54,21 +54,21 @@ async def tracked(
             yield
     finally:
         for delivery in deliveries:
-            delivery.end()
-        deadline = time.monotonic() + PATIENCE_S
+            delivery.close()
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
         for delivery in deliveries:
-            await on_thread_to_its_end(partial(delivery.wait, deadline))
+            await run_in_thread_to_completion(partial(delivery.wait, deadline))
 
 
-class Delivery:
+class TrackerWorker:
     """Brings the metrics to one tracker, from a thread of its own. Who emits an event waits for nothing."""
 
-    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, ids: _Ids) -> None:
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, ids: _TrackerRunIds) -> None:
         self._name = name
         self._tracker = tracker
         self._run = run
         self._ids = ids
-        self._queue: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_LogCall | None] = queue.SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._deliver, name=f"agentfly-tracker-{name}", daemon=True)
         self._thread.start()
@@ -81,7 +81,7 @@ class Delivery:
             histograms = {f"{kind}/{name}": values for name, values in all_values.items() if values}
             self._queue.put((event.step, metrics, histograms))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Nothing more will come."""
         self._queue.put(None)
 
@@ -93,7 +93,7 @@ class Delivery:
                 "The tracker %s has not taken the last metrics within %g s, and is not waited for any longer. "
                 "metrics.jsonl has all of them.",
                 self._name,
-                PATIENCE_S,
+                FLUSH_TIMEOUT_S,
             )
 
     def _deliver(self) -> None:
@@ -120,11 +120,11 @@ class Delivery:
                 "tracker from now on is not told.",
                 self._name,
                 what,
-                say(error),
+                describe_error(error),
             )
 
 
-class _Ids:
+class _TrackerRunIds:
     """Under which ids the trackers know a run, kept in its directory."""
 
     def __init__(self, run: RunDirectory) -> None:

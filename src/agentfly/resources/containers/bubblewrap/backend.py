@@ -1,18 +1,96 @@
-"""Bubblewrap: the embedded backend. Its program comes with a wheel, and an ordinary user may start it."""
+"""The tier of this machine: which way of starting sandboxes works here, found by trying, once for each process.
+
+Bubblewrap: the embedded backend. Its program comes with a wheel, and an ordinary user may start it.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from agentfly.resources.containers import images
+from agentfly.core.errors import PrerequisiteError
+from agentfly.resources.containers import image_store
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap import tiers
-from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.reaping import reap
+from agentfly.resources.containers.bubblewrap import launcher as capabilities
+from agentfly.resources.containers.bubblewrap.launcher import ROOT_MOUNTS_MISSING
+from agentfly.resources.containers.bubblewrap.launcher import BubblewrapCapabilities, Launcher, Tier
+from agentfly.resources.containers.bubblewrap.program import find_program
+from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
-from agentfly.resources.containers.bubblewrap.scratch import traces
 from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.runtime_directory import traces
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.process.cgroups import writable_cgroup_parent
+
+
+def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | BubblewrapCapabilities:
+    """Try the tiers from the best down.
+
+    Args:
+        tier: try this one only.
+        cgroups: whether to use control groups where there are any.
+
+    Returns:
+        A launcher; or, where no tier works, what is missing.
+    """
+    program = find_program()
+    if program is None or not Path("/bin/bash").exists():
+        lacking = capabilities.PROGRAM_MISSING if program is None else capabilities.BASH_MISSING
+        return BubblewrapCapabilities(available=False, tier=Tier.NONE, missing=(lacking,))
+    home = writable_cgroup_parent() if cgroups else None
+    missing: list[str] = []
+    tiers = [tier] if tier else [Tier.ROOT, Tier.USER] if os.geteuid() == 0 else [Tier.USER]
+    for candidate in tiers:
+        try:
+            launcher = Launcher(candidate, program, home)
+        except PrerequisiteError as error:
+            missing.append(str(error))
+        except OSError as error:
+            missing.append(capabilities.ROOT_MOUNTS_MISSING.format(reason=error))
+        else:
+            found = launcher.capabilities
+            launcher.capabilities = replace(found, missing=(*missing, *found.missing))
+            return launcher
+    return BubblewrapCapabilities(
+        available=False, tier=Tier.NONE, program=str(program.path), missing=tuple(dict.fromkeys(missing))
+    )
+
+
+_making = threading.Lock()
+
+
+@cache
+def _launcher_of_process(pid: int) -> Launcher | BubblewrapCapabilities:
+    return make_launcher()
+
+
+def _committed() -> Launcher | BubblewrapCapabilities:
+    with _making:
+        return _launcher_of_process(os.getpid())  # a forked child makes its own: its parent's threads are not in it
+
+
+def get_launcher() -> Launcher:
+    """The launcher of this process. The first call tries what the machine allows, which takes a moment.
+
+    Raises:
+        PrerequisiteError: sandboxes cannot be started here; the message says what to do.
+    """
+    found = _committed()
+    if isinstance(found, Launcher):
+        return found
+    raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(found.missing))
+
+
+def probe() -> BubblewrapCapabilities:
+    """What sandboxes can do on this machine, found by trying, once for each process."""
+    found = _committed()
+    able = found.capabilities if isinstance(found, Launcher) else found
+    assert isinstance(able, BubblewrapCapabilities)
+    return able
 
 
 class Bubblewrap(Backend):
@@ -29,16 +107,16 @@ class Bubblewrap(Backend):
 
     def probe(self) -> Capabilities:
         """See `Backend.probe`."""
-        return self._launcher.capabilities if self._launcher is not None else tiers.probe()
+        return self._launcher.capabilities if self._launcher is not None else probe()
 
     async def prepare(self, spec: ContainerSpec) -> None:
         """Unpack the image, if it is an archive."""
         if spec.image_kind == "path":
-            await images.prepare(spec)
+            await image_store.prepare_rootfs(spec)
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""
-        return BubblewrapSandbox(self._launcher or tiers.launcher(), spec, instance)
+        return BubblewrapSandbox(self._launcher or get_launcher(), spec, instance)
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
         """See `Backend.traces`."""
@@ -46,4 +124,4 @@ class Bubblewrap(Backend):
 
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""
-        reap(traces)
+        reap_bubblewrap(traces)

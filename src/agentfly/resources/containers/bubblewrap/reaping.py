@@ -10,22 +10,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.cgroups import remove, thaw
-from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
-from agentfly.resources.containers.bubblewrap.scratch import (
-    ATTENDANT,
-    EXCHANGE,
+from agentfly.resources.containers.runtime_directory import (
+    CONFINE_PROGRAM,
     GROUPS,
-    mend,
-    remove_scratch,
+    SHELL_DIRECTORY,
+    remove_sandbox_directory,
+    restore_owner_access,
     sandbox_uid,
 )
-from agentfly.resources.processes import user_of
+from agentfly.resources.containers.sandbox_processes import InitProcess
+from agentfly.resources.process.cgroups import remove_cgroups, thaw_cgroup
+from agentfly.resources.process.procfs import uid_of
 
 _PATIENCE_S = 10.0
 
 
-def reap(traces: dict[str, Any]) -> None:
+def reap_bubblewrap(traces: dict[str, Any]) -> None:
     """Kill and remove exactly what the traces of a container name. Fine if it is gone already.
 
     Raises:
@@ -33,22 +33,24 @@ def reap(traces: dict[str, Any]) -> None:
     """
     home = Path(traces["scratch"])
     for directory in (home.parent, home):
-        mend(directory)
+        restore_owner_access(directory)
     for scratch in home.glob("*"):
-        mend(scratch)
+        restore_owner_access(scratch)
     groups = [group for scratch in home.glob("*") for group in _groups(scratch)]
     for group in groups:
-        thaw(group)  # what is frozen does not die
+        thaw_cgroup(group)  # what is frozen does not die
     deadline = time.monotonic() + _PATIENCE_S
-    _end(home, ATTENDANT, signal.SIGTERM, deadline - _PATIENCE_S / 2)  # they know what else there is, and end it first
-    _end(home, ATTENDANT, signal.SIGKILL, deadline)
+    _end(
+        home, CONFINE_PROGRAM, signal.SIGTERM, deadline - _PATIENCE_S / 2
+    )  # they know what else there is, and end it first
+    _end(home, CONFINE_PROGRAM, signal.SIGKILL, deadline)
     for scratch in home.glob("*"):
-        if (first := FirstProcess.noted(scratch)) is not None and user_of(first.pid) == sandbox_uid():
-            first.end(max(0.0, deadline - time.monotonic()))
-    if left := _end(home, EXCHANGE, signal.SIGKILL, deadline):
+        if (first := InitProcess.load(scratch)) is not None and uid_of(first.pid) == sandbox_uid():
+            first.kill(max(0.0, deadline - time.monotonic()))
+    if left := _end(home, SHELL_DIRECTORY, signal.SIGKILL, deadline):
         raise TimeoutError(f"the processes {left} of {home} do not end though they were killed")
-    remove(groups, max(0.0, deadline - time.monotonic()))
-    remove_scratch(home)
+    remove_cgroups(groups, max(0.0, deadline - time.monotonic()))
+    remove_sandbox_directory(home)
 
 
 def _end(home: Path, name: str, number: signal.Signals, deadline: float) -> list[int]:
@@ -80,6 +82,6 @@ def _started_for(home: Path, name: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if named.search((entry / "cmdline").read_bytes()) and user_of(int(entry.name)) == user:
+                if named.search((entry / "cmdline").read_bytes()) and uid_of(int(entry.name)) == user:
                     found.append(int(entry.name))
     return found

@@ -1,18 +1,118 @@
-"""BubblewrapSandbox: a sandbox of bubblewrap, through its lives."""
+"""Life: a sandbox from one start or reset to the next: a bubble, the shell in it, and what watches its memory.
+
+BubblewrapSandbox: a sandbox of bubblewrap, through its lives.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
-from agentfly.errors import ResourceDied
-from agentfly.resources.containers.bubblewrap.bubble import Bubble
+from agentfly.core.errors import ResourceDied, ResourceStartError
+from agentfly.resources.containers.backend import Sandbox
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.bubblewrap.life import Life
-from agentfly.resources.containers.bubblewrap.shell import Shell
-from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.snapshot import SnapshotImage
-from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.bubblewrap.memory_watchdog import MemoryWatchdog
+from agentfly.resources.containers.bubblewrap.ports import NamespaceSockets
+from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
+from agentfly.resources.containers.bubblewrap.shell import PipeShell
+from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.spec import ContainerSpec, SnapshotImage
+from agentfly.resources.process.cgroups import OOMKillCounter
+
+
+class SandboxGeneration:
+    """Everything of a sandbox that a reset does away with."""
+
+    def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
+        """Make a handle; nothing is started yet."""
+        self.bubble = BubblewrapProcess(launcher, spec, scratch)
+        self.shell: PipeShell | None = None
+        self._watchdog: MemoryWatchdog | None = None
+        self._kills: OOMKillCounter | None = None
+        self._ports: NamespaceSockets | None = None
+
+    async def start(self) -> None:
+        """Bring it up. It may fail or be cancelled at any point; `end` then removes whatever had been made.
+
+        Raises:
+            ResourceStartError: it did not come up.
+        """
+        await self.bubble.start()
+        self.shell = PipeShell(self.bubble)
+        if self.bubble.cgroup is None:
+            self._watchdog = MemoryWatchdog(self.bubble, self.shell)
+        else:
+            self._kills = OOMKillCounter(self.bubble.cgroup)
+        try:
+            await self.shell.ready()
+        except ResourceDied:
+            raise ResourceStartError(
+                f"The shell of the sandbox {self.bubble.name} ended before it was ready: {self.bubble.startup_log()}"
+            ) from None
+
+    async def stop(self) -> None:
+        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+
+        Raises:
+            OSError: something of it cannot be removed.
+        """
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._kills is not None:
+            self._kills.close()
+        if self._ports is not None:
+            await self._ports.close()
+        if self.shell is not None:
+            self.shell.close()
+        await self.bubble.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes commands, or was ended for what its processes did."""
+        if self.shell is None:
+            return False
+        return self.shell.own_doing is not None or not (self.shell.dead or self.bubble.has_exited)
+
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
+        """See `Sandbox.run`."""
+        assert self.shell is not None
+        kills = self._memory_kills()
+        outcome = await self.shell.run(command, timeout)
+        if outcome.exit_code and self._memory_kills() > kills:
+            return replace(outcome, out_of_memory=True)
+        return outcome
+
+    async def freeze(self) -> None:
+        """Stop every process, and the clocks of the commands under way."""
+        assert self.shell is not None
+        if self.shell.own_doing is not None:
+            return
+        await self.shell.pause()
+        await self.bubble.freeze()
+
+    async def thaw(self) -> None:
+        """Let every process go on."""
+        assert self.shell is not None
+        if self.shell.own_doing is not None:
+            return
+        try:
+            await self.bubble.thaw()
+        finally:
+            self.shell.resume()
+
+    async def port(self, inside: int) -> tuple[str, int]:
+        """See `Sandbox.port`."""
+        assert self.shell is not None
+        self.shell.check()
+        if self._ports is None:
+            self._ports = NamespaceSockets(self.bubble)
+        return await self._ports.open(inside)
+
+    def _memory_kills(self) -> int:
+        if self._watchdog is not None:
+            return self._watchdog.kills
+        return self._kills.kills() if self._kills is not None else 0
 
 
 class BubblewrapSandbox(Sandbox):
@@ -27,77 +127,81 @@ class BubblewrapSandbox(Sandbox):
         """Make a handle; nothing is started yet."""
         super().__init__(spec, instance)
         self._launcher = launcher
-        self._home = launcher.scratch(instance)
-        self._begun = 0  # lives
-        self._lives: list[Life] = []  # of which something may be left
-        self._life: Life | None = None
-        self._next: asyncio.Task[Life | None] | None = None
+        self._home = launcher.instance_directory(instance)
+        self._generation_count = 0  # lives
+        self._generations: list[SandboxGeneration] = []  # of which something may be left
+        self._generation: SandboxGeneration | None = None
+        self._next: asyncio.Task[SandboxGeneration | None] | None = None
 
     async def start(self) -> None:
         """See `Sandbox.start`."""
-        self._life = await self._begin()
+        self._generation = await self._begin()
 
     async def reset(self) -> None:
         """See `Sandbox.reset`."""
-        old, self._life = self._life, None
-        ended, begun = await asyncio.gather(self._end(old), self._successor(), return_exceptions=True)
+        old, self._generation = self._generation, None
+        ended, begun = await asyncio.gather(self._end(old), self._next_generation(), return_exceptions=True)
         for failure in (ended, begun):
             if isinstance(failure, BaseException):
                 raise failure
-        assert isinstance(begun, Life)
-        self._life = begun
+        assert isinstance(begun, SandboxGeneration)
+        self._generation = begun
         if self._next is None:
-            self._next = asyncio.create_task(self._stand_ready())
+            self._next = asyncio.create_task(self._prepare_standby())
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """See `Sandbox.end`."""
-        self._life = None
+        self._generation = None
         if self._next is not None:
             self._next.cancel()
             await asyncio.wait({self._next})
             self._next = None
-        ends = await asyncio.gather(*map(self._end, self._lives), return_exceptions=True)
+        ends = await asyncio.gather(*map(self._end, self._generations), return_exceptions=True)
         for failure in ends:
             if isinstance(failure, BaseException):
                 raise failure
-        if self._begun:
-            self._launcher.remove_home(self._home)
+        if self._generation_count:
+            self._launcher.remove_instance_directory(self._home)
 
     @property
-    def bubble(self) -> Bubble | None:
+    def bubble(self) -> BubblewrapProcess | None:
         """The bubble of the present life."""
-        return self._life.bubble if self._life is not None else None
+        return self._generation.bubble if self._generation is not None else None
 
     @property
-    def shell(self) -> Shell | None:
+    def shell(self) -> PipeShell | None:
         """The shell of the present life."""
-        return self._life.shell if self._life is not None else None
+        return self._generation.shell if self._generation is not None else None
 
     @property
     def workdir(self) -> str:
         """See `Sandbox.workdir`."""
-        return self._launcher.workdir(self.spec, self._life.bubble.scratch) if self._life else self.spec.workdir
+        return (
+            self._launcher.workdir(self.spec, self._generation.bubble.scratch)
+            if self._generation
+            else self.spec.workdir
+        )
 
     @property
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
-        return self._life is not None and self._life.alive
+        return self._generation is not None and self._generation.alive
 
-    async def run(self, command: Command, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """See `Sandbox.run`."""
-        return await self._present().run(command, timeout)
+        return await self._require_generation().run(command, timeout)
 
     async def freeze(self) -> None:
         """See `Sandbox.freeze`."""
-        await self._present().freeze()
+        await self._require_generation().freeze()
 
     async def thaw(self) -> None:
         """See `Sandbox.thaw`."""
-        await self._present().thaw()
+        await self._require_generation().thaw()
 
     async def fork(self) -> SnapshotImage:
         """See `Sandbox.fork`."""
-        life = self._present()
+        life = self._require_generation()
         assert life.shell is not None
         life.shell.check()
         frozen = life.bubble.frozen
@@ -110,27 +214,27 @@ class BubblewrapSandbox(Sandbox):
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""
-        return await self._present().port(inside)
+        return await self._require_generation().port(inside)
 
-    def _present(self) -> Life:
-        if self._life is None:
+    def _require_generation(self) -> SandboxGeneration:
+        if self._generation is None:
             raise ResourceDied(f"The sandbox {self.instance} is not running.")
-        return self._life
+        return self._generation
 
-    async def _begin(self) -> Life:
-        life = Life(self._launcher, self.spec, self._home / str(self._begun))
-        self._begun += 1
-        self._lives.append(life)
-        await life.begin()
+    async def _begin(self) -> SandboxGeneration:
+        life = SandboxGeneration(self._launcher, self.spec, self._home / str(self._generation_count))
+        self._generation_count += 1
+        self._generations.append(life)
+        await life.start()
         return life
 
-    async def _end(self, life: Life | None) -> None:
+    async def _end(self, life: SandboxGeneration | None) -> None:
         if life is not None:
-            await life.end()
-            if life in self._lives:
-                self._lives.remove(life)
+            await life.stop()
+            if life in self._generations:
+                self._generations.remove(life)
 
-    async def _successor(self) -> Life:
+    async def _next_generation(self) -> SandboxGeneration:
         """The life that stands ready, if it does; else a new one."""
         ready, self._next = self._next, None
         life = await ready if ready is not None else None
@@ -139,10 +243,10 @@ class BubblewrapSandbox(Sandbox):
         await self._end(life)
         return await self._begin()
 
-    async def _stand_ready(self) -> Life | None:
+    async def _prepare_standby(self) -> SandboxGeneration | None:
         """Begin the next life; None if that fails, as the reset which needs it will find out for itself."""
         try:
             return await self._begin()
         except Exception:
-            await self._end(self._lives[-1])
+            await self._end(self._generations[-1])
             return None

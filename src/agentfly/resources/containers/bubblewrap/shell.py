@@ -15,15 +15,14 @@ import os
 import signal
 from pathlib import Path
 
-from agentfly.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded, SandboxOutOfMemory
-from agentfly.resources.containers.bubblewrap.bubble import Bubble
-from agentfly.resources.containers.bubblewrap.exchange import Exchange
-from agentfly.resources.containers.bubblewrap.keepers import Keepers
-from agentfly.resources.containers.bubblewrap.reports import Reports
-from agentfly.resources.containers.bubblewrap.running import Running
-from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.sandbox import FLOODED
-from agentfly.resources.processes import children
+from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded, SandboxOutOfMemory
+from agentfly.resources.containers.backend import FLOODED
+from agentfly.resources.containers.bubblewrap.pipe_command import PipeCommand
+from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
+from agentfly.resources.containers.bubblewrap.shell_io import ShellDirectory
+from agentfly.resources.containers.bubblewrap.shell_processes import ReportReader, ShellProcesses
+from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.process.procfs import children
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
@@ -31,7 +30,7 @@ _SWEEPS = 10
 _LONGEST_NUMBER = 10**7  # that a word of the session can hold
 
 
-class Shell:
+class PipeShell:
     """The host's side of a sandbox's shell.
 
     What arrives from inside is read, and never trusted: the processes of a sandbox are one user's, so any of them can
@@ -39,23 +38,23 @@ class Shell:
     reach beyond the sandbox, nor hold the event loop up. A sandbox whose processes flood the shell's pipes is ended.
     """
 
-    def __init__(self, bubble: Bubble) -> None:
+    def __init__(self, bubble: BubblewrapProcess) -> None:
         """Attach to a sandbox that has been started."""
         assert bubble.launched is not None
         assert bubble.processes is not None
         self._bubble = bubble
         self._launcher = bubble.launcher
-        self._exchange = Exchange(bubble.exchange, bubble.launcher)
+        self._exchange = ShellDirectory(bubble.shell_directory, bubble.launcher)
         self._processes = bubble.processes
         self._requests = bubble.launched.requests
-        self._starts = self._exchange.open_starts()
+        self._starts = self._exchange.open_spawn_pipe()
         self._names = itertools.count(1)
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, PipeCommand] = {}
         self._kills: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._going = asyncio.Event()  # the sandbox is not frozen
         self._going.set()
-        self._keepers = Keepers(
+        self._keepers = ShellProcesses(
             self._processes,
             bubble.launcher,
             session_began=self._session_began,
@@ -63,20 +62,20 @@ class Shell:
         )
         self._known: frozenset[int] = frozenset()  # what was below the two before the last command of the session
         self._ready = asyncio.Event()  # there is a session
-        self._served = False  # the session has finished a command since it began
+        self._session_works = False  # the session has finished a command since it began
         self._end_of_session = (0, False)  # exit code of the one before, and whether its variables were kept
-        self._in_doubt: Running | None = None  # what it had been asked: either it had begun that, or nobody has
+        self._unconfirmed: PipeCommand | None = None  # what it had been asked: either it had begun that, or nobody has
         self._directory = ""  # where the next command must go first, because its session could not keep it
-        self._died_of: str | None = None
+        self._exit_cause: str | None = None
         self.own_doing: SandboxEnded | None = None  # what its processes have done, that it has ended
-        self._reports = Reports(
+        self._reports = ReportReader(
             bubble.launched.reports,
             report=self._report,
             ended=self._ended,
             flooded=self._flood,
         )
         self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and input
-        self._tell(b"g%07d" % 1)
+        self._send(b"g%07d" % 1)
 
     async def ready(self) -> None:
         """Wait for the session to take commands.
@@ -87,7 +86,7 @@ class Shell:
         await self._ready.wait()
         self.check()
 
-    async def run(self, command: Command, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
 
         Raises:
@@ -95,7 +94,7 @@ class Shell:
             SandboxEnded: it was ended for what its processes did.
             ResourceError: the host has no room for the command's input, or too many files open.
         """
-        if command.own_process:
+        if command.new_process:
             return await self._run(command, timeout)
         async with self._turn:
             return await self._run(command, timeout)
@@ -128,18 +127,18 @@ class Shell:
             running.time.resume()
 
     @property
-    def keepers(self) -> set[int]:
+    def shell_pids(self) -> set[int]:
         """The host's ids of the processes that the shell itself consists of, beside process 1."""
-        return self._keepers.both
+        return self._keepers.pids
 
-    async def _run(self, command: Command, timeout: float) -> Outcome:
+    async def _run(self, command: Command, timeout: float) -> CommandOutcome:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         self.check()
         name = next(self._names)
-        directory = self._directory if not command.own_process else ""
+        directory = self._directory if not command.new_process else ""
         try:
-            await self._exchange.place(name, command, directory)
+            await self._exchange.write_command(name, command, directory)
             self.check()
             if directory:
                 self._directory = ""
@@ -147,34 +146,34 @@ class Shell:
             try:
                 exit_code = await self._end_of(running, timeout)
             finally:
-                if running.exit_code is not None or not running.own_process:  # otherwise it is just being killed
+                if running.exit_code is not None or not running.new_process:  # otherwise it is just being killed
                     self._running.pop(name, None)
-                self._exchange.finish(running.pipes)
+                self._exchange.finish_output(running.pipes)
         finally:
-            self._exchange.remove(name)
+            self._exchange.remove_command(name)
         self.check()
         return running.outcome(exit_code)
 
-    def _begin(self, name: int, command: Command) -> Running:
+    def _begin(self, name: int, command: Command) -> PipeCommand:
         """Ask for a command whose script and input are in place."""
-        before = self._keepers.children(of_session=not command.own_process)
+        before = self._keepers.children(of_session=not command.new_process)
         try:
-            if command.own_process:
-                number, pipes = self._exchange.pipes()
+            if command.new_process:
+                number, pipes = self._exchange.new_pipes()
             else:
                 # who has the session's pipes beside it is new since then, or below one that is
-                shared = before != self._known and bool(before - self._known - self.keepers)
+                shared = before != self._known and bool(before - self._known - self.shell_pids)
                 number, pipes = self._exchange.session_pipes(anew=shared)
                 self._known = before
-            running = Running(name, command, pipes, before, frozen=not self._going.is_set())
+            running = PipeCommand(name, command, pipes, before, frozen=not self._going.is_set())
         except OSError as error:
             raise ResourceError(f"The output of a command could not be connected: {error}") from error
         self._running[name] = running
         running.connections = (number, name if command.stdin is not None else 0)
-        self._ask(running)
+        self._request(running)
         return running
 
-    async def _end_of(self, running: Running, timeout: float) -> int | None:
+    async def _end_of(self, running: PipeCommand, timeout: float) -> int | None:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
         self._reports.look()  # it may have ended at once
         try:
@@ -187,20 +186,20 @@ class Shell:
             raise
         return exit_code
 
-    def _ask(self, running: Running) -> None:
+    def _request(self, running: PipeCommand) -> None:
         """Have a command begin."""
-        self._reports.asked()
+        self._reports.add_request()
         pipes, given = running.connections
-        if running.own_process:
+        if running.new_process:
             # a starter that is just being killed may still take one byte: the empty line is for that one
-            self._tell(b"\n%d %d %d\n" % (running.name, pipes, given), self._starts)
+            self._send(b"\n%d %d %d\n" % (running.name, pipes, given), self._starts)
         elif self._connected == running.connections:
-            self._tell(b"%08d" % running.name)
+            self._send(b"%08d" % running.name)
         else:
             self._connected = running.connections
-            self._tell(b"c%07di%07d%08d" % (pipes, given, running.name))
+            self._send(b"c%07di%07d%08d" % (pipes, given, running.name))
 
-    def _tell(self, words: bytes, pipe: int | None = None) -> None:
+    def _send(self, words: bytes, pipe: int | None = None) -> None:
         try:
             os.write(self._requests if pipe is None else pipe, words)
         except BlockingIOError:  # what we write is taken one by one, so others have written there
@@ -217,8 +216,8 @@ class Shell:
         """
         if self.own_doing is not None:
             raise type(self.own_doing)(*self.own_doing.args)
-        if self._died_of is not None:
-            raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._died_of}.")
+        if self._exit_cause is not None:
+            raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._exit_cause}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Shell:
         match word, numbers:
             case b"d", [name, exit_code] if exit_code in range(256):
                 if running := self._running.get(name):
-                    self._served = self._served or not running.own_process
+                    self._session_works = self._session_works or not running.new_process
                     running.finish(exit_code)
             case b"b", [name, process]:
                 if running := self._running.get(name):
@@ -247,14 +246,14 @@ class Shell:
 
     def _session_began(self, asked: int) -> None:
         """A session is ready. Nobody has begun the command `asked`, for by then the session before had ended."""
-        self._served = False
+        self._session_works = False
         self._ready.set()
-        running, self._in_doubt = self._in_doubt, None
+        running, self._unconfirmed = self._unconfirmed, None
         if running is None or running.exit_code is not None:
             return
         if running.name == asked:
             if self._running.get(asked) is running and not running.expired:
-                self._ask_again(running)
+                self._request_again(running)
             return
         exit_code, kept = self._end_of_session
         if not kept:
@@ -262,26 +261,26 @@ class Shell:
             running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
         running.finish(exit_code)
 
-    def _ask_again(self, running: Running) -> None:
+    def _request_again(self, running: PipeCommand) -> None:
         try:
-            running.pipes.begin_again()
+            running.pipes.restart()
         except OSError:
             running.finish(137)
         else:
-            self._ask(running)
+            self._request(running)
 
     def _session_ended(self, exit_code: int, kept: bool, number: int) -> None:
         self._ready.clear()
         self._keepers.session_ended()
         self._end_of_session = (exit_code, kept)
-        self._in_doubt = next((running for running in self._running.values() if not running.own_process), None)
+        self._unconfirmed = next((running for running in self._running.values() if not running.new_process), None)
         self._connected = None
-        self._tell(b"g%07d" % number)
+        self._send(b"g%07d" % number)
 
     @property
     def dead(self) -> bool:
         """Whether the sandbox is gone."""
-        return self._died_of is not None
+        return self._exit_cause is not None
 
     def _flood(self) -> None:
         """End the sandbox for what its processes wrote."""
@@ -298,12 +297,12 @@ class Shell:
                 f"{self._bubble.spec.memory_limit} bytes, until nothing else could be killed. No command can be run in "
                 "it any more, and its files are lost."
             )
-        self._die(self._bubble.cause_of_death())
+        self._die(self._bubble.exit_cause())
 
     def _die(self, cause: str) -> None:
         if self.dead:
             return
-        self._died_of = cause
+        self._exit_cause = cause
         self._reports.close()
         self._ready.set()
         self._going.set()
@@ -312,47 +311,47 @@ class Shell:
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
-    def _begin_kill(self, running: Running) -> asyncio.Task[None]:
+    def _begin_kill(self, running: PipeCommand) -> asyncio.Task[None]:
         task = asyncio.create_task(self._kill(running))
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
         return task
 
-    async def _kill(self, running: Running) -> None:
+    async def _kill(self, running: PipeCommand) -> None:
         await self._going.wait()
         try:
             if not self.dead:
-                await (self._kill_process(running) if running.own_process else self._kill_in_session(running))
+                await (self._kill_process(running) if running.new_process else self._kill_in_session(running))
         finally:
-            if running.own_process:
+            if running.new_process:
                 self._running.pop(running.name, None)
 
-    async def _kill_in_session(self, running: Running) -> None:
+    async def _kill_in_session(self, running: PipeCommand) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
         session = self._keepers.session
         if session is None:
             await self._restarted(_RESTART_GRACE_S)
             return
         self._ready.clear()
-        if self._served:  # a session that never finished anything may be one that cannot
-            await self._launcher.aside(self._sweep, running, session, signal.SIGTERM)
+        if self._session_works:  # a session that never finished anything may be one that cannot
+            await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGTERM)
             if await self._restarted(_KEEP_GRACE_S):
                 return
-        self._directory = await self._launcher.aside(self._directory_of, session)
-        await self._launcher.aside(self._sweep, running, session, signal.SIGKILL)
+        self._directory = await self._launcher.run_blocking(self._directory_of, session)
+        await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGKILL)
         if not await self._restarted(_RESTART_GRACE_S):
             self._bubble.kill()
 
-    async def _kill_process(self, running: Running) -> None:
+    async def _kill_process(self, running: PipeCommand) -> None:
         """Kill a command that has a process of its own."""
-        await self._launcher.aside(self._sweep, running, None, signal.SIGKILL)
+        await self._launcher.run_blocking(self._kill_processes, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
         if not running.begun:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
-            for keeper in children(self._processes.first):
+            for keeper in children(self._processes.init_pid):
                 self._processes.signal(keeper, signal.SIGCONT)
         session, starter = self._keepers.session, self._keepers.starter
-        if not running.begun and session is not None and starter not in children(self._processes.first):
+        if not running.begun and session is not None and starter not in children(self._processes.init_pid):
             self._processes.signal(session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)
 
@@ -363,18 +362,18 @@ class Shell:
             return False
         return True
 
-    def _sweep(self, running: Running, session: int | None, number: signal.Signals) -> None:
+    def _kill_processes(self, running: PipeCommand, session: int | None, number: signal.Signals) -> None:
         """Kill all that a command started, those too that left its process tree; then signal the session, if given.
 
         What left the tree of another command that runs at the same time cannot be told from it, and goes too.
         """
-        first, starter = self._processes.first, self._keepers.starter
+        first, starter = self._processes.init_pid, self._keepers.starter
         parent: int | None = session
         if session is not None:
             self._processes.signal(session, signal.SIGSTOP)  # it must not go on to the command's next line
         elif running.process and starter is not None:
-            parent = self._processes.find(running.process, starter)
-        spared = running.before | self._keepers.both
+            parent = self._processes.host_pid(running.process, starter)
+        spared = running.before | self._keepers.pids
         for _ in range(_SWEEPS):
             roots = set(children(parent)) if parent is not None else set()
             roots = (roots | set(children(first))) - spared

@@ -14,15 +14,15 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.errors import ResourceError, ResourceStartError, ToolError
+from agentfly.core.errors import ResourceError, ResourceStartError, ToolError
+from agentfly.core.threads.run import CancelToken
 from agentfly.resources.containers.bubblewrap.syscalls import MS_NODEV, MS_NOSUID, mount, unmount
-from agentfly.resources.containers.snapshot import SnapshotImage, snapshot_name
-from agentfly.threads.cancel_token import CancelToken
+from agentfly.resources.containers.spec import SnapshotImage, snapshot_name
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "bubblewrap"
-LIMIT_S = 120.0
+COPY_TIMEOUT_S = 120.0
 """Seconds that the files of a sandbox may take to be copied."""
 _TOO_LONG = os.strerror(errno.ENAMETOOLONG)
 _COMPLAINT = 4096  # bytes
@@ -31,7 +31,7 @@ _LONGEST = 3800  # bytes of a list of layers; mount(2) takes a page of options
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LayerSnapshot:
     """A snapshot that is being made, or was.
 
     Args:
@@ -43,16 +43,16 @@ class Snapshot:
     layers: dict[str, str]
 
 
-class Snapshots:
-    """The snapshots of one launcher. Only its thread sees their mounts, and it calls everything here but `fill`."""
+class SnapshotStore:
+    """The snapshots of one launcher. Only its thread sees their mounts, and it calls everything here but `copy_layers`."""
 
     def __init__(self, home: Path) -> None:
         """Keep them below a directory."""
         self._home = home
         self._home.mkdir()
-        self._made: dict[str, Snapshot] = {}
+        self._made: dict[str, LayerSnapshot] = {}
         self._dropped: deque[str] = deque()  # filled on any thread
-        self._discarded: list[Snapshot] = []  # which are to be removed
+        self._discarded: list[LayerSnapshot] = []  # which are to be removed
         self._count = 0
         # what the launching thread sees, for others of this process
         self._seen = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/root"
@@ -63,7 +63,7 @@ class Snapshots:
         Raises:
             ResourceStartError: it is no snapshot of this process, or nobody held it any more.
         """
-        self.clear()
+        self.remove_unreferenced()
         found = self._made.get(snapshot_name(image, BACKEND) or "")
         if found is None:
             raise ResourceStartError(
@@ -72,13 +72,13 @@ class Snapshots:
             )
         return found.layers
 
-    def begin(self, layers: dict[str, str], size: int) -> Snapshot:
+    def create(self, layers: dict[str, str], size: int) -> LayerSnapshot:
         """Make room for a snapshot of private layers that lie over these.
 
         Raises:
             ResourceError: there are too many of them, one over the other.
         """
-        self.clear()
+        self.remove_unreferenced()
         place = self._home / str(self._count)
         self._count += 1
         over = {name: f"{place}/upper{number}:{below}" for number, (name, below) in enumerate(layers.items())}
@@ -87,9 +87,9 @@ class Snapshots:
             raise ResourceError(f"fork(): {depth} layers lie over each other here, and the kernel takes no more.")
         place.mkdir()
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=0711")
-        return Snapshot(place, over)
+        return LayerSnapshot(place, over)
 
-    def fill(self, token: CancelToken, snapshot: Snapshot, tree: Path) -> None:
+    def copy_layers(self, token: CancelToken, snapshot: LayerSnapshot, tree: Path) -> None:
         """Copy private layers, in which nothing moves, with all that an overlay notes about them. Needs root.
 
         Raises:
@@ -108,13 +108,13 @@ class Snapshots:
             kind = ToolError if _TOO_LONG in complaint else ResourceError
             raise kind(f"fork(): the private files of the sandbox could not be copied: …{complaint[-200:].strip()}")
 
-    def keep(self, snapshot: Snapshot) -> SnapshotImage:
+    def publish(self, snapshot: LayerSnapshot) -> SnapshotImage:
         """Give a snapshot that has been filled its name, which is what holds it."""
         name = f"{os.getpid()}-{snapshot.place.name}"
         self._made[name] = snapshot
         return SnapshotImage(BACKEND, name, lambda: self._dropped.append(name))
 
-    def discard(self, snapshot: Snapshot) -> None:
+    def remove(self, snapshot: LayerSnapshot) -> None:
         """Free the memory of a snapshot, as soon as no sandbox made from it is left.
 
         What of it cannot be removed now is tried again by `clear`.
@@ -122,7 +122,7 @@ class Snapshots:
         self._discarded.append(snapshot)
         self._remove_discarded()
 
-    def clear(self) -> None:
+    def remove_unreferenced(self) -> None:
         """Discard those that nobody holds any more."""
         while self._dropped:
             self._discarded.append(self._made.pop(self._dropped.popleft()))

@@ -12,22 +12,23 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.core.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.resources.containers.backend import Sandbox
 from agentfly.resources.containers.bubblewrap.ports import PortForwarder
-from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.docker.capabilities import EngineCapabilities
-from agentfly.resources.containers.docker.client import calling, connect
-from agentfly.resources.containers.docker.configuration import AGENT, ROOT, Plan, drop_words
-from agentfly.resources.containers.docker.fork_archive import archive_words, write_archive
-from agentfly.resources.containers.docker.forwarding import relay
-from agentfly.resources.containers.docker.image import ImageFacts
-from agentfly.resources.containers.docker.labels import labels
-from agentfly.resources.containers.docker.own_images import OwnImages
-from agentfly.resources.containers.docker.removal import remove_container
+from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.docker.container_config import AGENT, ROOT, ContainerConfig, drop_privileges_command
+from agentfly.resources.containers.docker.engine import (
+    EngineCapabilities,
+    connect,
+    engine_call,
+    instance_labels,
+    remove_container,
+)
+from agentfly.resources.containers.docker.images import CommittedImages, ImageInspection, archive_command, write_archive
 from agentfly.resources.containers.docker.stream import EngineStream
-from agentfly.resources.containers.sandbox import Sandbox
-from agentfly.resources.containers.snapshot import SnapshotImage
-from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
+from agentfly.resources.containers.port_forwarding import relay
+from agentfly.resources.containers.spec import SnapshotImage
+from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Forked = Callable[[ImageFacts], SnapshotImage]
+RegisterFork = Callable[[ImageInspection], SnapshotImage]
 """Makes an image that a fork has made known."""
 _RESET_PATIENCE_S = 10.0
 _SHELL_PATIENCE_S = 10.0
@@ -51,7 +52,13 @@ class EngineSandbox(Sandbox):
     """
 
     def __init__(
-        self, plan: Plan, instance: str, *, engine: EngineCapabilities, own: OwnImages, forked: Forked
+        self,
+        plan: ContainerConfig,
+        instance: str,
+        *,
+        engine: EngineCapabilities,
+        own: CommittedImages,
+        forked: RegisterFork,
     ) -> None:
         """Make a handle; nothing is started yet.
 
@@ -68,19 +75,19 @@ class EngineSandbox(Sandbox):
         self._client: Docker | None = None
         self._numbers = itertools.count()
         self._name = ""  # of the container in use
-        self._made: set[str] = set()  # names of containers that may be there
-        self._work: set[asyncio.Task[None]] = set()  # what must not be cut short, or goes on in the background
+        self._container_names: set[str] = set()  # names of containers that may be there
+        self._background: set[asyncio.Task[None]] = set()  # what must not be cut short, or goes on in the background
         self._shells: dict[str, StreamShell] = {}  # by user
         self._beginning = asyncio.Lock()  # of a shell for another user than the spec's
         self._ports = self._new_ports()
-        self._scripts = Scripts("")
+        self._scripts = ShellScripts("")
         self._paused = False
 
     async def start(self) -> None:
         """See `Sandbox.start`."""
         self._client = connect(self._engine.address, self._engine.api_version)
-        await self._own.remove_dropped(self._client)
-        await self._bring_up()
+        await self._own.remove_scheduled(self._client)
+        await self._create_and_start()
 
     async def reset(self) -> None:
         """See `Sandbox.reset`."""
@@ -89,16 +96,16 @@ class EngineSandbox(Sandbox):
         await self._close_others()
         self._ports = self._new_ports()
         if shell is not None:
-            if self._plan.guarded and await shell.reset(self._plan.emptied, _RESET_PATIENCE_S):
+            if self._plan.privileged_server and await shell.reset(self._plan.reset_directories, _RESET_PATIENCE_S):
                 self._shells[self.spec.user] = shell
                 return
             await shell.close()
         old = self._name
         await self._kill(old)
-        await self._bring_up()
+        await self._create_and_start()
         self._in_background(self._remove(old))
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """See `Sandbox.end`."""
         for shell in self._shells.values():
             await shell.close()
@@ -106,14 +113,14 @@ class EngineSandbox(Sandbox):
         await self._close_others()
         if self._client is None:
             return
-        while self._work:  # a container may just be coming into being
-            await asyncio.wait(set(self._work))
+        while self._background:  # a container may just be coming into being
+            await asyncio.wait(set(self._background))
         if self._paused:
             with contextlib.suppress(ResourceError):
                 await self.thaw()
-        for name in list(self._made):
+        for name in list(self._container_names):
             await self._remove(name)
-        await self._own.remove_dropped(self._client)
+        await self._own.remove_scheduled(self._client)
         await self._client.close()
         self._client = None
 
@@ -123,7 +130,7 @@ class EngineSandbox(Sandbox):
         shell = self._shells.get(self.spec.user)
         return shell is not None and (shell.own_doing is not None or not shell.dead)
 
-    async def run(self, command: Command, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """See `Sandbox.run`."""
         return await (await self._shell_of(command.user or self.spec.user)).run(command, timeout)
 
@@ -133,7 +140,7 @@ class EngineSandbox(Sandbox):
             self._paused = True
             for shell in list(self._shells.values()):
                 await shell.pause()
-            async with calling(f"Pausing the container {self._name}"):
+            async with engine_call(f"Pausing the container {self._name}"):
                 await self._container().pause()
 
     async def thaw(self) -> None:
@@ -141,7 +148,7 @@ class EngineSandbox(Sandbox):
         if self._paused:
             state = await self._state()
             if state.get("Paused"):
-                async with calling(f"Unpausing the container {self._name}"):
+                async with engine_call(f"Unpausing the container {self._name}"):
                     await self._container().unpause()
             for shell in self._shells.values():
                 shell.resume()
@@ -155,31 +162,31 @@ class EngineSandbox(Sandbox):
         """See `Sandbox.fork`. What the agent may write to is in memory, and comes into the image as an archive."""
         assert self._client is not None
         container = self._name
-        if self._plan.writable:
+        if self._plan.tmpfs_sizes:
             container = f"{self._name}-fork-{next(self._numbers)}"
-            self._made.add(container)
+            self._container_names.add(container)
             with tempfile.TemporaryFile() as archive:
-                stream = await self._open(archive_words(self._plan.writable), "root")
-                await write_archive(stream, archive, sum(self._plan.writable.values()))
-                body = {"Image": self._plan.image, "Cmd": KEEPER, "Labels": labels(self.instance)}
-                await self._whole(self._create(container, body))
-                async with calling(f"Filling the container {container}"):
+                stream = await self._open(archive_command(self._plan.tmpfs_sizes), "root")
+                await write_archive(stream, archive, sum(self._plan.tmpfs_sizes.values()))
+                body = {"Image": self._plan.image, "Cmd": SERVER_COMMAND, "Labels": instance_labels(self.instance)}
+                await self._run_to_completion(self._create(container, body))
+                async with engine_call(f"Filling the container {container}"):
                     await self._client.containers.container(container).put_archive("/", archive)  # type: ignore[no-untyped-call]
         name = await self._own.commit(self._client, self._engine.address, container)
         if container != self._name:
             await self._remove(container)
-        return self._forked(replace(self._plan.facts, prepared=name))
+        return self._forked(replace(self._plan.inspection, base_image=name))
 
     # --- bringing up ------------------------------------------------------------------------------------------------
 
-    async def _bring_up(self) -> None:
+    async def _create_and_start(self) -> None:
         name = self._name = f"agentfly-{self.instance}-{next(self._numbers)}"
-        self._made.add(name)
-        self._scripts = Scripts(secrets.token_hex(12))
-        body = self._plan.body(labels(self.instance))
+        self._container_names.add(name)
+        self._scripts = ShellScripts(secrets.token_hex(12))
+        body = self._plan.request_body(instance_labels(self.instance))
         try:
-            await self._whole(self._create(name, body))
-            async with calling(f"Starting the container {name}"):
+            await self._run_to_completion(self._create(name, body))
+            async with engine_call(f"Starting the container {name}"):
                 container = self._container()
                 stream = await EngineStream.open(container.attach(stdin=True, stdout=True, stderr=True))
                 try:
@@ -194,13 +201,13 @@ class EngineSandbox(Sandbox):
                 workdir=self.spec.workdir,
                 describe_end=self._describe_end,
             )
-            await shell.begin(self._plan.keeper(self._scripts))
+            await shell.start(self._plan.server_source(self._scripts))
         except ResourceError as error:
             raise ResourceStartError(f"The sandbox {self.instance} did not come up. {error}") from error
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
         assert self._client is not None
-        async with calling(f"Creating the container {name}"):
+        async with engine_call(f"Creating the container {name}"):
             await self._client.containers.create(body, name=name)
 
     async def _shell_of(self, user: str) -> StreamShell:
@@ -219,13 +226,13 @@ class EngineSandbox(Sandbox):
 
     async def _begin_shell(self, user: str) -> StreamShell:
         """A shell beside that of the spec's user."""
-        scripts = Scripts(secrets.token_hex(12))
+        scripts = ShellScripts(secrets.token_hex(12))
 
         async def open_stream(words: Sequence[str]) -> EngineStream:
             return await self._open(words, user)
 
         shell = StreamShell(
-            await open_stream(KEEPER),
+            await open_stream(SERVER_COMMAND),
             scripts,
             open_stream,
             workdir=self.spec.workdir,
@@ -235,7 +242,7 @@ class EngineSandbox(Sandbox):
         )
         try:
             async with asyncio.timeout(_SHELL_PATIENCE_S):
-                await shell.begin(scripts.keeper())
+                await shell.start(scripts.server())
         except TimeoutError:
             await shell.close()
             raise ResourceError(
@@ -254,9 +261,9 @@ class EngineSandbox(Sandbox):
 
     async def _open(self, words: Sequence[str], user: str) -> EngineStream:
         """Run a program in the container, with a stream of its own, as a user without any capability."""
-        guarded_root = self._plan.guarded and user == "root"
-        command = [*(drop_words(ROOT) if guarded_root else []), *words]
-        async with calling(f"Running a program in the container {self._name}"):
+        guarded_root = self._plan.privileged_server and user == "root"
+        command = [*(drop_privileges_command(ROOT) if guarded_root else []), *words]
+        async with engine_call(f"Running a program in the container {self._name}"):
             execution = await self._container().exec(
                 command, stdin=True, user=ROOT if user == "root" else AGENT, workdir=self.spec.workdir
             )
@@ -268,13 +275,13 @@ class EngineSandbox(Sandbox):
         """Kill what runs in a container. Fine if nothing does."""
         assert self._client is not None
         with contextlib.suppress(ResourceError):
-            async with calling(f"Killing the container {name}"):
+            async with engine_call(f"Killing the container {name}"):
                 await self._client.containers.container(name).kill()
 
     async def _remove(self, name: str) -> None:
         assert self._client is not None
         await remove_container(self._client, name)
-        self._made.discard(name)
+        self._container_names.discard(name)
 
     async def _close_others(self) -> None:
         """Let go of what is there beside the shell of the spec's user."""
@@ -294,7 +301,7 @@ class EngineSandbox(Sandbox):
         return f"its container {self._name} ended with exit code {state.get('ExitCode')} {state.get('Error') or ''}"
 
     async def _state(self) -> dict[str, Any]:
-        async with calling(f"Asking for the container {self._name}"):
+        async with engine_call(f"Asking for the container {self._name}"):
             shown = await self._container().show()
         state: dict[str, Any] = shown.get("State", {})
         return state
@@ -306,18 +313,18 @@ class EngineSandbox(Sandbox):
             raise ResourceDied(f"The sandbox {self.instance} is not running.")
         return self._client.containers.container(self._name)
 
-    async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_to_completion(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what must be known to be done or not: a caller that is cancelled leaves, the work goes on."""
         task = self._in_background(work)
         await asyncio.shield(task)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
-        self._work.add(task)
+        self._background.add(task)
         task.add_done_callback(self._done)
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._work.discard(task)
+        self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.debug("%s: %s", self.instance, error)

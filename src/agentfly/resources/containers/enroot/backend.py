@@ -1,26 +1,112 @@
-"""Enroot: containers of the program that clusters have for unprivileged ones."""
+"""What is tried before enroot is said to work: that it answers, and that namespaces can be made around it.
+
+Enroot: containers of the program that clusters have for unprivileged ones.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import shutil
 import subprocess
+import sys
+import tempfile
 import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentfly.errors import PrerequisiteError, ResourceStartError
-from agentfly.resources.cgroups import CgroupHome, cgroup_home
+from agentfly.core.errors import PrerequisiteError, ResourceStartError
+from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap.capabilities import FILTER_MISSING
-from agentfly.resources.containers.bubblewrap.seccomp import filter_program
+from agentfly.resources.containers.bubblewrap.launcher import FILTER_MISSING, user_namespace_hint
 from agentfly.resources.containers.capabilities import Capabilities
-from agentfly.resources.containers.enroot import image as images
-from agentfly.resources.containers.enroot.place import place_of
-from agentfly.resources.containers.enroot.program import find
-from agentfly.resources.containers.enroot.reaping import reap
+from agentfly.resources.containers.enroot import images
+from agentfly.resources.containers.enroot.plan import enroot_directory
+from agentfly.resources.containers.enroot.program import PROGRAM, enroot_environment, find_enroot
+from agentfly.resources.containers.enroot.reaping import reap_enroot
 from agentfly.resources.containers.enroot.sandbox import EnrootSandbox
-from agentfly.resources.containers.enroot.trial import try_out
+from agentfly.resources.containers.runtime_directory import runtime_directory, sandbox_uid
+from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.process.cgroups import CgroupParent, writable_cgroup_parent
+from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
+
+_PATIENCE_S = 30.0
+_LAYER = 2**20
+
+
+def probe_enroot(program: str) -> str:
+    """Try an enroot; its version.
+
+    Raises:
+        PrerequisiteError: something does not work. The message says what, and what to do.
+    """
+    if shutil.which("unsquashfs") is None:
+        raise PrerequisiteError("unsquashfs, with which enroot unpacks images, is missing: install squashfs-tools.")
+    place = runtime_directory() / f".enroot-trial-{uuid.uuid4().hex[:12]}"
+    with CleanupRecord("sandbox-trial", REMOVE_DIRECTORY, {"directory": str(place)}), _removed(place):
+        place.mkdir(mode=0o700)
+        for name in ("run", "data/box", "layer", "image"):
+            (place / name).mkdir(parents=True)
+        if os.geteuid() == 0:
+            for path in (place, *place.rglob("*")):
+                os.chown(path, sandbox_uid(), sandbox_uid())
+        given = enroot_environment(place, place / "data")
+        try:
+            asked = subprocess.run(
+                [program, "version"], env=given, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PrerequisiteError(f"'{program} version' does not work: {error}. Install enroot anew.") from error
+        if asked.returncode:
+            raise PrerequisiteError(f"'{program} version' failed: {asked.stderr.strip()}. Install enroot anew.")
+        _make_namespaces(place)
+        return asked.stdout.strip()
+
+
+@contextmanager
+def _removed(place: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        remove_tree(place)
+
+
+def _make_namespaces(place: Path) -> None:
+    plan = {
+        "place": str(place),
+        "image": str(place / "image"),
+        "uid": sandbox_uid(),
+        "inside": 1000,
+        "disk": _LAYER,
+        "network": False,
+        "groups": [],
+        "limits": {},
+        "mounts": [],
+        "directories": [],
+        "files": {},
+        "first_lines": {},
+    }
+    with tempfile.TemporaryFile("w+") as file:
+        json.dump(plan, file)
+        file.seek(0)
+        words = ["try", str(place), str(file.fileno())]
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", str(PROGRAM), *words],
+            capture_output=True, text=True, timeout=_PATIENCE_S, check=False, pass_fds=[file.fileno()],
+        )  # fmt: skip
+    said = tried.stderr.strip()
+    if tried.returncode and "lay it over" in said:
+        raise PrerequisiteError(
+            f"A private layer cannot be laid over an image: {said}. An ordinary user may do that from Linux 5.11 on."
+        )
+    if tried.returncode:
+        raise PrerequisiteError(user_namespace_hint(said).replace("bubblewrap", "The layer around enroot"))
+
 
 _PROGRAM_MISSING = (
     "enroot is not on the PATH. It is a program of NVIDIA for Linux: install a package of its releases "
@@ -55,7 +141,7 @@ class Enroot(Backend):
     def probe(self) -> Capabilities:
         """See `Backend.probe`. A failure is tried anew."""
         with self._probing:
-            if self._found is None or not self._found.works:
+            if self._found is None or not self._found.available:
                 self._found = self._probe()
             return self._found
 
@@ -69,7 +155,7 @@ class Enroot(Backend):
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> EnrootSandbox:
         """See `Backend.sandbox`."""
-        image = images.known(self._store, spec)
+        image = images.prepared_image(self._store, spec)
         if image is None:
             raise ResourceStartError(
                 f"ContainerSpec(image={spec.image!r}) was changed or removed meanwhile. Try again."
@@ -78,27 +164,27 @@ class Enroot(Backend):
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
         """The directory on the host. It names the control groups, and the processes name it."""
-        return {"place": str(place_of(instance))}
+        return {"place": str(enroot_directory(instance))}
 
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""
-        reap(traces)
+        reap_enroot(traces)
 
     def _program(self) -> str:
-        program = self._chosen or find()
+        program = self._chosen or find_enroot()
         if program is None:
             raise ResourceStartError(_PROGRAM_MISSING)
         return program
 
-    def _home(self) -> CgroupHome | None:
-        return cgroup_home() if self._cgroups else None
+    def _home(self) -> CgroupParent | None:
+        return writable_cgroup_parent() if self._cgroups else None
 
     def _probe(self) -> Capabilities:
-        program = self._chosen or find()
+        program = self._chosen or find_enroot()
         if program is None:
             return self._absent(_PROGRAM_MISSING)
         try:
-            return self._able(program, try_out(program))
+            return self._able(program, probe_enroot(program))
         except PrerequisiteError as error:
             return self._absent(str(error))
         except (OSError, subprocess.SubprocessError) as error:
@@ -109,22 +195,22 @@ class Enroot(Backend):
         filtered = filter_program(platform.machine()) is not None
         return Capabilities(
             backend=self.name,
-            works=True,
-            how=f"{version} at {program}, a private layer in memory over each image",
+            available=True,
+            description=f"{version} at {program}, a private layer in memory over each image",
             images=("path", "name"),
             memory="cgroup" if home else "none",
             pids="cgroup" if home else "rlimit",
             cpus=home is not None and "cpu" in home.parents,
             disk=True,
             network_off=True,
-            filtered=filtered,
+            seccomp_filter=filtered,
             writable_system=True,
-            users=False,
+            multiple_users=False,
             ports=True,
-            freezes="cgroup" if home and "freezer" in home.cgroup("", cpus=0).directories else "none",
-            not_isolated=() if home else (_MEMORY_NOT_HELD,),
+            freeze="cgroup" if home and "freezer" in home.cgroup("", cpus=0).directories else "none",
+            isolation_gaps=() if home else (_MEMORY_NOT_HELD,),
             missing=(*(() if home else (_CGROUPS_MISSING,)), *(() if filtered else (FILTER_MISSING,))),
         )
 
     def _absent(self, why: str) -> Capabilities:
-        return Capabilities(backend=self.name, works=False, missing=(why,))
+        return Capabilities(backend=self.name, available=False, missing=(why,))

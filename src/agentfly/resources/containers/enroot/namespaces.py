@@ -66,7 +66,7 @@ def main(verb: str, plan: Plan, status: int | None) -> int:
 
 def make(plan: Plan, procs: list[int], status: int | None) -> int:
     """Make the namespaces and have process 1 start enroot in them; without a `status`, try all but that."""
-    become(plan["uid"])
+    switch_user(plan["uid"])
     owner, group = os.getuid(), os.getgid()
     call("make a user namespace", libc.unshare, NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -76,15 +76,15 @@ def make(plan: Plan, procs: list[int], status: int | None) -> int:
     call("make namespaces", libc.unshare, kinds)
     child = os.fork()
     if child == 0:
-        os._exit(as_child(lambda: first(plan, procs, started=status is not None)))
+        os._exit(child_exit_status(lambda: init_main(plan, procs, started=status is not None)))
     if status is not None:
         os.write(status, f"{child}\n".encode())
         os.close(status)
-        let_go()
+        detach_stdio()
     return wait(child)
 
 
-def first(plan: Plan, procs: list[int], *, started: bool) -> None:
+def init_main(plan: Plan, procs: list[int], *, started: bool) -> None:
     """What becomes process 1: its limits, its mounts, enroot, and the program."""
     confine(plan, procs)
     call("keep mounts to itself", libc.mount, None, b"/", None, REC | SLAVE, None)
@@ -94,22 +94,22 @@ def first(plan: Plan, procs: list[int], *, started: bool) -> None:
     if not plan["network"]:
         raise_loopback()
         socket.sethostname("sandbox")
-    root = stack(plan)
+    root = mount_overlay(plan)
     for number, source in enumerate(plan["mounts"]):
-        show(source, Path(plan["place"], "mounts", str(number)))
-    apart(lambda: furnish(root, plan))
+        bind_read_only(source, Path(plan["place"], "mounts", str(number)))
+    run_in_child(lambda: populate_root(root, plan))
     if started:
-        container, hold = contain(plan)
+        container, hold = start_enroot(plan)
         enter(opened((Path(f"/proc/{container}/ns", name), kind) for name, kind in INNER))
         os.close(hold)
         with contextlib.suppress(ChildProcessError):
             os.kill(container, signal.SIGKILL)
             os.waitpid(container, 0)
         os.write(1, READY)
-        run(plan)
+        exec_program(plan)
 
 
-def contain(plan: Plan) -> tuple[int, int]:
+def start_enroot(plan: Plan) -> tuple[int, int]:
     """Have enroot start the container; its process, and the end of a pipe with which that ends."""
     held, hold = os.pipe()
     told, tell = os.pipe()
@@ -117,7 +117,7 @@ def contain(plan: Plan) -> tuple[int, int]:
     if container == 0:
         os.dup2(held, 0)
         os.dup2(tell, 1)
-        os._exit(as_child(lambda: execute(plan["enroot"], plan["enroot_environment"])))
+        os._exit(child_exit_status(lambda: exec_with_default_signals(plan["enroot"], plan["enroot_environment"])))
     os.close(held)
     os.close(tell)
     said = b""
@@ -130,7 +130,7 @@ def contain(plan: Plan) -> tuple[int, int]:
     return container, hold
 
 
-def stack(plan: Plan) -> Path:
+def mount_overlay(plan: Plan) -> Path:
     """Lay a private layer, in memory, over the image."""
     place = Path(plan["place"])
     layer, root = place / "layer", place / "data" / "box"
@@ -144,7 +144,7 @@ def stack(plan: Plan) -> Path:
     return root
 
 
-def show(source: str, target: Path) -> None:
+def bind_read_only(source: str, target: Path) -> None:
     """Show a path of the host at another, read-only with all that is mounted below it."""
     if Path(source).is_dir():
         target.mkdir()
@@ -158,7 +158,7 @@ def show(source: str, target: Path) -> None:
     call(f"make {source} read-only", libc.syscall, number, *arguments)
 
 
-def furnish(root: Path, plan: Plan) -> None:
+def populate_root(root: Path, plan: Plan) -> None:
     """Put into the root what every sandbox has. An image's links lead nowhere but into the image."""
     call("change to the root", libc.chroot, os.fsencode(root))
     os.umask(0o022)
@@ -198,20 +198,20 @@ def join(plan: Plan, procs: list[int]) -> int:
     outer, inner = Path(f"/proc/{plan['parent']}/ns"), Path(f"/proc/{plan['first']}/ns")
     kinds = (("pid", NEWPID), ("net", NEWNET), ("ipc", NEWIPC), ("uts", NEWUTS), *INNER)
     namespaces = opened([(outer / "user", NEWUSER), *((inner / name, kind) for name, kind in kinds)])
-    become(plan["uid"])
+    switch_user(plan["uid"])
     enter(namespaces)
     child = os.fork()
     if child == 0:
         os.setsid()
-        os._exit(as_child(lambda: run_confined(plan, procs)))
-    let_go()
+        os._exit(child_exit_status(lambda: run_confined(plan, procs)))
+    detach_stdio()
     return wait(child)
 
 
 def run_confined(plan: Plan, procs: list[int]) -> None:
     """Take the limits of the sandbox, and become the program."""
     confine(plan, procs)
-    run(plan)
+    exec_program(plan)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -230,15 +230,15 @@ def enter(namespaces: list[tuple[int, str, int]]) -> None:
         os.close(descriptor)
 
 
-def run(plan: Plan) -> None:
+def exec_program(plan: Plan) -> None:
     """Give up what the agent must not have, and become the program."""
     os.umask(0o022)
     os.chdir(plan["workdir"])
     drop_rights(bytes.fromhex(plan["filter"]))
-    execute(plan["program"], plan["program_environment"])
+    exec_with_default_signals(plan["program"], plan["program_environment"])
 
 
-def execute(words: list[str], environment: dict[str, str]) -> None:
+def exec_with_default_signals(words: list[str], environment: dict[str, str]) -> None:
     """Become a program, for which every signal does what it does by default: Python ignores some, others may have."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
@@ -260,7 +260,7 @@ def drop_rights(filters: bytes) -> None:
         call("filter system calls", libc.prctl, SET_SECCOMP, 2, program, 0, 0)
 
 
-def become(uid: int) -> None:
+def switch_user(uid: int) -> None:
     """Be an ordinary user, where this is root."""
     if os.geteuid() == 0:
         for output in (1, 2):  # pipes, which others inside open anew by /proc
@@ -283,7 +283,7 @@ def confine(plan: Plan, procs: list[int]) -> None:
         resource.setrlimit(number, (most, most))
 
 
-def let_go() -> None:
+def detach_stdio() -> None:
     """Leave the input and the outputs to the child that has them."""
     nothing = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
@@ -296,16 +296,16 @@ def same_namespace(descriptor: int, name: str) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-def apart(work: Callable[[], None]) -> None:
+def run_in_child(work: Callable[[], None]) -> None:
     """Do something in a process of its own."""
     child = os.fork()
     if child == 0:
-        os._exit(as_child(work))
+        os._exit(child_exit_status(work))
     if code := wait(child):
         os._exit(code)
 
 
-def as_child(work: Callable[[], None]) -> int:
+def child_exit_status(work: Callable[[], None]) -> int:
     """Do the work of a forked process; its exit status."""
     try:
         work()

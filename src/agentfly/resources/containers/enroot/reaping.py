@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentfly.resources.cgroups import members, remove, thaw
-from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
-from agentfly.resources.containers.bubblewrap.scratch import remove_scratch, sandbox_uid
-from agentfly.resources.containers.enroot.place import GROUPS
-from agentfly.resources.processes import user_of
+from agentfly.resources.containers.enroot.plan import GROUPS
+from agentfly.resources.containers.runtime_directory import remove_sandbox_directory, sandbox_uid
+from agentfly.resources.containers.sandbox_processes import InitProcess
+from agentfly.resources.process.cgroups import cgroup_pids, remove_cgroups, thaw_cgroup
+from agentfly.resources.process.procfs import uid_of
 
 _PATIENCE_S = 10.0
 
 
-def reap(traces: dict[str, Any]) -> None:
+def reap_enroot(traces: dict[str, Any]) -> None:
     """Kill and remove exactly what the traces of a container name. Fine if it is gone already.
 
     Raises:
@@ -27,19 +27,19 @@ def reap(traces: dict[str, Any]) -> None:
     place = Path(traces["place"])
     groups = _groups(place)
     for group in groups:
-        thaw(group)  # what is frozen does not die
+        thaw_cgroup(group)  # what is frozen does not die
     deadline = time.monotonic() + _PATIENCE_S
-    while left := {*_started_for(place), *(member for group in groups for member in members(group))}:
+    while left := {*_started_for(place), *(member for group in groups for member in cgroup_pids(group))}:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the processes {sorted(left)} of {place} do not die")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    if (first := FirstProcess.noted(place)) is not None and user_of(first.pid) == sandbox_uid():
-        first.end(_PATIENCE_S)
-    remove(groups)
-    remove_scratch(place)
+    if (first := InitProcess.load(place)) is not None and uid_of(first.pid) == sandbox_uid():
+        first.kill(_PATIENCE_S)
+    remove_cgroups(groups)
+    remove_sandbox_directory(place)
 
 
 def _groups(place: Path) -> list[Path]:
@@ -57,6 +57,6 @@ def _started_for(place: Path) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if word in words and user_of(int(entry.name)) in (os.geteuid(), sandbox_uid()):
+                if word in words and uid_of(int(entry.name)) in (os.geteuid(), sandbox_uid()):
                     found.append(int(entry.name))
     return found

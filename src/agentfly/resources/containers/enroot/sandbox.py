@@ -9,23 +9,22 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentfly.errors import ResourceDied, ResourceError, ResourceStartError
-from agentfly.resources.cgroups import Cgroup, CgroupHome
-from agentfly.resources.containers.bubblewrap.first_process import FirstProcess
+from agentfly.core.errors import ResourceDied, ResourceError, ResourceStartError
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.resources.containers.backend import Sandbox
 from agentfly.resources.containers.bubblewrap.ports import PortForwarder
-from agentfly.resources.containers.bubblewrap.processes import kill_with_children
-from agentfly.resources.containers.bubblewrap.scratch import remove_scratch
-from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.docker.forwarding import relay
-from agentfly.resources.containers.enroot.image import Image
+from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.enroot.images import EnrootImage
 from agentfly.resources.containers.enroot.namespaces import READY
-from agentfly.resources.containers.enroot.place import Place
-from agentfly.resources.containers.enroot.process import ProcessStream, namespaces
-from agentfly.resources.containers.sandbox import Sandbox
+from agentfly.resources.containers.enroot.plan import EnrootDirectory
+from agentfly.resources.containers.enroot.program import ProcessStream, run_namespaces_program
+from agentfly.resources.containers.port_forwarding import relay
+from agentfly.resources.containers.runtime_directory import remove_sandbox_directory
+from agentfly.resources.containers.sandbox_processes import InitProcess, kill_with_children
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.stream_shell.scripts import KEEPER, Scripts
+from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
-from agentfly.threads.pool import on_thread
+from agentfly.resources.process.cgroups import Cgroup, CgroupParent
 
 _START_PATIENCE_S = 60.0
 _END_PATIENCE_S = 20.0
@@ -42,7 +41,7 @@ class EnrootSandbox(Sandbox):
     """
 
     def __init__(
-        self, spec: ContainerSpec, instance: str, *, program: str, image: Image, cgroups: CgroupHome | None
+        self, spec: ContainerSpec, instance: str, *, program: str, image: EnrootImage, cgroups: CgroupParent | None
     ) -> None:
         """Make a handle; nothing is started yet.
 
@@ -55,7 +54,7 @@ class EnrootSandbox(Sandbox):
         """
         super().__init__(spec, instance)
         self._program, self._image = program, image
-        self._place = Place(spec, instance)
+        self._place = EnrootDirectory(spec, instance)
         home = cgroups
         self._cgroup: Cgroup | None = home.cgroup(f"agentfly-{instance}", cpus=spec.cpus) if home else None
         self._begun = False
@@ -72,10 +71,10 @@ class EnrootSandbox(Sandbox):
         self._begun, self._said, self._frozen = True, b"", False
         self._ports = self._new_ports()
         try:
-            await on_thread(self._furnish)
+            await run_in_thread(self._create_directory)
             async with asyncio.timeout(_START_PATIENCE_S):
                 launched = await self._launch()
-                scripts = Scripts(secrets.token_hex(12))
+                scripts = ShellScripts(secrets.token_hex(12))
                 self._shell = StreamShell(
                     launched,
                     scripts,
@@ -83,17 +82,17 @@ class EnrootSandbox(Sandbox):
                     workdir=self.spec.workdir,
                     describe_end=self._describe_end,
                 )
-                await self._shell.begin(scripts.keeper(self._place.drop))
+                await self._shell.start(scripts.server(self._place.limit_command))
         except TimeoutError:
             raise ResourceStartError(
-                f"The sandbox {self.instance} was not up within {_START_PATIENCE_S:g} s. {self._words()}"
+                f"The sandbox {self.instance} was not up within {_START_PATIENCE_S:g} s. {self._enroot_output()}"
             ) from None
         except (OSError, ResourceDied) as error:
             raise ResourceStartError(
-                f"The sandbox {self.instance} did not come up: {error}. {self._words()}"
+                f"The sandbox {self.instance} did not come up: {error}. {self._enroot_output()}"
             ) from error
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """See `Sandbox.end`."""
         await self._ports.close()
         if self._launching is not None and self._launched is None:
@@ -101,7 +100,7 @@ class EnrootSandbox(Sandbox):
                 self._launched = await self._launching
         self._launching = None
         if self._cgroup is not None and self._frozen:
-            await on_thread(self._cgroup.thaw)
+            await run_in_thread(self._cgroup.thaw)
             self._frozen = False
         if self._launched is not None:
             await self._kill(self._launched)
@@ -112,36 +111,36 @@ class EnrootSandbox(Sandbox):
             await self._launched.close()
             self._launched = None
         if self._begun:
-            await on_thread(self._remove)
+            await run_in_thread(self._remove)
 
     @property
     def alive(self) -> bool:
         """See `Sandbox.alive`."""
         return self._shell is not None and (self._shell.own_doing is not None or not self._shell.dead)
 
-    async def run(self, command: Command, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """See `Sandbox.run`."""
         if self._shell is None:
             raise ResourceDied(f"The sandbox {self.instance} is not running.")
         if self._cgroup is None:
             return await self._shell.run(command, timeout)
-        before = self._cgroup.out_of_memory_kills()
+        before = self._cgroup.oom_kills()
         outcome = await self._shell.run(command, timeout)
-        return replace(outcome, out_of_memory=self._cgroup.out_of_memory_kills() > before)
+        return replace(outcome, out_of_memory=self._cgroup.oom_kills() > before)
 
     async def freeze(self) -> None:
         """See `Sandbox.freeze`."""
         if self._cgroup is None or self._shell is None:
-            raise self._cannot("freeze")
+            raise self._unsupported("freeze")
         if not self._frozen:
             self._frozen = True
             await self._shell.pause()
-            await on_thread(self._cgroup.freeze)
+            await run_in_thread(self._cgroup.freeze)
 
     async def thaw(self) -> None:
         """See `Sandbox.thaw`."""
         if self._frozen and self._cgroup is not None:
-            await on_thread(self._cgroup.thaw)
+            await run_in_thread(self._cgroup.thaw)
             self._frozen = False
             if self._shell is not None:
                 self._shell.resume()
@@ -152,18 +151,18 @@ class EnrootSandbox(Sandbox):
 
     # --- bringing up ------------------------------------------------------------------------------------------------
 
-    def _furnish(self) -> None:
+    def _create_directory(self) -> None:
         if self._cgroup is not None:
             spec = self.spec
             self._cgroup.create(memory=spec.memory_limit, pids=self._place.pids, cpus=spec.cpus)
-        self._place.make(self._cgroup)
+        self._place.create(self._cgroup)
 
     async def _launch(self) -> ProcessStream:
         """Bring process 1 up; its stream."""
-        plan = self._place.making(self._program, KEEPER, self._image, self._cgroup)
+        plan = self._place.make_plan(self._program, SERVER_COMMAND, self._image, self._cgroup)
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
-            made = namespaces("make", self._place.path, plan, plan["enroot_environment"], [write])
+            made = run_namespaces_program("make", self._place.path, plan, plan["enroot_environment"], [write])
             self._launching = asyncio.ensure_future(made)
             self._launched = launched = await asyncio.shield(self._launching)
         except BaseException:
@@ -172,9 +171,9 @@ class EnrootSandbox(Sandbox):
         finally:
             os.close(write)
         try:
-            self._first = int(await on_thread(os.read, read, 32) or b"0")
+            self._first = int(await run_in_thread(os.read, read, 32) or b"0")
             with contextlib.suppress(ProcessLookupError):  # it has ended, which is told below
-                FirstProcess.of(self._first).note(self._place.path)
+                InitProcess.of(self._first).save(self._place.path)
         finally:
             os.close(read)
         printed = b""
@@ -196,9 +195,9 @@ class EnrootSandbox(Sandbox):
         """Run a program inside, with a stream of its own."""
         if self._launched is None or not self._first:
             raise ResourceDied(f"The sandbox {self.instance} is not running.")
-        plan = self._place.joining(self._launched.process.pid, self._first, words, self._image, self._cgroup)
+        plan = self._place.join_plan(self._launched.process.pid, self._first, words, self._image, self._cgroup)
         try:
-            return await namespaces("join", self._place.path, plan, {})
+            return await run_namespaces_program("join", self._place.path, plan, {})
         except OSError as error:
             raise ResourceError(f"A program could not be run in the sandbox {self.instance}: {error}") from error
 
@@ -215,7 +214,7 @@ class EnrootSandbox(Sandbox):
     def _remove(self) -> None:
         if self._cgroup is not None:
             self._cgroup.remove(_END_PATIENCE_S)
-        remove_scratch(self._place.path)
+        remove_sandbox_directory(self._place.path)
 
     async def _describe_end(self) -> str:
         if self._launched is None:
@@ -224,10 +223,10 @@ class EnrootSandbox(Sandbox):
             code = await asyncio.wait_for(self._launched.exited(), _EXIT_PATIENCE_S)
         except TimeoutError:
             return "the stream to it broke"
-        if self._cgroup is not None and self._cgroup.out_of_memory_kills():
+        if self._cgroup is not None and self._cgroup.oom_kills():
             return f"process 1 ended with exit code {code}, over the memory limit of {self.spec.memory_limit} bytes"
         return f"process 1 ended with exit code {code}"
 
-    def _words(self) -> str:
+    def _enroot_output(self) -> str:
         said = self._said.decode(errors="replace").strip()
         return f"enroot said: {said}" if said else "enroot said nothing."

@@ -1,24 +1,185 @@
-"""Landlock: the backend for machines where no namespaces can be made. Only specs that say so get it."""
+"""What a sandbox that is confined by Landlock can do, and what it cannot hold.
+
+LandlockLauncher: starts sandboxes that are confined by Landlock, where no namespaces can be made.
+
+Landlock: the backend for machines where no namespaces can be made. Only specs that say so get it.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
+import sys
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentfly.errors import PrerequisiteError
-from agentfly.resources.cgroups import cgroup_home
+from agentfly.core.errors import PrerequisiteError
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap.capabilities import BASH_MISSING
-from agentfly.resources.containers.bubblewrap.reaping import reap
+from agentfly.resources.containers.bubblewrap import rootfs
+from agentfly.resources.containers.bubblewrap.launcher import (
+    BASH_MISSING,
+    CGROUPS_MISSING,
+    Launcher,
+    Tier,
+    unaccounted_memory,
+)
+from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram
+from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
-from agentfly.resources.containers.bubblewrap.scratch import traces
 from agentfly.resources.containers.capabilities import Capabilities
-from agentfly.resources.containers.landlock.capabilities import LandlockCapabilities
-from agentfly.resources.containers.landlock.launcher import LandlockLauncher
-from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.landlock.confine import landlock_version
+from agentfly.resources.containers.runtime_directory import CONFINE_PROGRAM, SHELL_DIRECTORY, traces
+from agentfly.resources.containers.sandbox_processes import PidNamespace, ProcessTree
+from agentfly.resources.containers.seccomp import filter_program
+from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
+from agentfly.resources.process.cgroups import CgroupParent, writable_cgroup_parent
+
+NAMESPACES_MISSING = "Namespaces would isolate fully: see what bubblewrap lacks."
+_SEES = "it sees the host's processes and the names of its files"
+_SIGNALS = "it may end processes of the same user (Linux 6.12 forbids that)"
+_OWNER = "it may change permissions and times of the files of the user who started it"
+_SANDBOXES = "it may change permissions and times of the files of other sandboxes"
+_ITSELF = "a command may end the sandbox, and leave its rollout unscored, by 'kill -9 -1' or 'kill -9 $$'"
+_SOCKETS = "with network=True, it reaches every program that listens on the host"
+_DISK = (
+    "the number and the size of all its private files have no limit, though they may lie in memory; that of each has"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandlockCapabilities(Capabilities):
+    """What Landlock, a filter of system calls and resource limits can do together.
+
+    Nothing outside the sandbox's own directories can be written, and of the host no more be read than in any other
+    sandbox. Those directories have names of the host's: the shell starts in its workdir, ``$HOME`` and ``$TMPDIR`` tell
+    the others, and there is no /tmp.
+    """
+
+    backend: str = "landlock"
+
+    @classmethod
+    def detect(cls, version: int, home: CgroupParent | None, *, own_user: bool) -> LandlockCapabilities:
+        """By the version of Landlock, with control groups or without, and with a user for sandboxes alone or not."""
+        signals = () if version >= 6 else (_SIGNALS,)
+        weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _ITSELF, _SOCKETS, _DISK)
+        return cls(
+            available=True,
+            description=f"by an ordinary user, confined by Landlock (version {version}), without namespaces",
+            images=("host",),
+            memory="cgroup" if home else "watchdog",
+            pids="cgroup" if home else "rlimit",
+            cpus=home is not None and "cpu" in home.parents,
+            network_off=True,
+            seccomp_filter=True,
+            unaccounted_memory=unaccounted_memory(accounted=home is not None, filtered=True),
+            freeze="cgroup" if home is not None and "freezer" in home.parents else "signal",
+            isolation_gaps=weak,
+            missing=(NAMESPACES_MISSING, *(() if home else (CGROUPS_MISSING,))),
+        )
+
+    def check(self, spec: ContainerSpec) -> None:
+        """See `Capabilities.check`."""
+        super().check(spec)
+        if spec.user == "root":
+            raise self.unsupported_error("ContainerSpec(user='root')", "a user 0 inside")
+        if spec.mounts:
+            raise self.unsupported_error(f"ContainerSpec(mounts={spec.mounts!r})", "host paths at other paths inside")
+
+
+_PRIVATE = ("workdir", "home", "tmp")
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_OF_ETC = ("passwd", "group", "nsswitch.conf", "hosts")
+
+
+class LandlockLauncher(Launcher):
+    """Starts sandboxes by `confine`. They see the host's files at their places, and write in directories of theirs."""
+
+    def __init__(self, home: CgroupParent | None) -> None:
+        """Start the launching thread and try a sandbox.
+
+        Raises:
+            PrerequisiteError: the kernel has no Landlock, or something else is missing.
+        """
+        version = landlock_version()
+        if version == 0:
+            raise PrerequisiteError(
+                "There is no Landlock: it needs Linux 5.13 or newer, built with it and with 'landlock' in lsm=…"
+            )
+        self._version = version
+        super().__init__(Tier.CONFINED, BubblewrapProgram(Path(sys.executable)), home)
+
+    def _probe_capabilities(self) -> Capabilities:
+        return LandlockCapabilities.detect(self._version, self.cgroups, own_user=self.uid is not None)
+
+    def _trial_run(self) -> None:
+        if self._filter(ContainerSpec()) is None:
+            raise PrerequisiteError(
+                "There is no filter of system calls for this machine, and Landlock without one is no sandbox."
+            )
+        if self._program_unreachable:  # Python itself, which is more than the one file
+            system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+            if system is None:
+                raise PrerequisiteError(
+                    f"An ordinary user must be able to run a Python, and cannot reach {sys.executable}. Install "
+                    "AgentFly in a virtual environment outside of root's home directory, or the system's python3."
+                )
+            self._program, self._program_unreachable = BubblewrapProgram(Path(system)), False
+        super()._trial_run()
+
+    def _failure_hint(self, complaint: str) -> str:
+        return f"A program could not be confined by Landlock: {complaint.strip() or 'it gave no reason'}."
+
+    def shell_mount(self, exchange: Path) -> str:
+        """See `Launcher.inside`."""
+        return str(exchange)
+
+    def workdir(self, spec: ContainerSpec, scratch: Path) -> str:
+        """See `Launcher.workdir`."""
+        return str(scratch / "workdir")
+
+    def processes(self, first: int) -> PidNamespace:
+        """See `Launcher.processes`."""
+        return ProcessTree.of(first)
+
+    def private_mounts(self, spec: ContainerSpec) -> list[str]:
+        """See `Launcher.file_systems`."""
+        return []
+
+    def _shell_pid_limit(self, spec: ContainerSpec) -> int:
+        return 0  # its limit counts all processes of the user, so `confine` sets it, who can count them
+
+    def _session_script(self, scratch: Path) -> str:
+        private = self._session.replace("/tmp/", f"{scratch}/tmp/")
+        return private.replace(str(SHELL_MOUNT), self.shell_mount(scratch / SHELL_DIRECTORY))
+
+    def _filter(self, spec: ContainerSpec) -> bytes | None:
+        if not self._filters:
+            return None
+        accounted = self.cgroups is not None
+        return filter_program(platform.machine(), namespaces=False, network=spec.network, accounted=accounted)
+
+    def _command_line(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
+        for name in _PRIVATE:
+            (scratch / name).mkdir(mode=0o700)
+        shutil.copyfile(Path(__file__).with_name(CONFINE_PROGRAM), scratch / CONFINE_PROGRAM)
+        read = [f"/{name}" for name in (*rootfs.SYSTEM_DIRECTORIES, "proc")]
+        read += [f"/etc/{name}" for name in (*rootfs.etc_entries(), *_OF_ETC)]
+        read += [os.path.realpath("/etc/resolv.conf")] * spec.network
+        write = [f"/dev/{name}" for name in _DEVICES] + [str(scratch / name) for name in _PRIVATE]
+        words = [str(self._program.path), "-I", "-S", str(scratch / CONFINE_PROGRAM)]
+        words += [word for path in read for word in ("--read", path)]
+        words += [word for path in write for word in ("--write", path)]
+        # what is in there the host opens too, so nothing in it may become a link to something else
+        words += ["--write-to", str(scratch / SHELL_DIRECTORY)]
+        words += ["--chdir", self.workdir(spec, scratch), "--file-size", str(spec.disk_limit)]
+        words += ["--pids", str(0 if self.cgroups else spec.pids)]
+        own = {"HOME": str(scratch / "home"), "TMPDIR": str(scratch / "tmp")}
+        return words, rootfs.sandbox_environment(spec) | own | dict(spec.env)
+
 
 _making = threading.Lock()
 
@@ -55,7 +216,7 @@ class Landlock(Backend):
 
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""
-        reap(traces)
+        reap_bubblewrap(traces)
 
     def _own(self) -> LandlockLauncher | Capabilities:
         if self._launcher is not None:
@@ -67,11 +228,11 @@ class Landlock(Backend):
 def make_launcher(*, cgroups: bool = True) -> LandlockLauncher | Capabilities:
     """A launcher; or, where that does not work, what is missing."""
     if not Path("/bin/bash").exists():
-        return LandlockCapabilities(works=False, missing=(BASH_MISSING,))
+        return LandlockCapabilities(available=False, missing=(BASH_MISSING,))
     try:
-        return LandlockLauncher(cgroup_home() if cgroups else None)
+        return LandlockLauncher(writable_cgroup_parent() if cgroups else None)
     except (PrerequisiteError, OSError) as error:
-        return LandlockCapabilities(works=False, missing=(str(error),))
+        return LandlockCapabilities(available=False, missing=(str(error),))
 
 
 @cache

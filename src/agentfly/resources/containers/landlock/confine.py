@@ -47,7 +47,7 @@ class _FilterProgram(ctypes.Structure):
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> int:
+def check_result(result: int, what: str) -> int:
     """The result of a call of the C library.
 
     Raises:
@@ -77,7 +77,7 @@ def restrict_files(read: list[str], write: list[str], write_to: list[str]) -> No
     scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= 6 else 0
     rules = _Ruleset(known, 0, scoped)
     size = ctypes.sizeof(rules) if version >= 6 else 8
-    ruleset = checked(
+    ruleset = check_result(
         libc.syscall(ctypes.c_long(_CREATE_RULESET), ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint(0)),
         "make a Landlock ruleset",
     )
@@ -85,7 +85,9 @@ def restrict_files(read: list[str], write: list[str], write_to: list[str]) -> No
     for paths, rights in ((read, reading), (write, known & ~_MAKE_DEVICES), (write_to, reading | _WRITE_FILE)):
         for path in paths:
             _allow(ruleset, path, rights & known)
-    checked(libc.syscall(ctypes.c_long(_RESTRICT_SELF), ctypes.c_int(ruleset), ctypes.c_uint(0)), "confine by Landlock")
+    check_result(
+        libc.syscall(ctypes.c_long(_RESTRICT_SELF), ctypes.c_int(ruleset), ctypes.c_uint(0)), "confine by Landlock"
+    )
     os.close(ruleset)
 
 
@@ -100,7 +102,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     number, kind = ctypes.c_long(_ADD_RULE), ctypes.c_int(_RULE_PATH_BENEATH)
     try:
         added = libc.syscall(number, ctypes.c_int(ruleset), kind, ctypes.byref(rule), ctypes.c_uint(0))
-        checked(added, f"allow {path}")
+        check_result(added, f"allow {path}")
     finally:
         os.close(descriptor)
 
@@ -108,7 +110,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 def filter_calls(program: bytes) -> None:
     """Have the kernel refuse system calls by a filter, for good and for all that this process starts."""
     filters = _FilterProgram(len(program) // 8, program)
-    checked(
+    check_result(
         libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(filters), 0, 0),
         "filter system calls",
     )
@@ -134,7 +136,7 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
+def exec_confined(options: argparse.Namespace, environment: dict[str, str]) -> None:
     """Confine this process and make it the program."""
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # the shell is to its processes what process 1 would be
@@ -149,26 +151,26 @@ def become(options: argparse.Namespace, environment: dict[str, str]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_size, options.file_size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     program = os.pread(options.seccomp, 65536, 0)
-    checked(libc.prctl(_PR_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up new privileges")
+    check_result(libc.prctl(_PR_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up new privileges")
     reset_signals()
     restrict_files(options.read, options.write, options.write_to)
     filter_calls(program)
     os.execve(options.command[0], options.command, environment)
 
 
-def attend(first: int) -> int:
+def reap_until_exit(first: int) -> int:
     """Wait until the program has ended, and everything with it. Its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
     while (ended := _next_to_end()) != first:
         os.waitpid(ended, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, status = os.waitpid(first, 0)  # not before: until then its process id is nobody else's, and can be signalled
-    while left := below(os.getpid()):
+    while left := descendants(os.getpid()):
         stopped: set[int] = set()
         while fresh := left - stopped:  # none gets away by forking: all are stopped before any dies
             _signal(fresh, signal.SIGSTOP)
             stopped |= fresh
-            left = below(os.getpid())
+            left = descendants(os.getpid())
         _signal(stopped, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -186,7 +188,7 @@ def _next_to_end() -> int:
     return ended.si_pid
 
 
-def below(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
     """All processes below a process, and not those that have ended."""
     found: set[int] = set()
     edge = {pid}
@@ -237,7 +239,7 @@ def main() -> None:
     first = os.fork()
     if first == 0:
         try:
-            become(options, environment)
+            exec_confined(options, environment)
         except OSError as error:
             print(error, file=sys.stderr)
         os._exit(127)
@@ -248,7 +250,7 @@ def main() -> None:
         os.write(options.info_fd, json.dumps({"child-pid": first}).encode() + b"\n")
     for descriptor in passed:
         os.close(descriptor)
-    sys.exit(attend(first))
+    sys.exit(reap_until_exit(first))
 
 
 if __name__ == "__main__":

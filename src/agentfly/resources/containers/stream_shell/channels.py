@@ -1,38 +1,136 @@
-"""Channels: the streams of a shell, of which the keeper's is the first."""
+"""Channel: a stream whose outputs serve one command at a time.
+
+Channels: the streams of a shell, of which the keeper's is the first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from agentfly.errors import ResourceError
-from agentfly.resources.containers.stream_shell.channel import Channel, Report
-from agentfly.resources.containers.stream_shell.running import Running
-from agentfly.resources.containers.stream_shell.scripts import Scripts
+from agentfly.core.errors import ResourceError
+from agentfly.resources.containers.stream_shell.protocol import ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.stream import Stream
+from agentfly.resources.containers.stream_shell.stream_command import StreamCommand
+
+_UNASKED_BYTES = 16 * 1024  # after which the reader pauses while no command has the channel
+_BUSY_BYTES = 2**20  # after which others get their turn
+_DISCARD_PAUSE_S = 0.02
+
+Report = Callable[["Channel", int, str, list[str]], None]
+
+
+class Channel:
+    """Reads what comes out of a stream: reports, which begin with a mark, and what commands print.
+
+    What comes while no command has the channel is thrown away, at leisure, so that whoever prints it does not fail and
+    holds nothing up. Whoever has the outputs open can make up reports as well; that is the agent's loss alone.
+
+    Attributes:
+        holder: the process, inside, that has the outputs open for commands; 0 for the shell's keeper.
+        has_lingering_writer: whether somebody of an earlier command may still write to it.
+        command: the command that has it.
+    """
+
+    def __init__(self, stream: Stream, mark: bytes, report: Report, closed: Callable[[Channel], None]) -> None:
+        """Begin to read.
+
+        Args:
+            stream: what to read, and to close.
+            mark: what reports begin with.
+            report: called with each report: this, the output it came on, its first word and its others.
+            closed: called when the stream has ended.
+        """
+        self.holder = 0
+        self.has_lingering_writer = False
+        self.command: StreamCommand | None = None
+        self.ready = asyncio.Event()  # it can serve commands, or has ended
+        self.ended = False
+        self._stream = stream
+        self._report = report
+        self._closed = closed
+        self._splitters = {1: ReportSplitter(mark), 2: ReportSplitter(mark)}
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can serve a command."""
+        return self.ready.is_set() and self.command is None and not self.has_lingering_writer and not self.ended
+
+    async def write(self, data: bytes) -> None:
+        """Give the program its input.
+
+        Raises:
+            OSError: it takes none any more.
+        """
+        await self._stream.write(data)
+
+    async def close(self) -> None:
+        """Let go of it."""
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+        with contextlib.suppress(OSError):
+            await self._stream.close()
+
+    def stop(self) -> None:
+        """Read no more: what comes is not to be heeded."""
+        self.ended = True
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        try:
+            at_once = 0
+            while not self.ended and (piece := await self._stream.read()) is not None:
+                output, data = piece
+                self._take(output, data)
+                at_once += len(data)
+                if self.command is None and at_once > _UNASKED_BYTES:
+                    at_once = 0
+                    await asyncio.sleep(_DISCARD_PAUSE_S)
+                elif at_once > _BUSY_BYTES:
+                    at_once = 0
+                    await asyncio.sleep(0)
+        except OSError:
+            pass  # the way to it is broken, which is its end
+        finally:
+            self.ended = True
+            self.ready.set()
+            self._closed(self)
+
+    def _take(self, output: int, data: bytes) -> None:
+        for piece in self._splitters[output].split(data):
+            if self.ended:
+                return
+            if isinstance(piece, list):
+                word, *words = piece
+                self._report(self, output, word, words)
+            elif self.command is not None:
+                self.command.add(output, piece)
+
 
 _OPEN_PATIENCE_S = 30.0
 _HELD = 8  # those that others may still write to, kept open so that printing does not fail for them
 
-Open = Callable[[Sequence[str]], Awaitable[Stream]]
+OpenStream = Callable[[Sequence[str]], Awaitable[Stream]]
 """Runs a program inside, as the user whose shell it is, with a stream of its own."""
 
 
-class Channels:
+class ChannelPool:
     """Channels for commands, opened when they are needed, and kept for later ones.
 
     Attributes:
-        main: the keeper's.
+        server_channel: the keeper's.
     """
 
     def __init__(
         self,
         stream: Stream,
-        scripts: Scripts,
-        open_stream: Open,
+        scripts: ShellScripts,
+        open_stream: OpenStream,
         report: Report,
         main_closed: Callable[[], None],
-        abandoned: Callable[[Running], None],
+        abandoned: Callable[[StreamCommand], None],
     ) -> None:
         """Begin to read the keeper's stream.
 
@@ -50,34 +148,34 @@ class Channels:
         self._main_closed = main_closed
         self._abandoned = abandoned
         self._others: list[Channel] = []
-        self.main = Channel(stream, scripts.mark, report, self._closed)
+        self.server_channel = Channel(stream, scripts.mark, report, self._closed)
 
     def __iter__(self) -> Iterator[Channel]:
-        return iter((self.main, *self._others))
+        return iter((self.server_channel, *self._others))
 
-    async def take(self, running: Running) -> Channel:
+    async def acquire(self, running: StreamCommand) -> Channel:
         """A channel that nobody has, for a command.
 
         Raises:
             ResourceError: another one was needed, and could not be opened.
         """
         for channel in self:
-            if channel.free:
-                channel.running = running
+            if channel.idle:
+                channel.command = running
                 return channel
-        await self._let_go_of_held()
+        await self._close_lingering()
         try:
             async with asyncio.timeout(_OPEN_PATIENCE_S):
                 stream = await self._open(self._scripts.holder())
                 channel = Channel(stream, self._scripts.mark, self._report, self._closed)
-                channel.running = running
+                channel.command = running
                 self._others.append(channel)
                 await channel.ready.wait()
         except TimeoutError:
             raise ResourceError(
                 f"Another stream to the sandbox could not be opened within {_OPEN_PATIENCE_S:g} s."
             ) from None
-        if channel.ended and not self.main.ended:
+        if channel.ended and not self.server_channel.ended:
             raise ResourceError("Another stream to the sandbox was opened, and ended at once.")
         return channel
 
@@ -94,19 +192,19 @@ class Channels:
     async def close(self) -> None:
         """Close all."""
         await self.close_others()
-        await self.main.close()
+        await self.server_channel.close()
 
-    async def _let_go_of_held(self) -> None:
-        held = [channel for channel in self._others if channel.held]
+    async def _close_lingering(self) -> None:
+        held = [channel for channel in self._others if channel.has_lingering_writer]
         for channel in held[: max(0, len(held) - _HELD + 1)]:
             self._others.remove(channel)
             await channel.close()
 
     def _closed(self, channel: Channel) -> None:
-        if channel is self.main:
+        if channel is self.server_channel:
             self._main_closed()
             return
         if channel in self._others:
             self._others.remove(channel)
-        if channel.running is not None:
-            self._abandoned(channel.running)
+        if channel.command is not None:
+            self._abandoned(channel.command)

@@ -14,17 +14,20 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentfly.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded
-from agentfly.resources.containers.allowance import Allowance
-from agentfly.resources.containers.command import Command, Outcome
-from agentfly.resources.containers.sandbox import FLOODED
-from agentfly.resources.containers.stream_shell.channel import Channel
-from agentfly.resources.containers.stream_shell.channels import Channels, Open
-from agentfly.resources.containers.stream_shell.reports import number
-from agentfly.resources.containers.stream_shell.request import NO_INPUT, pieces, request
-from agentfly.resources.containers.stream_shell.running import Running
-from agentfly.resources.containers.stream_shell.scripts import Scripts
+from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded
+from agentfly.resources.containers.backend import FLOODED
+from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.flood_limiter import FloodLimiter
+from agentfly.resources.containers.stream_shell.channels import Channel, ChannelPool, OpenStream
+from agentfly.resources.containers.stream_shell.protocol import (
+    NO_INPUT,
+    ShellScripts,
+    parse_number,
+    request,
+    stdin_chunks,
+)
 from agentfly.resources.containers.stream_shell.stream import Stream
+from agentfly.resources.containers.stream_shell.stream_command import StreamCommand
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
@@ -45,8 +48,8 @@ class StreamShell:
     def __init__(
         self,
         stream: Stream,
-        scripts: Scripts,
-        open_stream: Open,
+        scripts: ShellScripts,
+        open_stream: OpenStream,
         *,
         workdir: str,
         describe_end: Callable[[], Awaitable[str]],
@@ -72,7 +75,7 @@ class StreamShell:
         self._files_from = files_from
         self._orphans = "1" if first else "-"
         self._numbers = itertools.count(1)
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, StreamCommand] = {}
         self._turn = asyncio.Lock()  # the session takes one command at a time
         self._kills: set[asyncio.Task[None]] = set()
         self._openings: set[asyncio.Future[Any]] = set()  # of channels
@@ -80,18 +83,18 @@ class StreamShell:
         self._going.set()
         self._ready = asyncio.Event()  # there is a session
         self._reset_done: asyncio.Future[bool] | None = None
-        self._keeper = self._dispatcher = self._session = 0  # process ids inside
+        self._server_pid = self._dispatcher = self._session = 0  # process ids inside
         self._spared = ""  # children of the session and of process 1 when its last command ended
         self._oom_kills = 0
         self._served = False  # the session has finished a command since it began
         self._died_of: str | None = None
         self.own_doing: SandboxEnded | None = None  # what its processes have done, that it has ended
-        self._allowance = Allowance(_LEAST_REPORTS, per_second=_REPORTS_PER_SECOND, per_request=_REPORTS_PER_REQUEST)
+        self._allowance = FloodLimiter(_LEAST_REPORTS, per_second=_REPORTS_PER_SECOND, per_request=_REPORTS_PER_REQUEST)
         self._ending: asyncio.Task[None] | None = None
-        self._channels = Channels(stream, scripts, open_stream, self._report, self._main_closed, self._abandoned)
-        self._main = self._channels.main
+        self._channels = ChannelPool(stream, scripts, open_stream, self._report, self._main_closed, self._abandoned)
+        self._main = self._channels.server_channel
 
-    async def begin(self, keeper: bytes) -> None:
+    async def start(self, keeper: bytes) -> None:
         """Tell the keeper what to do, and wait for its session to take commands.
 
         Raises:
@@ -107,14 +110,14 @@ class StreamShell:
         """Whether the sandbox takes no more commands, as far as is known."""
         return self._died_of is not None or self._main.ended
 
-    async def run(self, command: Command, timeout: float) -> Outcome:
+    async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
 
         Raises:
             ResourceDied: the sandbox ended before the command did, or the way to it is broken.
             SandboxEnded: it was ended for what its processes did.
         """
-        if command.own_process:
+        if command.new_process:
             return await self._run(command, timeout)
         async with self._turn:
             return await self._run(command, timeout)
@@ -141,7 +144,7 @@ class StreamShell:
             return False
         finally:
             self._reset_done = None
-        self._main.held = False
+        self._main.has_lingering_writer = False
         self._spared, self._served = "", False
         return not self.dead
 
@@ -172,19 +175,19 @@ class StreamShell:
 
     # --- one command ------------------------------------------------------------------------------------------------
 
-    async def _run(self, command: Command, timeout: float) -> Outcome:
+    async def _run(self, command: Command, timeout: float) -> CommandOutcome:
         if self._kills:  # the end of a command whose caller has left
             await asyncio.wait(self._kills)
         await self._check()
-        self._allowance.asked()
+        self._allowance.add_request()
         files = {running.file for running in self._running.values()}
-        file = next(n for n in itertools.count(self._files_from) if n not in files) if command.own_process else 0
-        running = Running(next(self._numbers), command, file, frozen=not self._going.is_set())
+        file = next(n for n in itertools.count(self._files_from) if n not in files) if command.new_process else 0
+        running = StreamCommand(next(self._numbers), command, file, frozen=not self._going.is_set())
         running.spared, running.kills = self._spared, self._oom_kills
         self._running[running.number] = running
         try:
             channel = await self._channel_for(running)
-            code = await self._carry_out(running, command, channel, timeout)
+            code = await self._run_on_channel(running, command, channel, timeout)
         finally:
             if running.killing is None or running.killing.done():
                 self._forget(running)
@@ -192,25 +195,27 @@ class StreamShell:
         kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.kills)
         return running.outcome(code, kills_before)
 
-    def _forget(self, running: Running) -> None:
+    def _forget(self, running: StreamCommand) -> None:
         """Take no more reports about a command, and leave its channel to others."""
         self._running.pop(running.number, None)
         for channel in self._channels:
-            if channel.running is running:
-                channel.held = channel.held or not running.ended.is_set()
-                channel.running = None
+            if channel.command is running:
+                channel.has_lingering_writer = channel.has_lingering_writer or not running.ended.is_set()
+                channel.command = None
 
-    async def _channel_for(self, running: Running) -> Channel:
+    async def _channel_for(self, running: StreamCommand) -> Channel:
         await self._going.wait()
         opening = asyncio.get_running_loop().create_future()
         self._openings.add(opening)
         try:
-            return await self._channels.take(running)
+            return await self._channels.acquire(running)
         finally:
             self._openings.discard(opening)
             opening.set_result(None)
 
-    async def _carry_out(self, running: Running, command: Command, channel: Channel, timeout: float) -> int | None:
+    async def _run_on_channel(
+        self, running: StreamCommand, command: Command, channel: Channel, timeout: float
+    ) -> int | None:
         """Start a command and wait for its end; None if it had to be killed because it ran out of time."""
         running.time.begin(timeout)
         sending = asyncio.create_task(self._send(running, command, channel))
@@ -227,17 +232,17 @@ class StreamShell:
             sending.cancel()
         return code
 
-    async def _send(self, running: Running, command: Command, channel: Channel) -> None:
+    async def _send(self, running: StreamCommand, command: Command, channel: Channel) -> None:
         source, stdin = command.source, NO_INPUT
-        if before := command.preparation:
+        if before := command.prelude:
             source = b"( %s\n%s\n)" % (before, source)
         try:
             if command.stdin is not None:
-                stdin = f"{self._scripts.place}/{running.file}.in"
+                stdin = f"{self._scripts.directory}/{running.file}.in"
                 await self._ask("n", argument=running.file)
-                for piece in pieces(command.stdin):
+                for piece in stdin_chunks(command.stdin):
                     await self._ask("i", argument=running.file, data=piece)
-            kind, known = "p" if running.own_process else "s", (self._keeper, self._dispatcher, self._session)
+            kind, known = "p" if running.new_process else "s", (self._server_pid, self._dispatcher, self._session)
             fields = {"number": running.number, "argument": running.file, "holder": channel.holder, "stdin": stdin}
             running.asked = True
             await self._ask(kind, known=known, data=source, **fields)
@@ -275,7 +280,7 @@ class StreamShell:
             self.own_doing = SandboxFlooded(FLOODED)
             self._die("its processes flooded it")
             self._channels.stop()
-            self._beside(self._end_processes())
+            self._in_background(self._end_processes())
 
     async def _end_processes(self) -> None:
         """End what runs inside. What is left of it goes with the sandbox."""
@@ -296,7 +301,7 @@ class StreamShell:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
-        if not self._allowance.take(1):
+        if not self._allowance.spend(1):
             self._flood()
             return
         try:
@@ -304,18 +309,18 @@ class StreamShell:
                 case "b" | "d":
                     self._command_reported(channel, output, word, words)
                 case "o" if channel is not self._main and not channel.ready.is_set():
-                    channel.holder = number(words[0])
+                    channel.holder = parse_number(words[0])
                     channel.ready.set()
                 case "x" if channel is self._main:
-                    self._send_again(number(words[0]))
+                    self._send_again(parse_number(words[0]))
                 case "h" if channel is self._main:
-                    self._session, self._served = number(words[0]), False
+                    self._session, self._served = parse_number(words[0]), False
                     channel.ready.set()
                     self._ready.set()
                 case "f" if channel is self._main:
-                    self._dispatcher_began(*map(number, words))
+                    self._dispatcher_began(*map(parse_number, words))
                 case "e" if channel is self._main and self._reset_done is None:
-                    if (code := number(words[0])) in range(256):
+                    if (code := parse_number(words[0])) in range(256):
                         self._session_ended(code, kept=words[1] == "1")
                 case "r" if channel is self._main and self._reset_done is not None:
                     if not self._reset_done.done():
@@ -324,27 +329,27 @@ class StreamShell:
             return  # not one of ours
 
     def _command_reported(self, channel: Channel, output: int, word: str, words: list[str]) -> None:
-        if (running := self._running.get(number(words[0]))) is None:
+        if (running := self._running.get(parse_number(words[0]))) is None:
             return
         if word == "b":
             running.begun = True
             return
         code = 0
         if output == 1:
-            code = number(words[1])
+            code = parse_number(words[1])
             if code not in range(256):
                 return
-            channel.held = words[2] != "0"
-            running.kills = number(words[3])
-            if not running.own_process:
+            channel.has_lingering_writer = words[2] != "0"
+            running.kills = parse_number(words[3])
+            if not running.new_process:
                 self._served = True
-                self._spared = " ".join(str(number(process)) for process in words[4:] if process)
+                self._spared = " ".join(str(parse_number(process)) for process in words[4:] if process)
         running.reported(output, code)
 
     def _send_again(self, asked: int) -> None:
         """The channel of a command is gone, which had not been noticed; it gets another."""
         for channel in self._channels:
-            running = channel.running
+            running = channel.command
             if (
                 running is not None
                 and running.number == asked
@@ -352,10 +357,10 @@ class StreamShell:
                 and running.sent_again < _TIMES_AGAIN
             ):
                 running.sent_again += 1
-                channel.running, channel.held = None, True
-                self._beside(self._send_by_another(running))
+                channel.command, channel.has_lingering_writer = None, True
+                self._in_background(self._resend(running))
 
-    async def _send_by_another(self, running: Running) -> None:
+    async def _resend(self, running: StreamCommand) -> None:
         try:
             await self._send(running, running.command, await self._channel_for(running))
         except ResourceError as error:
@@ -363,10 +368,10 @@ class StreamShell:
 
     def _dispatcher_began(self, keeper: int, dispatcher: int) -> None:
         again = self._dispatcher != 0 and self._reset_done is None
-        self._keeper, self._dispatcher = keeper, dispatcher
+        self._server_pid, self._dispatcher = keeper, dispatcher
         if again:  # what waits for a process of its own may have gone with the one before
             for running in self._running.values():
-                if running.own_process and not running.closing:
+                if running.new_process and not running.closing:
                     running.closing = True
                     asyncio.get_running_loop().call_later(1.0, running.finish, 137)
 
@@ -374,8 +379,8 @@ class StreamShell:
         self._ready.clear()
         self._session = 0
         for channel in self._channels:
-            running = channel.running
-            if running is None or running.closing or running.own_process or not running.begun:
+            running = channel.command
+            if running is None or running.closing or running.new_process or not running.begun:
                 continue
             if not running.ended.is_set():
                 running.closing = True
@@ -384,60 +389,62 @@ class StreamShell:
                         f"the shell was started anew in {self._workdir}; its variables and functions are lost"
                     )
                 # the next session says when all that was printed has come
-                self._beside(self._finish_by_request(running, channel.holder, code))
+                self._in_background(self._finish_by_request(running, channel.holder, code))
 
-    def _abandoned(self, running: Running) -> None:
+    def _abandoned(self, running: StreamCommand) -> None:
         """The stream of a command has ended, as when what held it was killed: what it printed from then on is lost."""
-        if running.own_process:
+        if running.new_process:
             running.finish(137)
         elif not running.ended.is_set():
             running.lost = "what held its output was killed, so its end was not seen"
-            self._beside(self._finish_by_request(running, 0, 137))
+            self._in_background(self._finish_by_request(running, 0, 137))
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Have something done that the next command waits for."""
         task = asyncio.create_task(work)
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
         return task
 
-    async def _finish_by_request(self, running: Running, holder: int, code: int) -> None:
+    async def _finish_by_request(self, running: StreamCommand, holder: int, code: int) -> None:
         await self._going.wait()
         with contextlib.suppress(OSError, TimeoutError):
-            known = (self._keeper, self._dispatcher)
+            known = (self._server_pid, self._dispatcher)
             await self._ask("e", number=running.number, argument=code, holder=holder, known=known)
             await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
         running.finish(code)
 
     # --- ending a command -------------------------------------------------------------------------------------------
 
-    def _begin_kill(self, running: Running, channel: Channel, sending: asyncio.Task[None]) -> asyncio.Task[None] | None:
+    def _begin_kill(
+        self, running: StreamCommand, channel: Channel, sending: asyncio.Task[None]
+    ) -> asyncio.Task[None] | None:
         """Begin to kill a command, about which reports are taken until it has ended; None if it was not asked for."""
         sending.cancel()
         if running.killing is None and running.asked:
-            running.killing = self._beside(self._kill(running, channel))
+            running.killing = self._in_background(self._kill(running, channel))
             running.killing.add_done_callback(lambda _: self._forget(running))
         return running.killing
 
-    async def _kill(self, running: Running, channel: Channel) -> None:
+    async def _kill(self, running: StreamCommand, channel: Channel) -> None:
         await self._going.wait()
         if self.dead:
             return
         try:
             async with asyncio.timeout(4 * _RESTART_GRACE_S):
-                await (self._kill_alone(running) if running.own_process else self._kill_in_session(running, channel))
+                await (self._kill_alone(running) if running.new_process else self._kill_in_session(running, channel))
         except (OSError, TimeoutError) as error:
             self._die(f"a command could not be killed in it, so that the way to it may be broken ({error!r})")
 
-    async def _kill_in_session(self, running: Running, channel: Channel) -> None:
+    async def _kill_in_session(self, running: StreamCommand, channel: Channel) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
         session, keep = self._session, running.begun and self._served
-        channel.running = running
+        channel.command = running
         signals = ("TERM", "KILL") if keep else ("KILL",)
         for signal in signals:
             if session and not running.ended.is_set():
                 self._ready.clear()
-                known = (self._keeper, self._dispatcher, running.spared)
+                known = (self._server_pid, self._dispatcher, running.spared)
                 await self._ask("k", number=session, argument=signal, holder=self._orphans, known=known)
             if await self._restarted(_KEEP_GRACE_S if signal == "TERM" else _RESTART_GRACE_S):
                 break
@@ -461,9 +468,9 @@ class StreamShell:
         finally:
             await stream.close()
 
-    async def _kill_alone(self, running: Running) -> None:
+    async def _kill_alone(self, running: StreamCommand) -> None:
         """Kill a command that has a process of its own."""
-        known = (self._keeper, self._dispatcher, self._session, self._spared)
+        known = (self._server_pid, self._dispatcher, self._session, self._spared)
         for _ in range(_KILLS):  # what was just beginning may have started its first process after one
             await self._ask("q", number=running.number, holder=self._orphans, known=known)
             with contextlib.suppress(TimeoutError):

@@ -1,1 +1,0 @@
-"""Memory: what an agent recalls of its conversation when it speaks next."""

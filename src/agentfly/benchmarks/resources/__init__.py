@@ -1,0 +1,1 @@
+"""Benchmarks of the resource engine and of the kinds of resource."""

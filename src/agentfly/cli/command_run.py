@@ -1,0 +1,230 @@
+"""What ``agentfly eval`` and ``agentfly rollout`` begin from: a configuration file, or a run and its checkpoint.
+
+KeptRun: the run in which ``agentfly eval`` and ``agentfly rollout`` keep what they do, new or gone on with.
+
+begun_run: the run that ``agentfly train`` and ``agentfly sft`` begin or go on with, known once it is under way.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from agentfly.cli.config_file import EndpointConfig, OracleConfig, RunConfig, load_config, save_config
+from agentfly.core.errors import ConfigError, UsageError
+from agentfly.core.run_directory import Command, RunDirectory, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentfly.cli.config_file import RunConfig
+    from agentfly.core.events import EventStream
+    from agentfly.core.run_directory import RunDirectory
+
+
+def base_url_override(base_url: str | None) -> list[str]:
+    """The override that ``--base-url`` is short for."""
+    return [] if base_url is None else [f"policy.base_url={base_url}"]
+
+
+def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
+    """The run that a command is to go on with.
+
+    Raises:
+        ConfigError: there is no run, or another command has begun it.
+    """
+    run = RunDirectory(path)
+    if not run.config_file.is_file():
+        raise ConfigError(f"{path} holds no run to go on with: there is no {run.config_file}.")
+    if (begun_by := run.begun_by) not in (None, command):
+        new = f" To begin anew from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
+        raise ConfigError(
+            f"{path} is a run of agentfly {begun_by}, and agentfly {command} cannot go on with it. Go on with it by "
+            f"agentfly {begun_by} --resume {path}.{new}"
+        )
+    return run
+
+
+def tell_unused(words: Sequence[str], command: Literal["train", "sft"]) -> None:
+    """Say of overrides that the command does not read them: each has a group of settings of its own."""
+    other, own, length = "training", "sft", "sft.epochs"
+    if command == "train":
+        other, own, length = "sft", "training", "training.steps"
+    for word in words:
+        if word.startswith(f"{other}."):
+            typer.echo(
+                f"{word} changes nothing here: agentfly {command} reads the settings below {own}, such as {length}, "
+                "which says how long it runs",
+                err=True,
+            )
+
+
+def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:
+    """The configuration that a command is to follow, and the training step that its model has reached.
+
+    Args:
+        source: a configuration file, or the directory of a run, whose configuration is taken with its last checkpoint.
+        overrides: ``key=value`` words.
+        checkpoint: of a run: the step to take, or ``none`` for the model before training.
+
+    Raises:
+        ConfigError: there is no such configuration, run or checkpoint, or it cannot be followed.
+    """
+    if not source.exists():
+        raise ConfigError(f"There is no {source}. Name a configuration file, or the directory of a run.")
+    if not source.is_dir():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint chooses among those of a run, and {source} is not a run's directory.")
+        return load_config(source, overrides), 0
+    run = RunDirectory(source)
+    if not run.config_file.is_file():
+        raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
+    config = load_config(run.config_file, ["run_dir=null", *overrides])
+    if checkpoint == "none" or (checkpoint is None and isinstance(config.policy, (EndpointConfig, OracleConfig))):
+        return config, 0
+    step, path = _checkpoint(run.path, checkpoint)
+    return config.model_copy(update={"model": str(path.resolve())}), step
+
+
+def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
+    from agentfly.training.checkpoints import Checkpoints, require_valid  # needs the packages for training
+
+    checkpoints = Checkpoints(RunDirectory(run).checkpoints, keep=1)
+    saved = dict(checkpoints.saved())
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint yet. With --checkpoint none the model before training is taken.")
+    if wanted is None:
+        sound = checkpoints.latest_valid()
+        step = next(step for step, path in saved.items() if path == sound)
+    elif (number := whole_number(wanted)) in saved:
+        step = number
+    else:
+        raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
+    return step, saved[step] if wanted is None else require_valid(saved[step])
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """What a command is to do, and where it keeps it.
+
+    Attributes:
+        config: the configuration.
+        step: the training step that the model has reached.
+        kind: what is rolled out for.
+        resumed: the run that is gone on with; None where a new one begins.
+    """
+
+    config: RunConfig
+    step: int
+    kind: Literal["eval", "rollout"]
+    resumed: RunDirectory | None
+
+    @classmethod
+    def parse(
+        cls,
+        kind: Literal["eval", "rollout"],
+        source: Path | None,
+        overrides: Sequence[str],
+        checkpoint: str | None,
+        resume: Path | None,
+    ) -> CommandRun:
+        """What the words of a command ask for.
+
+        Args:
+            kind: what is rolled out for.
+            source: a configuration, or a run; with ``resume`` it is a further override, if it is given at all.
+            overrides: ``key=value`` words.
+            checkpoint: of a run: the step to take, or ``none`` for the model before training.
+            resume: the run to go on with.
+
+        Raises:
+            ConfigError: there is no such configuration or run, or it cannot be followed.
+        """
+        if resume is None:
+            if source is None:
+                raise ConfigError("Name a configuration or a run, or say --resume RUN_DIR to go on with one.")
+            config, step = load_source(source, overrides, checkpoint)
+            return cls(config, step, kind, None)
+        run = run_to_go_on_with(resume, kind)
+        if checkpoint is not None:
+            raise ConfigError("--checkpoint belongs to a new run; --resume goes on with the model that there is.")
+        config = load_config(run.config_file, [*([] if source is None else [str(source)]), *overrides])
+        steps = [step for step, _ in run.trajectory_files(kind)]
+        return cls(config, max(steps, default=0), kind, run)
+
+    @property
+    def recorded_arguments(self) -> Mapping[str, Any]:
+        """What is known of the run that is gone on with: its ``tasks`` and ``attempts``; empty if there is none."""
+        from agentfly.rollouts.rollout_record import RolloutRecord
+
+        if self.resumed is None:
+            return {}
+        return RolloutRecord(self.resumed.trajectories_file(self.step, self.kind), resume=True).info
+
+    @contextmanager
+    def open_directory(self, command: str) -> Iterator[RunDirectory]:
+        """Within the block the run's directory is there; a new one goes again if no rollout has finished in it.
+
+        Args:
+            command: the command that goes on with it, for whoever stops it.
+        """
+        from agentfly.cli.train import new_run
+
+        run = self.resumed or new_run(self.config)
+        try:
+            if self.resumed is None:
+                save_config(self.config, run.config_file)
+            yield run
+            save_config(self.config, run.config_file)
+        except BaseException as error:
+            if not run.trajectories_file(self.step, self.kind).exists():
+                if self.resumed is None:
+                    run.config_file.unlink(missing_ok=True)
+                    run.remove_unless_begun()
+            elif not isinstance(error, UsageError):
+                words = shlex.join(["agentfly", command, "--resume", str(run.path)])
+                typer.echo(f"stopped; to go on: {words}", err=True)
+            raise
+
+
+@contextmanager
+def save_config_on_start(
+    config: RunConfig, resumed: RunDirectory | None, events: EventStream, *, command: str, sources: str = ""
+) -> Iterator[None]:
+    """Keep a run's configuration once it is known that it can be begun, or gone on with, as that says.
+
+    Whoever stops the run is told how to go on with it.
+
+    Args:
+        config: the configuration.
+        resumed: the run that is gone on with; a new one begins if it is None.
+        events: what the run tells within the block.
+        command: the command that goes on with it.
+        sources: further words of that command.
+    """
+    from agentfly.cli.config_file import save_config
+    from agentfly.core.events import Event, TrainingStarted
+    from agentfly.core.run_directory import RunDirectory
+
+    run = resumed
+
+    def keep_configuration(event: Event) -> None:
+        nonlocal run
+        if isinstance(event, TrainingStarted):
+            run = RunDirectory(event.run_dir)
+            save_config(config, run.config_file)
+
+    try:
+        with events.subscribed(keep_configuration, required=True):  # without it the run could not be resumed
+            yield
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
+        if run is not None:
+            words = ["agentfly", command, "--resume", shlex.quote(str(run.path)), *([sources] if sources else [])]
+            typer.echo(f"stopped; to go on: {' '.join(words)}", err=True)
+        raise

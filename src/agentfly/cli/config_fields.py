@@ -1,0 +1,207 @@
+"""The fields of a configuration, as a list: made of the classes that hold them, and so always complete.
+
+ConfiguredCommand: a command whose further words are ``key=value`` fields of the configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+
+from agentfly.cli.config_file import GROUPS, RunConfig
+from agentfly.core.errors import ConfigError, nearest_name
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """A field of a configuration.
+
+    Attributes:
+        key: its whole key, such as ``training.kl.coefficient``, as it is overridden on the command line.
+        kind: what it takes, in words: ``int > 0``, ``chain | step``, ``str or null``; a group is ``group``.
+        default: the value in force where it is not given; ``needed`` where it must be.
+        meaning: what it is for, from its docstring.
+    """
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """The key within its group."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFieldGroup:
+    """Fields that belong together.
+
+    Attributes:
+        key: what their keys begin with; empty for those of the run itself.
+        title: name of the class that holds them.
+        about: the first paragraph of its docstring.
+        fields: the fields, in their order.
+    """
+
+    key: str
+    title: str
+    about: str
+    fields: tuple[ConfigField, ...]
+
+    def markdown(self) -> str:
+        """The fields as a table of Markdown."""
+        rows = ["| field | default | what it is |", "|---|---|---|"]
+        for field in self.fields:
+            default = field.default if field.default in ("needed", "see below") else f"`{field.default}`"
+            rows.append(f"| `{field.name}` | {default} | {field.meaning} |")
+        return "\n".join(rows)
+
+
+@cache
+def field_groups() -> tuple[ConfigFieldGroup, ...]:
+    """All fields that a configuration may have, in groups, each before those within it."""
+    return tuple(_groups(RunConfig, ""))
+
+
+def find_field(name: str) -> str | None:
+    """The whole key of the field that is called so, here or elsewhere; None if none is.
+
+    ``training.steps`` is called ``steps``, and ``training.learning_rate`` is called ``lr`` elsewhere.
+    """
+    return next((meant for key, meant in _spellings().items() if key == name or key.endswith(f".{name}")), None)
+
+
+def nearest_field(name: str) -> str | None:
+    """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
+    group, _, last = name.rpartition(".")
+    spellings = _spellings()
+    alike = [key for key in spellings if key.rpartition(".")[2] == last]
+    if alike:  # in another group
+        return spellings[difflib.get_close_matches(name, alike, n=1, cutoff=0.0)[0] if group else alike[0]]
+    beside: dict[str, str] = {}
+    anywhere: dict[str, str] = {}
+    for key, meant in spellings.items():
+        within, _, spelled = key.rpartition(".")
+        anywhere.setdefault(spelled, meant)
+        if within == group:
+            beside[spelled] = meant
+    for wanted, among in ((last, beside), (last, anywhere), (name, spellings)):
+        near = nearest_name(wanted, among)
+        if near is not None:
+            return among[near]
+    return None
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """The whole keys of all fields by themselves, and by the names that other frameworks have for them."""
+    keys = {field.key: field.key for group in field_groups() for field in group.fields}
+    return keys | {
+        f"{group}.{name}": f"{group}.{meant}"
+        for group, settings in GROUPS.items()
+        for name, meant in settings.SYNONYMS.items()
+    }
+
+
+def _groups(model: type[BaseModel], prefix: str) -> Iterator[ConfigFieldGroup]:
+    fields, within = [], []
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        groups = [one for one in _flat(info.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        within += [(group, f"{key}.") for group in groups]
+        fields.append(
+            ConfigField(key, _kind(info), _default(info, bool(groups)), " ".join((info.description or "").split()))
+        )
+    about = " ".join((model.__doc__ or "").partition("\n\n")[0].split())
+    yield ConfigFieldGroup(prefix.rstrip("."), model.__name__, about, tuple(fields))
+    for group, inner in within:
+        yield from _groups(group, inner)
+
+
+def _default(info: FieldInfo, group: bool) -> str:
+    if info.is_required():
+        return "needed"
+    value = info.get_default(call_default_factory=True)
+    if value is None:
+        return "null"
+    return "see below" if group else str(value)
+
+
+def _kind(info: FieldInfo) -> str:
+    return _type_text(info.annotation) + _bounds(info.metadata)
+
+
+def _type_text(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(arguments[0]) + _bounds(arguments[1:])
+    if origin in (Union, types.UnionType):
+        parts = list(dict.fromkeys(_type_text(one) for one in arguments if one is not type(None)))
+        return " | ".join(parts) + (" or null" if type(None) in arguments else "")
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is not None:
+        return "list" if origin in (tuple, list) else "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "group"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _bounds(constraints: Iterable[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    flat = [inner for one in constraints for inner in getattr(one, "metadata", None) or [one]]
+    told = [
+        f"{sign} {getattr(one, name)}"
+        for one in flat
+        for name, sign in signs.items()
+        if getattr(one, name, None) is not None
+    ]
+    return f" {', '.join(told)}" if told else ""
+
+
+def _flat(annotation: Any) -> Iterator[Any]:
+    """The types in an annotation, whatever is around them."""
+    arguments = get_args(annotation)
+    if not arguments or get_origin(annotation) is Literal:
+        yield annotation
+    for one in arguments if get_origin(annotation) is not Literal else ():
+        yield from _flat(one)
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command that tells how to write a field that was written as an option, as in ``--steps 3``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the words apart.
+
+        Raises:
+            ConfigError: an option is none, and is called like a field.
+        """
+        known = {"--help"}.union(*(parameter.opts for parameter in self.params))
+        for index, word in enumerate(args):
+            option, _, value = word.partition("=")
+            if option.startswith("--") and option not in known:
+                _reject_option(option, value or _value_after(args, index))
+        return super().parse_args(ctx, args)
+
+
+def _reject_option(option: str, value: str) -> None:
+
+    field = find_field(option.removeprefix("--").replace("-", "_"))
+    if field is not None:
+        raise ConfigError(f"There is no option {option}: fields are written without dashes. Write {field}={value}.")
+
+
+def _value_after(args: Sequence[str], index: int) -> str:
+    following = args[index + 1] if index + 1 < len(args) else "-"
+    return "…" if following.startswith("-") else following

@@ -1,0 +1,348 @@
+"""The typed events that everything observable is made of.
+
+An `EventStream` hands each event to its subscribers at once, in the thread that emits it. Progress display, metrics,
+event files and timelines are subscribers; none of them is in the hot path. A subscriber that raises is logged and
+dropped from the stream rather than failing the work it watches, unless that work must not go on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened. ``time`` is in seconds since the epoch."""
+
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a JSON-able mapping with its type's name under ``event``."""
+        value: dict[str, Any] = {"event": type(self).__name__}
+        for name in self.__dataclass_fields__:
+            held = getattr(self, name)
+            value[name] = {**held} if isinstance(held, dict) else held
+        return value
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventStream:
+    """Where events are emitted to, and from where subscribers get them."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._required: tuple[Subscriber, ...] = ()
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to every subscriber.
+
+        Raises:
+            Exception: what a required subscriber raised, once all others have the event.
+        """
+        failure: Exception | None = None
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception as error:
+                if any(subscriber is one for one in self._required):
+                    failure = failure or error
+                    continue
+                logger.exception("A subscriber of events failed and gets no more of them: %r", subscriber)
+                self._drop(subscriber)
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def subscribed(self, subscriber: Subscriber, *, required: bool = False) -> Iterator[None]:
+        """Have ``subscriber`` called with every event while the block runs.
+
+        Args:
+            subscriber: called with each event, in the thread that emits it.
+            required: whether the work may not go on without it: what it raises reaches the code that emits the event.
+        """
+        self._subscribers = (*self._subscribers, subscriber)
+        if required:
+            self._required = (*self._required, subscriber)
+        try:
+            yield
+        finally:
+            self._drop(subscriber)
+
+    def _drop(self, subscriber: Subscriber) -> None:
+        self._subscribers = tuple(kept for kept in self._subscribers if kept is not subscriber)
+        self._required = tuple(kept for kept in self._required if kept is not subscriber)
+
+
+# --- resources -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceEvent(Event):
+    """Something that happened to an instance or a request. ``pool`` is the spec's short name."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourcePreparing(ResourceEvent):
+    """What instances need, such as an image, is brought to the machine; `ResourcePrepared` tells how that went."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourcePrepared(ResourceEvent):
+    """What was brought is there; or it is not, for ``error``. It took ``seconds``."""
+
+    what: str
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStarting(ResourceEvent):
+    """An instance begins to start; a `ResourceStarted` or `ResourceStartFailed` follows, unless it is stopped."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStarted(ResourceEvent):
+    """An instance is there, after ``seconds``."""
+
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStartFailed(ResourceEvent):
+    """An instance did not start, or what it needs could not be prepared; what there is of it is removed."""
+
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStartBackoff(ResourceEvent):
+    """Starts fail, of late with ``error``: the next is tried in ``seconds``, and those who wait go on waiting.
+
+    It is the ``rounds``-th pause since a start succeeded.
+    """
+
+    error: str
+    seconds: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceReset(ResourceEvent):
+    """An instance was brought back to its first state, in ``seconds``."""
+
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceFailed(ResourceEvent):
+    """An instance died, failed a health check or could not be reset, and is replaced."""
+
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStuck(ResourceEvent):
+    """An instance could not be removed; it keeps counting against its pool and is tried again."""
+
+    instance: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceStopped(ResourceEvent):
+    """An instance is gone; its removal took ``seconds``."""
+
+    instance: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequested(ResourceEvent):
+    """An owner asks. Exactly one `LeaseGranted` or `LeaseRefused` answers; a cancelled request counts as refused."""
+
+    owner: str
+    scope: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted(ResourceEvent):
+    """A request got its lease, perhaps one that its owner had already."""
+
+    owner: str
+    scope: str
+    instance: str
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(ResourceEvent):
+    """A request came to nothing, for ``error``."""
+
+    owner: str
+    scope: str
+    error: str
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(ResourceEvent):
+    """A lease is over, however many requests had got it, or though its owner never came to take it.
+
+    The instance was held for ``held_seconds``, and something that its owner called ran in it for ``busy_seconds``.
+    """
+
+    owner: str
+    scope: str
+    instance: str
+    held_seconds: float
+    busy_seconds: float
+
+
+# --- rollouts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEvent(Event):
+    """Something that happened in a rollout."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsScheduled(Event):
+    """So many rollouts were asked for in one call, of which some are on record from before and are not run again."""
+
+    total: int
+    recorded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStarted(RolloutEvent):
+    group_id: str
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFinished(RolloutEvent):
+    turn: int
+    prompt_tokens: int
+    sampled_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFinished(RolloutEvent):
+    turn: int
+    tool: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFinished(RolloutEvent):
+    reward: float | None
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFinished(RolloutEvent):
+    group_id: str
+    finish: str
+    reward: float | None
+    turns: int
+    sampled_tokens: int
+    seconds: float
+    error: str | None = None
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStarted(Event):
+    """A training begins, or goes on. ``model`` is trained, in the number format ``dtype`` and on ``device``.
+
+    ``further`` says, in words, how a run that has made all its steps is made longer.
+    """
+
+    run_dir: str
+    steps: int
+    start_step: int
+    model: str
+    dtype: str
+    device: str
+    further: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished(Event):
+    """One training step: rollouts, update and their metrics by name; ``histograms`` are all values of some of them."""
+
+    step: int
+    metrics: dict[str, float]
+    histograms: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished(Event):
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSynced(Event):
+    """Servers that sample for a trainer have its weights.
+
+    Attributes:
+        version: the version of the weights.
+        distance: how far the servers' log-probs of a probe are from the trainer's, in nats a token.
+        paused_s: seconds for which nothing was sampled.
+    """
+
+    version: int
+    distance: float
+    paused_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFinished(Event):
+    """A run has ended; ``reason`` says why before its last step, and is empty where it was the last."""
+
+    step: int
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    """A long action that is not part of a rollout tells how far it is, for instance while a model loads."""
+
+    what: str
+    done: float | None = None
+    total: float | None = None

@@ -1,0 +1,95 @@
+"""Garbage collection while many rollouts run: what stays is not looked at, and what is new less often.
+
+Imported modules (PyTorch's above all) and the model are hundreds of thousands of objects that stay, and the rollouts
+that run are as many again. A full collection looks at every one of them and stops all rollouts meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+GEN0_THRESHOLD = 10_000
+"""How many more objects there have to be until new ones are looked at; Python's own default is 700 or 2,000."""
+
+COLLECT_EVERY_S = 60.0
+"""Seconds between the full collections before runs, at least, when these follow one another quickly."""
+
+
+class _GCTuning:
+    """Who of this process has asked for it. There is one, as there is one garbage collector."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._frozen = False
+        self._before: tuple[int, int, int] | None = None
+        self._collected: float | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._freeze()
+                before = gc.get_threshold()
+                if 0 < before[0] < GEN0_THRESHOLD:  # at 0 the program has switched collections off
+                    self._before = before
+                    gc.set_threshold(GEN0_THRESHOLD, *before[1:])
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._frozen:
+                self._frozen = False
+                gc.unfreeze()
+            if self._before is not None and gc.get_threshold()[0] == GEN0_THRESHOLD:
+                gc.set_threshold(*self._before)
+            self._before = None
+
+    def _freeze(self) -> None:
+        if gc.get_freeze_count():  # by the program itself, and thawing would undo that too
+            return
+        now = time.monotonic()
+        if self._collected is None or now - self._collected > COLLECT_EVERY_S:
+            gc.collect()  # so that no garbage is frozen, run after run
+            self._collected = now
+        gc.freeze()
+        self._frozen = True
+
+
+_TUNING = _GCTuning()
+
+
+@contextmanager
+def tuned_gc() -> Iterator[None]:
+    """Within the block the garbage collector passes over what exists at its begin, and comes less often.
+
+    To be entered once imports and set-up are done. Blocks may be nested, and overlap in any order: the first one tunes,
+    and the end of the last one undoes it. What the program has set by itself stays: objects that it has frozen, a
+    higher threshold, and collections that it has switched off.
+    """
+    _TUNING.enter()
+    try:
+        yield
+    finally:
+        _TUNING.leave()
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Within the block nothing is collected, for what makes many objects at once and keeps them.
+
+    Collections would look at them again and again while they are being made. The block must not wait for anything.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,124 @@
+"""Numbers that users give: durations, counts and shares, checked where they are given.
+
+Sizes in bytes, as people write them.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, TypeGuard
+
+from agentfly.core.errors import ConfigError
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number. A bool is none, nor is a number in quotes."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def is_duration(value: object) -> TypeGuard[float]:
+    """Whether a value is a number of seconds above 0."""
+    return is_finite_number(value) and value > 0
+
+
+def require_durations(of: str, **given: object) -> None:
+    """See that settings are numbers of seconds above 0.
+
+    Args:
+        of: what has them, for the message.
+        given: the settings by name.
+
+    Raises:
+        ConfigError: one is not. ``math.inf`` is none either: a limit that never comes is no limit.
+    """
+    for name, value in given.items():
+        if not is_duration(value):
+            raise ConfigError(f"{of}({name}={value!r}): write a finite number of seconds above 0, without quotes.")
+
+
+def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is a whole number, of at least so much. A bool is none, nor is a number in quotes."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def require_whole(of: str, *, least: int | None = 1, **given: object) -> None:
+    """See that settings are whole numbers.
+
+    Args:
+        of: what has them, for the message.
+        least: the least that they may be; None for any number.
+        given: the settings by name.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name, value in given.items():
+        if not is_whole(value, least):
+            wanted = "a whole number" if least is None else f"a whole number of at least {least}"
+            raise ConfigError(f"{of}({name}={value!r:.100}): it must be {wanted}{_unquoted(value)}.")
+
+
+def require_number(of: str, *, least: float, most: float | None = None, **given: object) -> None:
+    """See that settings are finite numbers within a range. Arguments and errors: as of `require_whole`."""
+    for name, value in given.items():
+        if not is_finite_number(value) or value < least or (most is not None and value > most):
+            wanted = f"a finite number of at least {least:g}"
+            if most is not None:
+                wanted = f"a number from {least:g} to {most:g}"
+            raise ConfigError(f"{of}({name}={value!r:.100}): it must be {wanted}{_unquoted(value)}.")
+
+
+def _unquoted(value: Any) -> str:
+    return ", without quotes" if isinstance(value, str) else ""
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_byte_size(size: int | str) -> int:
+    """Bytes of a size such as ``"512MiB"``, ``"2GB"``, ``"1Gi"`` or ``1024``.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    text = str(size).strip().lower()
+    number = text.rstrip("bkmgti ")
+    unit = text[len(number) :].strip()
+    try:
+        count = float(number)
+        if unit in ("k", "m", "g", "t"):
+            raise ConfigError(
+                f"{size!r} is not a size in bytes, because a unit of one letter counts by 1024 to some programs, such "
+                f"as Docker, and by 1000 to others, such as Kubernetes. Write '{number.strip()}{unit.upper()}iB' or "
+                f"'{number.strip()}{unit.upper()}B'."
+            )
+        if (bytes_ := int(count * _UNITS[unit])) < 0:
+            raise ValueError(size)
+        return bytes_
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(
+            f"{size!r} is not a size in bytes. Write a number and a unit, for instance '512MiB' or '2GB'."
+        ) from None

@@ -1,0 +1,476 @@
+"""Trajectory: the record of a rollout, and its JSON-lines form."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfly.core.errors import (
+    AgentFlyError,
+    Boundary,
+    ConfigError,
+    UsageError,
+    describe_error,
+    error_message,
+    type_of,
+)
+from agentfly.core.json_values import Brief, own_copy, score_of, to_json_line
+from agentfly.core.messages import Image, Message, ToolCall, message_from_json, message_to_json
+from agentfly.core.run_directory import append_lines, is_whole_line
+from agentfly.core.task import Task
+from agentfly.core.tokens import TokenSequence
+
+_CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause|During handling of the above exception)")
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@functools.cache
+def _not_users() -> tuple[str, ...]:
+    """How the names of files begin that no user has written: AgentFly's, Python's and installed packages'."""
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return ("<", *(f"{directory}{os.sep}" for directory in (Path(__file__).parent, *installed)))
+
+
+class FinishReason(StrEnum):
+    """Why a rollout ended."""
+
+    ANSWERED = "answered"  # the model ended a turn without a tool call
+    DONE = "done"  # a tool said that the task is done
+    MAX_TURNS = "max_turns"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    LENGTH = "length"  # a limit on tokens, per turn or in all
+    WALL_TIME = "wall_time"
+    INVALID_CALLS = "invalid_calls"  # too many calls in a row that could not be executed
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # see `Trajectory.failure`
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong in a rollout or its reward, typed by the boundary it crossed.
+
+    Attributes:
+        boundary: where it happened.
+        kind: name of the exception's type.
+        message: the exception's message.
+        by_policy: whether the policy could have caused it. If not, it is infrastructure: no reward, no loss.
+        traceback: the formatted traceback.
+    """
+
+    boundary: Boundary
+    kind: str
+    message: str
+    by_policy: bool
+    traceback: str = ""
+
+    @property
+    def place(self) -> str:
+        """The last line of the user's own code that led to the failure, as ``file:line in function``.
+
+        Where there is none in the traceback it is the line that raised the first exception of the chain; empty if that
+        is not known.
+        """
+        chain = [_FRAME.findall(part) for part in _CHAINED.split(self.traceback)]
+        users = [frame for part in chain for frame in reversed(part) if not frame[0].startswith(_not_users())]
+        frame = users[0] if users else next((part[-1] for part in chain if part), None)
+        return "" if frame is None else "{}:{} in {}".format(*frame)
+
+    @classmethod
+    def of(cls, error: BaseException, boundary: Boundary = Boundary.USAGE, *, by_policy: bool = False) -> Failure:
+        """Describe an exception; ``boundary`` and ``by_policy`` are for exceptions that are not AgentFly's own."""
+        if isinstance(error, AgentFlyError):
+            boundary, by_policy = error.boundary, error.by_policy
+        return cls(
+            boundary=boundary,
+            kind=type(error).__name__,
+            message=error_message(error) or type(error).__name__,
+            by_policy=by_policy,
+            traceback="".join(traceback.format_exception(error)).encode("utf-8", errors="replace").decode(),
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ToolRecord(Brief):
+    """One tool call of a turn and what came of it.
+
+    Attributes:
+        call: the call as the model made it.
+        observation: the text that the model was given.
+        reward: what the tool said the call was worth, if anything.
+        done: whether the tool said that the task is done.
+        state: the state that the environment is in after the call, if the tool said so; JSON-able.
+        info: anything else that the tool said, which the model does not see; JSON-able.
+        failure: set when the call did not work; the observation then tells the model.
+        seconds: how long the call took, waiting for resources included.
+        images: the images that the model was given with the observation.
+    """
+
+    call: ToolCall
+    observation: str
+    reward: float | None = None
+    done: bool = False
+    state: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    seconds: float = 0.0
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Turn(Brief):
+    """One generation and the tool results that answer it.
+
+    Attributes:
+        index: number of the turn, from 0.
+        sequence: index into `Trajectory.sequences` of the sequence that holds the turn's tokens; -1 where nobody tells
+            them, as of a model behind an API.
+        start, stop: the turn's sampled tokens in that sequence.
+        text: the sampled tokens as text, without the end-of-turn token.
+        stopped: whether the model ended the turn itself; False when a limit on tokens cut it.
+        results: the tool calls and their results, in the order of the calls.
+        generation_seconds: how long the generation took, waiting for the policy included.
+        reasoning: what the model thought before it spoke, where the format tells thoughts apart.
+        content: what the model said, where that is not all of ``text``: without its thoughts, and without what else the
+            format tells apart. See `said`.
+        kind: ``act``, or ``memory`` for a generation that only wrote down what is to be remembered.
+        agent: path of the subagent whose turn it is, its names joined by ``/``; empty for the agent itself.
+        conversation: which of the rollout's conversations the turn belongs to: the ids of the tool calls that led to
+            it, joined by ``/``; empty for the agent's own. Each call of a subagent begins one.
+        policy: the model that spoke, where that is not the one that the rollout is about: a subagent's own. Such turns
+            are never trained on.
+        reward: what the turn was worth by itself (the step reward), if anything said so.
+        anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
+            the order of keys does not count. Turns of one task with the same anchor acted in the same state.
+        follows: the numbers of the turns that led to this one: the turn before it in its conversation, or the last
+            turns of the subagents that have answered that; for a subagent's first turn, the turn that called it. Empty
+            for a rollout's first turn, None where it is not known.
+        prompt_tokens, sampled_tokens: how many tokens the model read and sampled, those of thoughts included, by the
+            account of the policy or the endpoint; None where nobody tells.
+    """
+
+    index: int
+    sequence: int
+    start: int
+    stop: int
+    text: str
+    stopped: bool
+    results: tuple[ToolRecord, ...] = ()
+    generation_seconds: float = 0.0
+    reasoning: str | None = None
+    content: str | None = None
+    kind: Literal["act", "memory"] = "act"
+    agent: str = ""
+    conversation: str = ""
+    policy: str = ""
+    reward: float | None = None
+    anchor: str = ""
+    follows: tuple[int, ...] | None = None
+    prompt_tokens: int | None = None
+    sampled_tokens: int | None = None
+
+    @property
+    def said(self) -> str:
+        """What the model said, without its thoughts where the format tells them apart."""
+        return self.text if self.content is None else self.content
+
+
+@dataclass(repr=False)
+class Trajectory:
+    """The record of one rollout: one attempt of an agent at a task.
+
+    Attributes:
+        rollout_id: unique name of the rollout.
+        group_id: shared by all attempts at one task in one batch; the unit of a group baseline.
+        attempt: number of the attempt in its group, from 0.
+        task: the task.
+        messages: the conversation as text, for people, tools and rewards. Training reads `sequences` only.
+        turns: the turns in the order in which they ended, those of subagents included.
+        sequences: the token sequences, in order. Under the strategy ``chain`` a conversation has one, and one more each
+            time its past is folded or rewritten; under ``step`` one a turn.
+        subagents: the conversations of subagents, by `Turn.conversation`.
+        finish: why the rollout ended; None while it runs.
+        failure: set when the rollout failed.
+        reward: the score; None while unscored, and for ever where scoring failed.
+        reward_failure: why the trajectory is unscored, if scoring was tried.
+        metrics: further numbers from the reward, by name.
+        seconds: wall time of the rollout, by what it was spent on: ``total``, ``generation``, ``tools``, ``waiting``
+            (for resources, inside tools or rewards), ``reward``. What subagents do counts as their own generation and
+            tools, and adds up where they work at the same time.
+        untrainable: why the trajectory must stay out of training although it is sound; empty where it may be trained
+            on. It counts as any other in evaluations.
+        notes: what else whoever reads the record should know.
+    """
+
+    rollout_id: str
+    group_id: str
+    task: Task
+    attempt: int = 0
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
+    subagents: dict[str, list[Message]] = field(default_factory=dict)
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+    reward: float | None = None
+    reward_failure: Failure | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    untrainable: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """A line: `agentfly.trajectory_text` shows the whole."""
+        turns = f"{len(self.turns)} turn{'s' * (len(self.turns) != 1)}"
+        failure = self.failure or self.reward_failure
+        told = [repr(self.rollout_id), f"task={self.task.id!r}", turns, f"finish={str(self.finish or None)!r}"]
+        told += [f"reward={self.reward!r}", *([f"failure={failure.kind}"] if failure is not None else [])]
+        return f"Trajectory({', '.join(told)})"
+
+    @property
+    def response(self) -> str:
+        """What the agent said in its own last turn, without its thoughts where the format tells them apart."""
+        own = (turn.said for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
+        return next(own, "")
+
+    @property
+    def infrastructure_failed(self) -> bool:
+        """Whether something that the policy could not have caused spoiled the rollout or its score."""
+        return any(failure is not None and not failure.by_policy for failure in (self.failure, self.reward_failure))
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens of every turn of the rollout's own policy are known."""
+        return all(turn.sequence >= 0 for turn in self.turns if not turn.policy)
+
+    @property
+    def own_sequences(self) -> list[TokenSequence]:
+        """The sequences that the rollout's own policy sampled, and no other model of a subagent."""
+        others = {turn.sequence for turn in self.turns if turn.policy}
+        return [sequence for number, sequence in enumerate(self.sequences) if number not in others]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the trajectory may enter a loss or a baseline: scored, sound, and with sampled tokens."""
+        return (
+            self.reward is not None
+            and not self.infrastructure_failed
+            and not self.untrainable
+            and self.has_tokens
+            and any(sequence.sampled_count for sequence in self.own_sequences)
+        )
+
+    def copy(self) -> Trajectory:
+        """The same record with a task, lists and mappings of its own; turns and token sequences are shared."""
+        return replace(
+            self,
+            task=self.task.copy(),
+            messages=own_copy(self.messages),
+            turns=list(self.turns),
+            sequences=list(self.sequences),
+            subagents=own_copy(self.subagents),
+            metrics=dict(self.metrics),
+            seconds=dict(self.seconds),
+            notes=list(self.notes),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able value that `from_json` turns back into an equal trajectory."""
+        return {
+            "rollout_id": self.rollout_id,
+            "group_id": self.group_id,
+            "attempt": self.attempt,
+            "task": {"id": self.task.id, "prompt": self.task.prompt_to_json(), "fields": dict(self.task.fields)},
+            "messages": [message_to_json(message) for message in self.messages],
+            "turns": [_turn_to_json(turn) for turn in self.turns],
+            "sequences": [sequence.to_json() for sequence in self.sequences],
+            "subagents": {
+                name: [message_to_json(message) for message in messages] for name, messages in self.subagents.items()
+            },
+            "finish": self.finish,
+            "failure": asdict(self.failure) if self.failure else None,
+            "reward": self.reward,
+            "reward_failure": asdict(self.reward_failure) if self.reward_failure else None,
+            "metrics": self.metrics,
+            "seconds": self.seconds,
+            "untrainable": self.untrainable,
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Trajectory:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: it is nothing that `to_json` gives, because it is damaged or of another version.
+        """
+        try:
+            return cls._of_json(value)
+        except (AgentFlyError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"This is no trajectory as it is saved here, it is damaged or of another version ({describe_error(error)})."
+            ) from error
+
+    @classmethod
+    def _of_json(cls, value: dict[str, Any]) -> Trajectory:
+        for name, kind in _KINDS.items():
+            if not isinstance(value[name], kind):
+                raise TypeError(f"{name} is {type_of(value[name])}")
+        scores = value["metrics"] if value["reward"] is None else {**value["metrics"], "reward": value["reward"]}
+        for name, number in scores.items():
+            if score_of(number) is None:
+                raise ValueError(f"{name} is {number!r:.100}, which is no finite number up to 1e30")
+        trajectory = cls(
+            rollout_id=value["rollout_id"],
+            group_id=value["group_id"],
+            attempt=value["attempt"],
+            task=Task(**value["task"]),
+            messages=[message_from_json(message) for message in value["messages"]],
+            turns=[_turn_from_json(turn) for turn in value["turns"]],
+            sequences=[TokenSequence.from_json(sequence) for sequence in value["sequences"]],
+            subagents={name: list(map(message_from_json, said)) for name, said in value["subagents"].items()},
+            finish=FinishReason(value["finish"]) if value["finish"] else None,
+            failure=_failure_from_json(value["failure"]),
+            reward=value["reward"],
+            reward_failure=_failure_from_json(value["reward_failure"]),
+            metrics=value["metrics"],
+            seconds=value["seconds"],
+            untrainable=value["untrainable"],
+            notes=value["notes"],
+        )
+        for turn in trajectory.turns:
+            place = (turn.sequence, turn.start, turn.stop)
+            if {*map(type, place)} != {int} or not -1 <= turn.sequence < len(trajectory.sequences):
+                raise ValueError(f"turn {turn.index} has no place at {place} in {len(trajectory.sequences)} sequences")
+            if not all(type(number) is int and 0 <= number < turn.index for number in turn.follows or ()):
+                raise ValueError(f"turn {turn.index} follows the turns {turn.follows}")
+        return trajectory
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("rollout_id", "group_id", "untrainable"), str),
+    "notes": list,
+    "attempt": int,
+    "reward": float | int | None,
+    **dict.fromkeys(("metrics", "seconds"), dict),
+}
+"""What values of a stored trajectory have to be, where nothing else would tell."""
+
+
+def require_trajectories(given: object, of: str) -> list[Trajectory]:
+    """The trajectories in what a user gives for some.
+
+    Args:
+        given: an iterable of them.
+        of: what they are given to, for the message.
+
+    Raises:
+        UsageError: it is something else, such as the result of a run, a path or one trajectory.
+    """
+    if isinstance(given, Trajectory):
+        raise UsageError(f"{of} takes a list of trajectories, and was given one. Write [trajectory].")
+    if isinstance(given, str | Path):
+        raise UsageError(
+            f"{of} takes trajectories, and was given {str(given)!r:.100}. Read those of a file by "
+            "agentfly.core.trajectory.load_trajectories(path)."
+        )
+    if isinstance(given, Iterable):
+        found = list(given)
+        wrong = next((one for one in found if not isinstance(one, Trajectory)), None)
+        if wrong is None:
+            return found
+        raise UsageError(f"{of} takes trajectories, and {type_of(wrong)} is among what it was given.")
+    raise UsageError(_no_trajectory(given, f"{of} takes trajectories", "result.trajectories"))
+
+
+def require_trajectory(given: object, of: str) -> Trajectory:
+    """The trajectory that a user gives; raises as `require_trajectories`."""
+    if isinstance(given, Trajectory):
+        return given
+    raise UsageError(_no_trajectory(given, f"{of} takes one trajectory", "result.trajectories[0]"))
+
+
+def _no_trajectory(given: object, wanted: str, within: str) -> str:
+    cure = f"Write {within}" if hasattr(given, "trajectories") else f"After result = await af.run(…) write {within}"
+    return f"{wanted}, and was given {type_of(given)}. {cure}."
+
+
+def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:
+    """Write trajectories as JSON lines, one a line.
+
+    Args:
+        trajectories: what to write.
+        path: the file.
+        append: keep what is in the file, but for a last line that was cut by a crash.
+    """
+    lines = map(trajectory_json_line, trajectories)
+    if append:
+        append_lines(Path(path), lines)
+        return
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
+    """Read what `save_trajectories` wrote. A last line without its end that was cut by a crash is left out.
+
+    Raises:
+        ConfigError: a line holds something else; the message says which line of which file.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if is_whole_line(line):
+                yield _trajectory_in(line, path, number)
+
+
+def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:
+    try:
+        return Trajectory.from_json(json.loads(line.decode("utf-8")))
+    except (ConfigError, ValueError, RecursionError) as error:
+        reason = error_message(error) if isinstance(error, ConfigError) else f"It is not JSON ({error_message(error)})."
+        cure = "Remove the line, or name a file that a run has written."
+        if number == 1:  # it is rather another file than a damaged line
+            cure = (
+                "Name a file of trajectories that a run has written, such as runs/mine/trajectories/eval-000060.jsonl."
+            )
+        raise ConfigError(f"{path}, line {number}: {reason} {cure}") from error
+
+
+def trajectory_json_line(trajectory: Trajectory, **besides: Any) -> str:
+    """A trajectory as one line of JSON, with its line end; ``besides`` is kept with it, for who reads the JSON."""
+    return to_json_line(trajectory.to_json() | besides) + "\n"
+
+
+def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:
+    return Failure(**{**value, "boundary": Boundary(value["boundary"])}) if value else None
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    value = asdict(turn)
+    for result, record in zip(value["results"], turn.results, strict=True):
+        result["images"] = [image.url for image in record.images]
+    return value
+
+
+def _turn_from_json(value: dict[str, Any]) -> Turn:
+    results, follows = tuple(map(_record_from_json, value["results"])), value["follows"]
+    return Turn(**{**value, "results": results, "follows": None if follows is None else tuple(follows)})
+
+
+def _record_from_json(value: dict[str, Any]) -> ToolRecord:
+    return ToolRecord(
+        **{
+            **value,
+            "call": ToolCall(**value["call"]),
+            "failure": _failure_from_json(value["failure"]),
+            "images": tuple(map(Image.from_url, value["images"])),
+        }
+    )

@@ -1,0 +1,110 @@
+"""Excerpts: long text cut down to its head and tail, saying what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+MAX_ECHO_CHARS = 800
+"""How much of what the model wrote an error repeats to it, in characters."""
+
+CHARS_PER_TOKEN = 4
+"""What a token is taken for where there is no tokenizer to count with."""
+
+_LONG_TOKEN_CHARS = 16  # few tokens are longer: so much text, for each token that may stay, is looked at
+
+_PART = "\ufffd"  # what a part of a character is decoded to
+
+Truncate = Callable[[str, int], str]
+"""Cuts a text that has more than so many tokens down to its head and tail."""
+
+
+class TokenCodec(Protocol):
+    """What counts tokens: a policy's tokenizer."""
+
+    def encode_text(self, text: str) -> Sequence[int]:
+        """Ids of ordinary text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        ...
+
+
+def truncate_middle(text: str, max_chars: int) -> str:
+    """``text`` if it has at most ``max_chars`` characters, else its head and tail, with what was left out counted.
+
+    The note between the two parts comes on top of ``max_chars``.
+    """
+    if len(text) <= max_chars:
+        return text
+    tail = max_chars // 2
+    return _without_middle(text, max_chars - tail, tail)
+
+
+def truncate_by_characters(text: str, max_tokens: int) -> str:
+    """Cut a text where there is no tokenizer: four characters count as a token."""
+    return truncate_middle(text, max_tokens * CHARS_PER_TOKEN)
+
+
+class TokenTruncator:
+    """Cuts texts by the tokens of one tokenizer. The note between head and tail comes on top of what is allowed.
+
+    Only the ends of a long text are encoded, so that what a tool prints by the megabyte costs no more than what the
+    model will see of it.
+
+    Args:
+        coder: the tokenizer.
+    """
+
+    def __init__(self, coder: TokenCodec) -> None:
+        self._coder = coder
+
+    def __call__(self, text: str, max_tokens: int) -> str:
+        """``text`` if it has at most ``max_tokens`` tokens, else its head and tail, which have so many together."""
+        if self._fits(text, max_tokens):
+            return text
+        tail = max_tokens // 2
+        return _without_middle(text, self._head(text, max_tokens - tail), self._tail(text, tail))
+
+    def _fits(self, text: str, max_tokens: int) -> bool:
+        if len(text.encode()) < max_tokens:
+            return True  # no token is less than a byte
+        begin = text[: max_tokens * _LONG_TOKEN_CHARS]
+        if self._count(begin) > max_tokens:
+            return False
+        return len(begin) == len(text) or self._count(text) <= max_tokens
+
+    def _count(self, text: str) -> int:
+        return len(self._coder.encode_text(text))
+
+    def _head(self, text: str, tokens: int) -> int:
+        """How many characters at the beginning have so many tokens."""
+        window = text[: tokens * _LONG_TOKEN_CHARS]
+        ids = self._coder.encode_text(window)
+        kept = self._coder.decode(ids[:tokens])
+        while not window.startswith(kept) and kept.endswith(_PART):
+            kept = kept[:-1]
+        length = len(kept) if window.startswith(kept) else len(window) * tokens // len(ids)
+        while length and self._count(text[:length]) > tokens:  # what is cut in two may have more than it had in one
+            length -= 1 + length // 16
+        return length
+
+    def _tail(self, text: str, tokens: int) -> int:
+        """How many characters at the end have so many tokens."""
+        if not tokens:
+            return 0
+        window = text[-tokens * _LONG_TOKEN_CHARS :]
+        ids = self._coder.encode_text(window)
+        kept = self._coder.decode(ids[-tokens:])
+        while not window.endswith(kept) and kept.startswith(_PART):
+            kept = kept[1:]
+        length = len(kept) if window.endswith(kept) else len(window) * tokens // len(ids)
+        while length and self._count(text[len(text) - length :]) > tokens:
+            length -= 1 + length // 16
+        return length
+
+
+def _without_middle(text: str, head: int, tail: int) -> str:
+    left_out = len(text) - head - tail
+    return f"{text[:head]}\n[... {left_out} characters left out ...]\n{text[len(text) - tail :]}"

@@ -1,0 +1,1 @@
+"""Evaluation: scores and intervals, comparison, token audit, preflight checks, rescoring."""

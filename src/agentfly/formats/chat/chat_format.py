@@ -1,0 +1,151 @@
+"""ChatFormat: how a conversation becomes token ids that only grow.
+
+Placeholders: what stands for images in rendered conversations, as many tokens as the model's image encoder fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Image, Message, PlacedImage, ToolCall, images_of
+from agentfly.policies.policy import Tokenizer
+
+ToolDefinitions = Sequence[Mapping[str, Any]]
+"""Tools as chat templates want them described: see `agentfly.agents.tool_decorator.Tool.definition`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedTokens:
+    """A stretch of a conversation as ids, none of them sampled.
+
+    Attributes:
+        ids: token ids.
+        images: the images in it; the places are within ``ids``.
+    """
+
+    ids: Sequence[int]
+    images: tuple[PlacedImage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """A generation as the format reads it.
+
+    Attributes:
+        text: everything that was sampled as text, without the control token at its end.
+        content: what of it is said, without the thoughts.
+        reasoning: the thoughts; None where there are none.
+        calls: the tool calls, where the format reads calls itself; None where the agent's tool-call format is to read
+            them in ``text``.
+        opened: the marker by which the prompt had opened thinking, so that ``text`` begins inside; empty where it had
+            not.
+    """
+
+    text: str
+    content: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] | None = None
+    opened: str = ""
+
+
+class ChatFormat(Protocol):
+    """Renders what is not sampled, and reads what is: the first prompt, what follows each generation, the replies."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an assistant's turn."""
+        ...
+
+    def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
+        """A whole conversation, with the header of the assistant's turn at its end.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that the format is to describe; none where the conversation itself describes them.
+        """
+        ...
+
+    def render_continuation(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: Sequence[int],
+        conversation: Sequence[Message],
+        tools: ToolDefinitions = (),
+    ) -> RenderedTokens | None:
+        """What follows a generation: end of turn if it was not sampled, ``messages``, the header of the next turn.
+
+        Args:
+            messages: what answers the generation: tool results, or user messages.
+            after: all ids that were sent and sampled so far; the last one may be a stop id.
+            conversation: the whole conversation, with the last generation and ``messages`` at its end.
+            tools: as of the prompt.
+
+        Returns:
+            What follows ``after``. None where the format would now write the conversation so far in another way, and
+            is told not to put up with that: then the conversation goes on in a new sequence, begun with `prompt`.
+        """
+        ...
+
+    def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
+        """What a generation says."""
+        ...
+
+
+def expand_image_placeholders(ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer) -> RenderedTokens:
+    """Rendered ids with the images of the messages that were rendered, each in place of its placeholder.
+
+    The placeholders are the template's own: text that spells one is text, and does not count.
+
+    Raises:
+        ChatFormatError: there are images and the model sees none, or the template has not written one placeholder for
+            each of them.
+    """
+    images = [image for message in messages for image in images_of(message["content"])]
+    vision = tokenizer.vision
+    if vision is None or not images:
+        require_no_images(messages, "a model that sees no images")
+        return RenderedTokens(ids)
+    placeholder = tokenizer.control_tokens.get(vision.placeholder)
+    written = list(ids).count(placeholder) if placeholder is not None else 0
+    if written != len(images):
+        roles = ", ".join(message["role"] for message in messages if images_of(message["content"]))
+        raise ChatFormatError(
+            f"The model's chat template writes {written} placeholders {vision.placeholder!r} for {len(images)} images "
+            f"in messages of the roles {roles}, so the model would not see what it is shown. Leave the images out, or "
+            "use a model whose template takes images there."
+        )
+    return _put_in(ids, placeholder, [(image, vision.ids(image)) for image in images])
+
+
+def require_no_images(messages: Sequence[Message], whom: str) -> None:
+    """Raise unless the messages are text only.
+
+    Raises:
+        ChatFormatError: one of them holds an image, which would be left out without a word.
+    """
+    for message in messages:
+        if images := images_of(message["content"]):
+            raise ChatFormatError(
+                f"A message of the role {message['role']!r} holds {images[0].label}, and it would go to {whom}. Leave "
+                "images out of the task and of what tools return, or use a model with eyes and its own template."
+            )
+
+
+def _put_in(
+    ids: Sequence[int], placeholder: int | None, images: Sequence[tuple[Image, Sequence[int]]]
+) -> RenderedTokens:
+    whole: list[int] = []
+    placed: list[PlacedImage] = []
+    left = iter(images)
+    for one in ids:
+        if one != placeholder:
+            whole.append(one)
+            continue
+        image, own = next(left)
+        placed.append(PlacedImage(image, len(whole), len(whole) + len(own)))
+        whole += own
+    return RenderedTokens(whole, tuple(placed))

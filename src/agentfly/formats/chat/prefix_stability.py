@@ -1,0 +1,287 @@
+"""Drift: whether ids that grew turn by turn are those of the whole conversation. For tests and debugging.
+
+Proof: that what a chat template writes turn by turn is what it writes for the conversation as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Self, cast
+
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Message, ToolCall, text_of
+from agentfly.formats.chat.chat_format import ChatFormat, ToolDefinitions
+from agentfly.formats.chat.template_capabilities import PROBE_QUESTION
+from agentfly.formats.chat.template_renderer import SlotKind, TemplateRenderer, first_slot, spans_of
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, call_id, message_with_calls
+from agentfly.policies.policy import Tokenizer
+
+_AROUND = 8
+
+
+def drift_from_whole(
+    chat: ChatFormat,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    conversation: Sequence[Message],
+    tools: ToolDefinitions = (),
+) -> str | None:
+    """Where ids differ from those of the whole conversation, in words; None where they do not.
+
+    What a model samples is seldom what its text encodes to, so this is to be expected of real rollouts, and says by how
+    much; it is for conversations whose turns were encoded from text. The whole conversation is rendered, so it costs
+    more than a turn does.
+
+    Args:
+        chat: the format in which the ids were rendered.
+        tokenizer: the policy's.
+        ids: everything sent and sampled, up to and with the header of the assistant's next turn.
+        conversation: what was said, as messages.
+        tools: as of the prompt.
+    """
+    whole = list(chat.render_prompt(conversation, tools).ids)
+    sent = list(ids)
+    if whole == sent:
+        return None
+    at = first_difference(whole, sent)
+    around = slice(max(0, at - _AROUND), at + _AROUND)
+    return (
+        f"The ids differ from token {at} on ({len(sent)} sent, {len(whole)} in the whole). Sent: "
+        f"{tokenizer.decode(sent[around])!r} {sent[around]}; in the whole: {tokenizer.decode(whole[around])!r} "
+        f"{whole[around]}."
+    )
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Where two sequences begin to differ; the length of the shorter where the longer begins with it."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+@dataclass(frozen=True)
+class ProbeExchange:
+    """A turn of the assistant and the messages that answer it, as one kind of them looks in an agent's conversation."""
+
+    turn: Message
+    answers: tuple[Message, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "answers", tuple(self.answers))
+
+    @classmethod
+    def calling(cls, tool: str, count: int, calls: ToolCallFormat) -> ProbeExchange:
+        """A turn that calls a tool so many times, and the results, as a tool-call format has them in a conversation."""
+        made = [ToolCall(call_id(number), tool) for number in range(count)]
+        plain: Message = {"role": "assistant", "content": "calls"}
+        answers = (calls.result_message(call, f"observation {number}") for number, call in enumerate(made))
+        return cls(message_with_calls("", made) if calls.uses_chat_template else plain, tuple(answers))
+
+
+_SEEN = 30
+"""So many characters of an answer must be written. What a template leaves out of long ones is its own affair."""
+
+_LENGTHY = "and many more lines of the same kind " * 120
+
+ANSWER_EXCHANGE = ProbeExchange(
+    {"role": "assistant", "content": "answer"}, ({"role": "user", "content": "the next question"},)
+)
+"""A turn without calls, and what a user says to it."""
+
+
+def without_words(messages: Sequence[Message]) -> list[Message]:
+    """A conversation in which the assistant has said nothing of its own: what is left in it others have written."""
+    return [
+        ANSWER_EXCHANGE.turn
+        if message["role"] == "assistant"
+        else cast(Message, {name: value for name, value in message.items() if name != "name"})
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def with_long_answers(exchange: ProbeExchange) -> ProbeExchange:
+    """The same with answers of several thousand characters, which some templates shorten once they are old."""
+    answers = [{**answer, "content": f"{text_of(answer['content'])} {_LENGTHY}"} for answer in exchange.answers]
+    return ProbeExchange(exchange.turn, tuple(cast(list[Message], answers)))
+
+
+def with_words(exchange: ProbeExchange) -> ProbeExchange:
+    """The same with words of a user behind the answers, as memory adds them."""
+    return ProbeExchange(exchange.turn, (*exchange.answers, *ANSWER_EXCHANGE.answers))
+
+
+def degenerate_exchanges(exchanges: Sequence[ProbeExchange]) -> list[ProbeExchange]:
+    """These exchanges, and what may become of them in a rollout.
+
+    That is: calls that could not be read, and so stand as text in front of their results; words of a user behind the
+    results, as memory adds them; and a turn that says something, or nothing, before a user goes on.
+    """
+    said, words = ANSWER_EXCHANGE.turn, ANSWER_EXCHANGE.answers[0]
+    kinds = [ANSWER_EXCHANGE, ProbeExchange({**said, "content": ""}, (words,))]
+    for exchange in exchanges:
+        kinds += [exchange, ProbeExchange(said, exchange.answers)]
+        if exchange.answers[-1]["role"] == "tool":
+            kinds.append(with_words(exchange))
+    return kinds
+
+
+def require_renderable(
+    turns: TemplateRenderer, exchanges: Sequence[ProbeExchange], tools: ToolDefinitions, system: Message | None = None
+) -> None:
+    """Raise unless the template can write whole conversations of these exchanges and of their `degenerate_exchanges`.
+
+    Raises:
+        ChatFormatError: it refuses one, or leaves an answer out.
+    """
+    for kind in degenerate_exchanges(exchanges):
+        require_answers_rendered(turns.render(_conversation([kind, kind], system)[1], tools), kind)
+
+
+def check_prefix_stable(
+    turns: TemplateRenderer,
+    exchanges: Sequence[ProbeExchange],
+    tools: ToolDefinitions,
+    system: Message | None,
+    *,
+    count: int,
+) -> None:
+    """Compare a conversation of such exchanges, one kind after the other, turn by turn and as a whole.
+
+    Where a turn begins, one of the two may be ahead: the header at the end of a conversation may open thoughts, and
+    a turn of the past may begin with what the model says itself, as it does when it is the last.
+
+    Args:
+        turns: the template.
+        exchanges: the kinds of exchanges.
+        tools: the tools, where the template is to describe them.
+        system: the system message, if there is one.
+        count: how many exchanges the conversation has. Some templates leave out or shorten what is far enough back.
+
+    Raises:
+        ChatFormatError: they differ by more than thoughts, or something is left out.
+    """
+    kinds = [_ProbedExchange.of(turns, exchange, tools, system) for exchange in exchanges]
+    opening, conversation, numbers = _conversation(list(islice(cycle(exchanges), count)), system)
+    whole = turns.render_with_slots(conversation, tools)
+    spans, end, by_turn = spans_of(whole), 0, turns.render(opening, tools)
+    for number, kind in zip(numbers, cycle(kinds), strict=False):
+        span = spans.get(number)
+        if span is None or not kind.words <= span.words:
+            raise _left_out(conversation, number)
+        if not _agree(turns, whole[end : span.start], by_turn, kind.beginning):
+            raise _difference(whole[end : span.start], by_turn)
+        end, by_turn = turns.end_of_turn_after(whole, span.stop), kind.answered
+    if whole[end:] != by_turn:
+        raise _difference(whole[end:], by_turn)
+
+
+@dataclass(frozen=True)
+class _ProbedExchange:
+    """A kind of exchange, and how a template writes it at the end of a short conversation.
+
+    Attributes:
+        beginning: what its turn begins with besides its header when it is the last.
+        answered: what stands behind its turn.
+        words: which words of its turn are written.
+    """
+
+    beginning: str
+    answered: str
+    words: frozenset[SlotKind]
+
+    @classmethod
+    def of(
+        cls, turns: TemplateRenderer, exchange: ProbeExchange, tools: ToolDefinitions, system: Message | None
+    ) -> Self:
+        opening, conversation, [number] = _conversation([exchange], system)
+        start = turns.render(opening, tools)
+        first_slot(
+            written := turns.render_with_slots(conversation, tools), number
+        )  # raises where it leaves the turn out
+        own = _own_beginning(turns, conversation[: number + 1], start, tools)
+        answered = turns.render_continuation(exchange.answers, tools)
+        require_answers_rendered(answered, exchange)
+        return cls(own, answered, spans_of(written)[number].words)
+
+
+def keeps_reasoning(
+    turns: TemplateRenderer, exchange: ProbeExchange, tools: ToolDefinitions, system: Message | None, *, count: int
+) -> bool:
+    """Whether the template goes on writing the thoughts of a turn once the conversation has gone on, to its end."""
+    thinking = ProbeExchange({**exchange.turn, "reasoning_content": "thought"}, exchange.answers)
+    opening, conversation, _ = _conversation([thinking] * count, system)
+    asked = turns.places(conversation, len(opening))
+    written = spans_of(turns.render_with_slots(conversation, tools)).get(len(opening))
+    return not any("thought" in each for each in asked) or (written is not None and "thought" in written.words)
+
+
+def require_answers_rendered(rendered: str, exchange: ProbeExchange) -> None:
+    """Raise unless the answers are in a rendered text.
+
+    Raises:
+        ChatFormatError: one of them is not.
+    """
+    for answer in exchange.answers:
+        if text_of(answer["content"])[:_SEEN] not in rendered:
+            raise ChatFormatError(
+                f"The model's chat template leaves out messages of the role {answer['role']!r}, so the model would "
+                "never see what its tools answer. Use a tool-call format whose results are user messages, for "
+                "instance 'action', or a model whose template knows the role."
+            )
+
+
+def _conversation(
+    exchanges: Sequence[ProbeExchange], system: Message | None
+) -> tuple[list[Message], list[Message], list[int]]:
+    """What a conversation begins with, the whole of it, and where in it the turns stand."""
+    opening = [*([system] if system else []), PROBE_QUESTION]
+    conversation, numbers = [*opening], []
+    for exchange in exchanges:
+        numbers.append(len(conversation))
+        conversation += [exchange.turn, *exchange.answers]
+    return opening, conversation, numbers
+
+
+def _own_beginning(turns: TemplateRenderer, conversation: Sequence[Message], start: str, tools: ToolDefinitions) -> str:
+    """What a turn begins with besides its header when it is the last."""
+    try:
+        rendered = turns.render_with_slots(conversation, tools, opens=False)
+    except ChatFormatError:
+        return ""
+    beginning = rendered[: first_slot(rendered, len(conversation) - 1)]
+    header = turns.shape.reasoning.without_opening_marker(start)
+    return beginning[len(header) :] if beginning.startswith(header) else ""
+
+
+def _agree(turns: TemplateRenderer, in_whole: str, by_turn: str, own: str) -> bool:
+    thoughts = turns.shape.reasoning
+    header = thoughts.without_opening_marker(by_turn)
+    if in_whole.startswith(header):
+        return thoughts.without_markers(in_whole[len(header) :]) == thoughts.without_markers(own)
+    return header.startswith(in_whole) and not thoughts.without_markers(header[len(in_whole) :])
+
+
+def _left_out(conversation: Sequence[Message], number: int) -> ChatFormatError:
+    return ChatFormatError(
+        "The model's chat template is not prefix-stable: in a conversation of "
+        f"{len(conversation)} messages it no longer writes all that the assistant said and called in message "
+        f"{number + 1}. Say Agent(history='rewrite') to begin a new sequence wherever it leaves something out, or use "
+        "a template that keeps earlier turns as they are."
+    )
+
+
+def _difference(in_whole: str, by_turn: str) -> ChatFormatError:
+    return ChatFormatError(
+        "The model's chat template is not prefix-stable: it writes something else once the conversation goes on. As "
+        f"part of the whole: {_around_difference(in_whole, by_turn)}; turn by turn: "
+        f"{_around_difference(by_turn, in_whole)}. Say Agent(history='rewrite') to begin a new sequence wherever it "
+        "does, or use a template that keeps earlier turns as they are."
+    )
+
+
+def _around_difference(text: str, other: str) -> str:
+    at = first_difference(text, other)
+    return repr(text[max(0, at - 40) : at + 40])

@@ -1,0 +1,333 @@
+"""Rearranged conversations: calls and results where chat templates put up with them, if not where they stand.
+
+MessageShape: in which shape a chat template wants the messages that every other part of AgentFly has in one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import (
+    Content,
+    Image,
+    Message,
+    concat_content,
+    move_tool_images_to_user_messages,
+    parts_of,
+    text_of,
+)
+from agentfly.formats.reasoning import REASONING_MARKERS, ReasoningMarkers
+from agentfly.policies.policy import Tokenizer
+
+
+def split_parallel_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one call in a turn, each followed by what answers it."""
+    single: list[Message] = []
+    waiting: list[Message] = []
+    for message in messages:
+        for at, turn in enumerate(waiting):
+            if message["role"] != "tool" or _answers_one_of([turn["tool_calls"][0]["id"]], message):
+                due = at if message["role"] == "tool" else len(waiting)
+                single += waiting[: due + 1]
+                del waiting[: due + 1]
+                break
+        calls = message.get("tool_calls", ())
+        single.append(cast(Message, {**message, "tool_calls": [*calls[:1]]}) if len(calls) > 1 else message)
+        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+    return single + waiting
+
+
+def orphan_results_to_user_messages(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages with what answers no call of the turn before it as a user's words."""
+    calls: list[str] = []
+    for message in messages:
+        if message["role"] != "tool":
+            calls = [call["id"] for call in message.get("tool_calls", ())]
+        if message["role"] != "tool" or _answers_one_of(calls, message):
+            yield message
+        else:
+            yield {"role": "user", "content": message["content"]}
+
+
+def _answers_one_of(calls: Collection[str], answer: Message) -> bool:
+    """Whether a tool's message is the result of one of these calls; one that names none is that of any."""
+    return answer["tool_call_id"] in calls if "tool_call_id" in answer else bool(calls)
+
+
+PROBE_QUESTION: Message = {"role": "user", "content": "question"}
+
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "stand_in_tool",
+        "description": "Stands for the tools.",
+        "parameters": {
+            "type": "object",
+            "properties": {"argument": {"type": "string", "description": "An argument."}},
+            "required": ["argument"],
+        },
+    },
+}
+"""A tool for synthetic conversations."""
+
+UNKNOWN = "unknown"
+"""What a tool is called where the model has called it by no name."""
+
+_THOUGHT, _SAID, _KEY = "the thought", "the answer", "an_argument"
+
+
+@dataclass(frozen=True)
+class TemplateCapabilities:
+    """What one template wants. Found by rendering small conversations, since a template tells nobody.
+
+    Attributes:
+        requires_string_arguments: a call's arguments are wanted as JSON text, and not as a mapping.
+        requires_short_call_ids: the ids of calls are wanted as nine letters and digits.
+        single_tool_call: a turn may hold one call only; more are written as turns that follow each other.
+        tool_message_requires_call: messages of the role ``tool`` must answer a call; others are written as a user's words.
+        results_named: messages of the role ``tool`` must name the tool.
+        allows_user_after_tool: a user's words may follow what tools have answered; if not, they stand below it.
+        requires_alternating_roles: user messages are wanted one at a time, with an answer in between.
+        requires_typed_content: content is wanted as a list of parts, a text on its own included.
+        no_images_in_tool_messages: images in what tools answer are wanted in a message of the user that follows.
+        reads_reasoning_content: thoughts are wanted in a field of their own, and not in the text.
+        thoughts_or_words: a turn with calls may have thoughts or words, and not both. The words stand below the
+            thoughts then.
+        reasoning: how they stand in a turn's text.
+    """
+
+    requires_string_arguments: bool = False
+    requires_short_call_ids: bool = False
+    single_tool_call: bool = False
+    tool_message_requires_call: bool = False
+    results_named: bool = False
+    allows_user_after_tool: bool = True
+    requires_alternating_roles: bool = False
+    requires_typed_content: bool = False
+    no_images_in_tool_messages: bool = False
+    reads_reasoning_content: bool = False
+    thoughts_or_words: bool = False
+    reasoning: ReasoningMarkers = field(default_factory=ReasoningMarkers)
+
+    def allows(self, turn: Message) -> bool:
+        """Whether the template can write a turn with as many calls as this one has."""
+        return not self.single_tool_call or len(turn.get("tool_calls", ())) <= 1
+
+    def split(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the thoughts of their assistants in a field of their own."""
+        return [self._split(message) if message["role"] == "assistant" else message for message in messages]
+
+    def adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the template's shape. The argument stays unchanged."""
+        fitted: list[Message] = []
+        messages = split_parallel_calls(messages) if self.single_tool_call else messages
+        messages = list(orphan_results_to_user_messages(messages)) if self.tool_message_requires_call else messages
+        for message in move_tool_images_to_user_messages(messages) if self.no_images_in_tool_messages else messages:
+            if message["role"] == "user" and fitted and self._belongs_below(fitted[-1]):
+                fitted[-1] = {
+                    **fitted[-1],
+                    "content": concat_content(fitted[-1]["content"], "\n\n", message["content"]),
+                }
+            elif message["role"] == "assistant":
+                fitted.append(self._fit_assistant(self._split(message)))
+            elif message["role"] == "tool":
+                fitted.append(self._fit_result(message))
+            else:
+                fitted.append(message)
+        return [self._fit_content(message) for message in fitted]
+
+    def _fit_content(self, message: Message) -> Message:
+        content = message["content"]
+        wanted = parts_of(content) if self.requires_typed_content else _plain(content)
+        return message if wanted is content else cast(Message, {**message, "content": wanted})
+
+    def _belongs_below(self, message: Message) -> bool:
+        """Whether a user's words cannot follow a message, and are added to it."""
+        if message["role"] == "tool":
+            return not self.allows_user_after_tool
+        return message["role"] == "user" and self.requires_alternating_roles
+
+    def _split(self, message: Message) -> Message:
+        if "reasoning_content" in message or not isinstance(message["content"], str):
+            return message
+        reasoning, said = self.reasoning.split(message["content"], opened=False)
+        return message if reasoning is None else {**message, "content": said, "reasoning_content": reasoning}
+
+    def _fit_assistant(self, message: Message) -> Message:
+        fitted = dict(message)
+        if not self.reads_reasoning_content and (reasoning := fitted.pop("reasoning_content", None)) is not None:
+            fitted["content"] = self.reasoning.join(cast(str, reasoning), text_of(message["content"]))
+        if self.thoughts_or_words and fitted.get("tool_calls") and fitted.get("reasoning_content"):
+            said = text_of(message["content"])
+            fitted["reasoning_content"] = "\n\n".join(filter(None, (cast(str, fitted["reasoning_content"]), said)))
+            fitted["content"] = ""
+        if message.get("tool_calls"):
+            fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
+        return cast(Message, fitted)
+
+    def _fit_result(self, message: Message) -> Message:
+        fitted = dict(message)
+        if self.requires_short_call_ids and "tool_call_id" in message:
+            fitted["tool_call_id"] = self._id(message["tool_call_id"])
+        if self.results_named and "name" not in message:
+            fitted["name"] = UNKNOWN
+        return cast(Message, fitted)
+
+    def _fit_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        if self.requires_string_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "type": "function",
+            **call,
+            "id": self._id(call["id"]),
+            "function": {**function, "arguments": arguments},
+        }
+
+    def _id(self, call_id: str) -> str:
+        if not self.requires_short_call_ids or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def detect_capabilities(tokenizer: Tokenizer) -> TemplateCapabilities:
+    """The shape in which the template of a tokenizer wants messages.
+
+    Raises:
+        ChatFormatError: the template cannot even write a question.
+    """
+    tokenizer.apply_chat_template([PROBE_QUESTION], add_generation_prompt=True)
+    as_text, short_ids, one_call = _calls(tokenizer)
+    results_follow_calls, results_named, words_after_results = _results(tokenizer)
+    once, twice = _rendered(tokenizer, [PROBE_QUESTION]), _rendered(tokenizer, [PROBE_QUESTION, PROBE_QUESTION])
+    parts, images_apart = _images(tokenizer) if tokenizer.vision is not None else (False, False)
+    apart, thoughts = _thoughts(tokenizer)
+    one_user_message = once is not None and twice is None
+    return TemplateCapabilities(
+        as_text,
+        short_ids,
+        one_call,
+        results_follow_calls,
+        results_named,
+        words_after_results,
+        one_user_message,
+        parts,
+        images_apart,
+        apart,
+        apart and _thoughts_or_words(tokenizer),
+        thoughts,
+    )
+
+
+def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
+    """Whether arguments are wanted as text, whether ids short, and whether only one call a turn."""
+    for short, ids in ((False, ("call_0", "call_1")), (True, ("abcdefgh0", "abcdefgh1"))):
+        for as_text, arguments in ((False, {_KEY: "value"}), (True, json.dumps({_KEY: "value"}))):
+            written = _rendered(tokenizer, [PROBE_QUESTION, _calling(ids[:1], arguments)])
+            if written is not None and _KEY in written and f"'{_KEY}'" not in written:
+                both = _rendered(tokenizer, [PROBE_QUESTION, _calling(ids, arguments)])
+                return as_text, short, both is None or both.count(_KEY) < 2 * written.count(_KEY)
+    return False, False, False
+
+
+def _results(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
+    """What messages of the role ``tool`` must do and may: answer a call, name a tool, be followed by a user's words."""
+    said: Message = {"role": "assistant", "content": _SAID}
+    result: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": _KEY}
+    uncalled = _rendered(tokenizer, [PROBE_QUESTION, said, result, said, result])
+    in_either_way: tuple[Any, Any] = ({}, "{}")
+    calling = [[_calling(["abcdefgh0"], arguments), result] for arguments in in_either_way]
+    answered = any(_rendered(tokenizer, [PROBE_QUESTION, *called]) for called in calling)
+    noted = any(_rendered(tokenizer, [PROBE_QUESTION, *called, PROBE_QUESTION]) for called in calling)
+    nameless = cast(Message, {name: value for name, value in result.items() if name != "name"})
+    ways = [[said, result], *calling]
+    named = any(
+        _rendered(tokenizer, [PROBE_QUESTION, *way]) is not None
+        and _rendered(tokenizer, [PROBE_QUESTION, *way[:-1], nameless]) is None
+        for way in ways
+    )
+    return uncalled is None or uncalled.count(_KEY) < 2, named, noted or not answered
+
+
+def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Whether content is wanted in parts, and whether images must be kept out of what tools answer."""
+    whole = _rendered(tokenizer, [PROBE_QUESTION])
+    in_parts = _rendered(tokenizer, [{"role": "user", "content": parts_of(_SAID)}])
+    parts = (
+        (whole is None or text_of(PROBE_QUESTION["content"]) not in whole)
+        and in_parts is not None
+        and _SAID in in_parts
+    )
+    assert tokenizer.vision is not None
+    placeholder = tokenizer.vision.placeholder
+    image: Any = {"type": "image", "image": Image(b"")}
+    answer: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": [image]}
+    written = [
+        _rendered(tokenizer, [PROBE_QUESTION, _calling(["abcdefgh0"], {}), {**answer, "role": role}])
+        for role in ("tool", "user")
+    ]
+    by_tool, by_user = (text is not None and placeholder in text for text in written)
+    return parts, by_user and not by_tool
+
+
+def _thoughts(tokenizer: Tokenizer) -> tuple[bool, ReasoningMarkers]:
+    """Whether the template reads thoughts from a field of their own, and how thoughts stand in a turn."""
+    header = tokenizer.apply_chat_template([PROBE_QUESTION], add_generation_prompt=True).rstrip()
+    answer: Message = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
+    rendered = _rendered(tokenizer, [PROBE_QUESTION, answer])
+    apart = rendered is not None and _THOUGHT in rendered
+    around = rendered.replace(_SAID, "") if rendered is not None and apart else header
+    opener = next((opener for opener in REASONING_MARKERS if opener in around), None)
+    opener = opener or next((opener for opener in REASONING_MARKERS if opener in tokenizer.control_tokens), "<think>")
+    return apart, ReasoningMarkers(opener, REASONING_MARKERS[opener], header.endswith(opener))
+
+
+def _thoughts_or_words(tokenizer: Tokenizer) -> bool:
+    """Whether a turn with calls may have thoughts and may have words, and not both."""
+    thoughts, words = {"reasoning_content": _THOUGHT}, {"content": _SAID}
+    in_either_way: tuple[Any, Any] = ({}, "{}")
+    for arguments in in_either_way:
+        calling = _calling(["abcdefgh0"], arguments)
+        alone, both = (
+            [_rendered(tokenizer, [PROBE_QUESTION, cast(Message, {**calling, **each})]) for each in kinds]
+            for kinds in ((thoughts, words), ({**thoughts, **words},))
+        )
+        if None not in alone and both == [None]:
+            return True
+    return False
+
+
+def _calling(ids: Sequence[str], arguments: Any) -> Message:
+    function = {"name": "stand_in_tool", "arguments": arguments}
+    calls = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(messages, tools=[PROBE_TOOL])
+    except ChatFormatError:
+        return None
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _plain(content: Content) -> Content:
+    """Content without parts where it is text only: not every template knows parts."""
+    if isinstance(content, str) or any(part["type"] != "text" for part in content):
+        return content
+    return text_of(content)

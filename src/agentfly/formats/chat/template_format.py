@@ -1,0 +1,188 @@
+"""TemplateChatFormat: a chat format derived from a model's own chat template, and proved when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentfly.agents.agent import History
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Message
+from agentfly.formats.chat.chat_format import ParsedReply, RenderedTokens, ToolDefinitions, expand_image_placeholders
+from agentfly.formats.chat.prefix_stability import (
+    ANSWER_EXCHANGE,
+    ProbeExchange,
+    check_prefix_stable,
+    keeps_reasoning,
+    require_renderable,
+    with_long_answers,
+    with_words,
+)
+from agentfly.formats.chat.template_renderer import TemplateRenderer, first_slot, strip_end_of_turn
+from agentfly.policies.policy import Tokenizer
+
+MIN_CHECKED_EXCHANGES = 32
+MAX_CHECKED_EXCHANGES = 500
+"""At least and at most so many exchanges has the conversation by which a template is proved."""
+
+
+class TemplateChatFormat:
+    """Renders the first prompt and the continuations with the template of the policy's tokenizer.
+
+    Under ``history="keep"`` a continuation is what the template writes after an assistant's reply in a synthetic
+    conversation: a question, a reply whose words are places, and the real messages that answer it. So it costs the same
+    however long the conversation is, and what was sampled stays as it is, also where the template would drop a reply's
+    thoughts later on. That this is what the template writes in the whole conversation, too, is proved when the format
+    is made, with the tools and the way of answering of the agent at hand.
+
+    Under ``history="rewrite"`` the whole conversation is rendered at every turn. As long as the template writes what
+    was sent as it was sent, what is new is appended; once it does not, there is no continuation, and a new sequence is
+    begun with the template's rendering. Compared is what the template writes around the turns of the model, and
+    whether it still writes their thoughts and words; the words themselves stay as they were sampled, whatever white
+    space or JSON the template would make of them.
+
+    Args:
+        tokenizer: the policy's.
+        exchanges: the kinds of turns and answers that the agent's conversations consist of.
+        tools: the agent's tools, where the template is to describe them.
+        system: the agent's system message, if it has one.
+        history: what to do where the template writes the past differently once the conversation has gone on.
+        longest: the most turns that a conversation is expected to have. Conversations of so many are proved, as far as
+            `MAX_CHECKED_EXCHANGES` goes.
+
+    Raises:
+        ChatFormatError: the template refuses such a conversation, leaves something out, or writes no control token
+            after a reply, so that a turn would have no end. Under ``history="keep"`` also when it writes anything but
+            thoughts differently once more follows; the message shows the difference.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        exchanges: Sequence[ProbeExchange],
+        *,
+        tools: ToolDefinitions = (),
+        system: Message | None = None,
+        history: History = "keep",
+        longest: int = 0,
+    ) -> None:
+        self.history = history
+        self._tokenizer = tokenizer
+        self._turns = turns = TemplateRenderer(tokenizer)
+        self.stop_ids = turns.endings.stop_ids
+        self._control_ids = frozenset(tokenizer.control_tokens.values())
+        proved = min(max(longest, MIN_CHECKED_EXCHANGES), MAX_CHECKED_EXCHANGES)
+        possible = [exchange for exchange in exchanges if turns.shape.allows(exchange.turn)]
+        mixed = [*possible, *map(with_long_answers, possible[-1:])]
+        words = [
+            *mixed,
+            *(with_words(each) for each in possible if each.answers[-1]["role"] == "tool"),
+            ANSWER_EXCHANGE,
+        ]
+        if history == "keep":
+            for kinds in [*([each] for each in possible), mixed] if possible else ():
+                check_prefix_stable(turns, kinds, tools, system, count=proved)
+        require_renderable(turns, exchanges, tools, system)
+        self._goes_on_with_words = self._grows(words, tools, system, proved)
+        self.keeps_thoughts = all(keeps_reasoning(turns, each, tools, system, count=proved) for each in possible)
+
+    def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
+        """A whole conversation, with the header of the assistant's turn at its end."""
+        ids = self._turns.control.encode(self._turns.render(messages, tools))
+        return expand_image_placeholders(ids, messages, self._tokenizer)
+
+    def render_continuation(
+        self,
+        messages: Sequence[Message],
+        *,
+        after: Sequence[int],
+        conversation: Sequence[Message],
+        tools: ToolDefinitions = (),
+    ) -> RenderedTokens | None:
+        """What follows a generation; see `ChatFormat.continuation`."""
+        last = len(conversation) - len(messages) - 1
+        if last >= 0 and not self._turns.shape.allows(conversation[last]):
+            return None
+        if self.history == "rewrite":
+            text = self._following_unless_rewritten(conversation, last, tools)
+        elif not self._goes_on_with_words and any(message["role"] != "tool" for message in messages):
+            text = None
+        else:
+            text = self._turns.render_continuation(messages, tools)
+        if text is None:
+            return None
+        ids = self._turns.control.encode(text)
+        ended = len(self._said(after[-1:])) == 0 and (
+            ids[0] == after[-1] or not self._turns.endings.ends_by_next_header
+        )
+        return expand_image_placeholders(ids[1:] if ended else ids, messages, self._tokenizer)
+
+    def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
+        """What a generation says."""
+        text = self._tokenizer.decode(self._said(ids))
+        thoughts = self._turns.shape.reasoning
+        reasoning, content = thoughts.split(text)
+        return ParsedReply(text, content, reasoning, opened=thoughts.opener if thoughts.opened else "")
+
+    def encode_turn(
+        self,
+        text: str,
+        *,
+        reasoning: str | None = None,
+        answers: Sequence[Message] = (),
+        tools: ToolDefinitions = (),
+    ) -> list[int]:
+        """The ids by which a model of this format says a text, its end of turn included: the inverse of `reply`.
+
+        Control tokens in the text are such where they belong to turns, around thoughts and calls; others are ordinary
+        text.
+
+        Args:
+            text: all that the turn says.
+            reasoning: thoughts that are not in the text, where the turn has some.
+            answers: the messages that answer the turn, which tell by which token it ends where there are several.
+            tools: as of the prompt.
+        """
+        turns = self._turns
+        if reasoning is not None:
+            thoughts = turns.shape.reasoning
+            joined = thoughts.join(reasoning, text)
+            text = joined.removeprefix(f"{thoughts.opener}\n") if thoughts.opened else joined
+        (disarmed,) = turns.control.escape([{"role": "assistant", "content": text}])
+        following = turns.control.encode(turns.render_continuation(answers, tools)) if answers else []
+        stop = following[0] if following and following[0] in self.stop_ids else self.stop_ids[0]
+        return [*turns.control.encode(str(disarmed["content"])), stop]
+
+    def _said(self, ids: Sequence[int]) -> Sequence[int]:
+        return strip_end_of_turn(ids, self.stop_ids, self._control_ids)
+
+    def _grows(
+        self, exchanges: Sequence[ProbeExchange], tools: ToolDefinitions, system: Message | None, count: int
+    ) -> bool:
+        try:
+            check_prefix_stable(self._turns, exchanges, tools, system, count=count)
+        except ChatFormatError:
+            return False
+        return True
+
+    def _following_unless_rewritten(
+        self, conversation: Sequence[Message], last: int, tools: ToolDefinitions
+    ) -> str | None:
+        """What the template writes behind the assistant's turn at position ``last``; None if it rewrites that."""
+        turns = self._turns
+        try:
+            sent, now = (
+                turns.render_with_slots(conversation[:last], tools),
+                turns.render_with_slots(conversation, tools),
+            )
+        except ChatFormatError:
+            return None  # it refuses what was said now, so there is nothing that could follow it
+        places = turns.places(conversation, last)
+        if not places or not all(place in now for place in places):
+            return None
+        before = now[: first_slot(now, last)]
+        if not before.startswith(sent) and (not sent.startswith(before) or sent[len(before) :].strip()):
+            return None
+        try:
+            return now[turns.end_of_turn(now, last) :]
+        except ChatFormatError:
+            return None  # nobody can tell where the turn ends now, so what follows it cannot be told either

@@ -1,0 +1,336 @@
+"""Skeleton: a conversation with places for its assistants' words, so that what stands around them shows.
+
+Endings: which control tokens end an assistant's turn, by what a chat template writes after one.
+
+Turns: what a chat template writes for a conversation, and what it writes after a turn of the assistant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Message
+from agentfly.formats.chat.chat_format import ToolDefinitions
+from agentfly.formats.chat.control_tokens import SLOT_MARK, ControlTokens
+from agentfly.formats.chat.template_capabilities import (
+    PROBE_QUESTION,
+    PROBE_TOOL,
+    UNKNOWN,
+    TemplateCapabilities,
+    detect_capabilities,
+)
+from agentfly.policies.policy import Tokenizer
+
+SlotKind = Literal["thought", "said", "called"]
+WORDS: tuple[SlotKind, ...] = ("thought", "said", "called")
+_PLACES = re.compile(f"{SLOT_MARK}({'|'.join(WORDS)}) ([0-9]+){SLOT_MARK}")
+
+
+def slot(words: SlotKind, number: int) -> str:
+    """What stands for words of the assistant's turn with this number. No disarmed text holds it."""
+    return f"{SLOT_MARK}{words} {number}{SLOT_MARK}"
+
+
+def slotted_reply(number: int, *, calls: Sequence[dict[str, Any]] = (), thinks: bool = False) -> Message:
+    """An assistant's turn whose words are places; of its calls, names and ids are kept."""
+    message: dict[str, Any] = {"role": "assistant", "content": slot("said", number)}
+    if thinks:
+        message["reasoning_content"] = slot("thought", number)
+    if calls:
+        arguments = {"argument": slot("called", number)}
+        message["tool_calls"] = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls
+        ]
+    return cast(Message, message)
+
+
+def slots_of(message: Message, number: int) -> list[str]:
+    """The places that `with_slots` puts into an assistant's turn."""
+    words = [
+        *(["thought"] if message.get("reasoning_content") else []),
+        *(["said"] if message["content"] else []),
+        *(["called"] if message.get("tool_calls") else []),
+    ]
+    return [slot(cast(SlotKind, word), number) for word in words]
+
+
+def with_slots(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with places for what its assistants say, numbered by position; silence stays silence."""
+    bare: list[Message] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            bare.append(message)
+            continue
+        thinks = bool(message.get("reasoning_content"))
+        turn = slotted_reply(number, calls=message.get("tool_calls", ()), thinks=thinks)
+        bare.append(turn if message["content"] else cast(Message, {**turn, "content": ""}))
+    return bare
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpan:
+    """Where the words of a turn stand in a rendered conversation, and which of them do."""
+
+    start: int
+    stop: int
+    words: frozenset[SlotKind]
+
+
+def spans_of(rendered: str) -> dict[int, SlotSpan]:
+    """The spans of all turns in a rendered conversation, by their numbers. One pass, however long it is."""
+    spans: dict[int, SlotSpan] = {}
+    for found in _PLACES.finditer(rendered):
+        words, number = cast(SlotKind, found[1]), int(found[2])
+        begun = spans.get(number)
+        start, others = (begun.start, begun.words) if begun else (found.start(), frozenset[SlotKind]())
+        spans[number] = SlotSpan(start, found.end(), others | {words})
+    return spans
+
+
+def first_slot(rendered: str, number: int) -> int:
+    """Where the first words of a turn stand.
+
+    Raises:
+        ChatFormatError: none of them were written.
+    """
+    found = [at for words in WORDS if (at := rendered.find(slot(words, number))) >= 0]
+    if not found:
+        raise ChatFormatError(
+            "The model's chat template leaves out an assistant's reply once other messages follow it, so a "
+            "conversation cannot be continued turn by turn. Use a model with a template that keeps replies."
+        )
+    return min(found)
+
+
+def end_of_last_slot(rendered: str, number: int) -> int:
+    """Where the words of a turn end.
+
+    Raises:
+        ChatFormatError: none of them were written.
+    """
+    mark = f" {number}{SLOT_MARK}"
+    found = rendered.rfind(mark)
+    return found + len(mark) if found >= 0 else first_slot(rendered, number)
+
+
+PROBE_CALL = {"id": "call_0", "type": "function", "function": {"name": "stand_in_tool", "arguments": {}}}
+PROBE_RESULT: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "call_0", "content": "result"}
+
+
+@dataclass(frozen=True)
+class EndOfTurn:
+    """How turns end.
+
+    Attributes:
+        stop_ids: what a model samples at the end of a turn: what its template writes there, and the ids at which its
+            tokenizer and its generation settings have it stop.
+        end_ids: what stands at the end of a turn in the middle of a conversation, too.
+        ends_by_next_header: a turn ends where the header of the next begins, whose first token the model samples.
+    """
+
+    stop_ids: tuple[int, ...]
+    end_ids: frozenset[int]
+    ends_by_next_header: bool
+
+
+def detect_end_of_turn(tokenizer: Tokenizer, control: ControlTokens, shape: TemplateCapabilities) -> EndOfTurn:
+    """The endings of a tokenizer's chat template.
+
+    Raises:
+        ChatFormatError: it writes no control token after a turn, so that a turn has no end to sample.
+    """
+
+    def after_turn(turn: Message, *following: Message) -> str | None:
+        messages = shape.adapt_messages([PROBE_QUESTION, turn, *following])
+        tools = [PROBE_TOOL] if "tool_calls" in turn else []
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tools=tools)
+            return rendered[end_of_last_slot(rendered, 0) :]
+        except ChatFormatError:
+            return None
+
+    said, called = slotted_reply(0), slotted_reply(0, calls=[PROBE_CALL])
+    last, inner = after_turn(said), after_turn(said, PROBE_QUESTION)
+    if last is None:
+        tokenizer.apply_chat_template(shape.adapt_messages([PROBE_QUESTION, said]))  # raises: the template refuses even this
+        raise ChatFormatError("The model's chat template leaves an assistant's answer out of the conversation.")
+    at_end = control.first_in(last)
+    called_last, called_inner = after_turn(called), after_turn(called, PROBE_RESULT)
+    if at_end is None:
+        headers = [_behind(last, inner), _behind(called_last, called_inner)]
+        return _by_next_header(control, [header for header in headers if header is not None], tokenizer.eos_ids)
+    stops = [at_end[1]]
+    if called_last:
+        found = [tokenizer.control_tokens[token] for token in control.in_text(called_last)]
+        stops += found[-1:] if at_end[1] not in found else []
+    in_the_middle = control.first_in(inner) if inner else None
+    ends = frozenset(stops) | ({in_the_middle[1]} if in_the_middle else set())
+    return EndOfTurn(_with(tokenizer.eos_ids, stops), ends, False)
+
+
+def strip_end_of_turn(ids: Sequence[int], stop_ids: Collection[int], control: Collection[int]) -> Sequence[int]:
+    """What a generation says, without the end of turn.
+
+    A model may be told to stop at a token of ordinary text. That is part of what it says, and ends no turn in the
+    template's eyes.
+
+    Args:
+        ids: the generation.
+        stop_ids: the ids at which it may have stopped.
+        control: the ids of control tokens.
+    """
+    return ids[:-1] if ids and ids[-1] in stop_ids and ids[-1] in control else ids
+
+
+def _behind(beginning: str | None, whole: str | None) -> str | None:
+    """What a text adds to its beginning, white space at the border left out."""
+    if beginning is None or whole is None or not whole.startswith(beginning.rstrip()):
+        return None
+    return whole[len(beginning.rstrip()) :]
+
+
+def _by_next_header(control: ControlTokens, headers: Sequence[str], eos_ids: Sequence[int]) -> EndOfTurn:
+    ends = [found[1] for header in headers if (found := control.first_in(header))]
+    if not ends:
+        raise ChatFormatError(
+            "The model's chat template writes no control token at the end of an assistant's turn, so a turn has no "
+            "end to sample. Use a model whose template ends turns, for instance with <|im_end|>."
+        )
+    return EndOfTurn(_with(eos_ids, ends), frozenset(ends), True)
+
+
+def _with(eos_ids: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([*stops, *eos_ids]))
+
+
+_STAND_INS = (PROBE_TOOL,)
+
+_REMEMBERED = 4
+"""Sets of tools whose descriptions are kept: those of a few agents, or programs, and the stand-in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Tools as the template is given them."""
+
+    tools: ToolDefinitions | None
+    written: str
+    described: list[Any]
+
+
+class TemplateRenderer:
+    """One tokenizer's chat template, with what had to be found out about it.
+
+    Raises:
+        ChatFormatError: it has none, or one that ends turns by no control token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # The tools described last, newest first; replaced as a whole, because threads may share them.
+        self._described: tuple[_Described, ...] = ()
+        self.control = ControlTokens(tokenizer)
+        self.shape = detect_capabilities(tokenizer)
+        self.endings = detect_end_of_turn(tokenizer, self.control, self.shape)
+        self.control.allow_in_replies(self._inner_tokens())
+
+    def render(self, messages: Sequence[Message], tools: ToolDefinitions = (), *, opens: bool = True) -> str:
+        """A conversation as the template writes it; ``opens`` says whether the assistant's next turn begins."""
+        return self._render(self.control.escape(messages), tools, opens=opens)
+
+    def render_with_slots(self, messages: Sequence[Message], tools: ToolDefinitions = (), *, opens: bool = True) -> str:
+        """The same with places for what the assistants say, each numbered by the position of its message."""
+        canonical = self.shape.split(self.control.escape(messages))
+        return self._render(with_slots(canonical), tools, opens=opens)
+
+    def places(self, messages: Sequence[Message], number: int) -> list[str]:
+        """The places that `bare` has for the message at a position, if the template leaves none of them out."""
+        return slots_of(self.shape.split([messages[number]])[0], number)
+
+    def render_continuation(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> str:
+        """What the template writes from the end of a turn on, if ``messages`` answer it.
+
+        It is what it writes after a reply in a short synthetic conversation.
+        """
+        answers = self.control.escape(messages)
+        calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
+        turn = slotted_reply(0, calls=calls[:1] if self.shape.single_tool_call else calls)
+        rendered = self._render([PROBE_QUESTION, turn, *answers], _STAND_INS if tools else (), opens=True)
+        return rendered[self.end_of_turn(rendered, 0) :]
+
+    def end_of_turn(self, rendered: str, number: int) -> int:
+        """Where a turn ends: where its end-of-turn token stands.
+
+        Raises:
+            ChatFormatError: the template has written nothing of the turn, or has not ended it.
+        """
+        return self.end_of_turn_after(rendered, end_of_last_slot(rendered, number))
+
+    def end_of_turn_after(self, rendered: str, begin: int) -> int:
+        """Where a turn ends whose words end at ``begin``.
+
+        Raises:
+            ChatFormatError: the template has not ended it.
+        """
+        found = self.control.first_in(rendered, self.endings.end_ids, start=begin)
+        if found is None:
+            raise ChatFormatError(
+                "The model's chat template does not end every turn of an assistant by the same control token, so what "
+                f"follows a turn cannot be told: {rendered[begin : begin + 80]!r}. Use another template."
+            )
+        return found[0]
+
+    def _render(self, disarmed: Sequence[Message], tools: ToolDefinitions, *, opens: bool) -> str:
+        described = self._described_tools(tools) if tools else []
+        return self._tokenizer.apply_chat_template(self.shape.adapt_messages(disarmed), tools=described, add_generation_prompt=opens)
+
+    def _described_tools(self, tools: ToolDefinitions) -> list[Any]:
+        for known in self._described:
+            if known.tools is tools:
+                return known.described
+        written = repr(tools)  # unlike equality it tells orders of keys apart, and True from 1
+        found = next((known for known in self._described if known.written == written), None)
+        if found is None:
+            # A list may be changed by its owner, so it is known by what it holds alone.
+            kept = tools if isinstance(tools, tuple) else None
+            found = _Described(kept, written, self.control.escape_tools(tools))
+            self._described = (found, *self._described[: _REMEMBERED - 1])
+        return found.described
+
+    def _inner_tokens(self) -> set[str]:
+        """The control tokens that a turn may hold: those around thoughts and calls."""
+        inner = {self.shape.reasoning.opener, self.shape.reasoning.closer}
+        opening = self._render([PROBE_QUESTION], (), opens=True)
+        for turn in (
+            slotted_reply(0, thinks=True),
+            slotted_reply(0, calls=[PROBE_CALL], thinks=True),
+            slotted_reply(0, calls=[PROBE_CALL]),
+        ):
+            try:
+                rendered = self._render([PROBE_QUESTION, turn, PROBE_QUESTION], (), opens=False)
+                stop = self.end_of_turn(rendered, 0)
+            except ChatFormatError:
+                continue
+            own = rendered[len(opening) : stop] if rendered.startswith(opening) else ""
+            if self._writes(own):
+                inner.update(self.control.in_text(own))
+        ends = self.endings.end_ids | set(self.endings.stop_ids)
+        return {token for token in inner if self._tokenizer.control_tokens.get(token) not in ends}
+
+    def _writes(self, text: str) -> bool:
+        """Whether the template takes a text for what an assistant has said; some refuse their own marks in it."""
+        try:
+            self._render([PROBE_QUESTION, {"role": "assistant", "content": text}, PROBE_QUESTION], (), opens=False)
+        except ChatFormatError:
+            return False
+        return True
+
+
+def _call_of(answer: Message) -> dict[str, Any]:
+    name = answer.get("name", UNKNOWN)
+    call_id = answer.get("tool_call_id", PROBE_CALL["id"])
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}

@@ -1,0 +1,129 @@
+"""JSON as models write it: decoded exactly, or an error that says where it is none.
+
+Calls as JSON objects: what `decode_objects` gives, read as a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from agentfly.core.errors import UsageError
+from agentfly.core.lenient_json import InvalidJSON, decode_value
+from agentfly.formats.toolcalls.block_format import ParsedCall, ToolsByName, malformed_call
+
+_SPACE = re.compile(r"\s*")
+_BETWEEN = re.compile(r"\s*,?\s*")
+_THINK = re.compile(r"\[(/?THINK\])")
+
+
+def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
+    """Decode the JSON objects that stand one after another from ``start`` on, or the one list of them.
+
+    Returns:
+        The objects, and the position after the last one and the white space that follows it.
+
+    Raises:
+        NotJSON: there is no object, or it cannot be decoded.
+    """
+    position = skip_space(text, start)
+    if not text.startswith(("{", "["), position):
+        raise InvalidJSON("there is no JSON object")
+    objects: list[Any] = []
+    while True:
+        value, position = decode_value(text, position, origin=start)
+        objects.extend(value if isinstance(value, list) else [value])
+        following = _BETWEEN.match(text, position)
+        assert following is not None
+        if not text.startswith("{", following.end()):
+            break
+        position = following.end()
+    if not objects:
+        raise InvalidJSON("there is no JSON object, only an empty list")
+    return objects, skip_space(text, position)
+
+
+def dump_escaped(value: Any) -> str:
+    """``value`` as JSON on one line, in which no marker of a text format can stand: ``<`` is escaped.
+
+    Raises:
+        UsageError: JSON cannot hold the value.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"A tool call cannot be written with an argument that JSON cannot hold: {error}.") from error
+    return _THINK.sub(r"\\u005b\1", text.replace("<", "\\u003c"))
+
+
+def skip_space(text: str, position: int) -> int:
+    """The position of what follows the white space at ``position``."""
+    space = _SPACE.match(text, position)
+    assert space is not None
+    return space.end()
+
+
+_NAME = re.compile(r"""["']?\bname\b["']?\s*:\s*["']([^"'\n]{1,64})["']""")
+_BESIDE = ("id", "type")  # of a call, not of its arguments
+
+
+def call_from_json(value: Any, example: str, known: ToolsByName) -> ParsedCall:
+    """A call with ``name`` and ``arguments`` (or ``parameters``), which may be a JSON text of an object.
+
+    An ``id`` and a ``type`` beside them are of the call, and are left out. Where the tool has an argument of that name
+    they may be misplaced, so the call is an error; so is one with anything else beside them.
+    """
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return _wrong(value, "", 'it must be a JSON object with the text "name"', example)
+    tool = known.get(name)
+    taken = {argument.name for argument in tool.schema.arguments} if tool else set()
+    allowed = {"name", "arguments", "parameters", *(beside for beside in _BESIDE if beside not in taken)}
+    if not allowed.issuperset(value) or ("arguments" in value and "parameters" in value):
+        return _wrong(value, name, 'everything that the tool takes must stand inside "arguments"', example)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _object_in(arguments)
+    if not isinstance(arguments, dict):
+        return _wrong(value, name, '"arguments" must be a JSON object', example)
+    return ParsedCall(name, arguments)
+
+
+def malformed_json_call(written: str, example: str) -> ParsedCall:
+    """The one error of text that should be nothing but the JSON objects of calls, and is not."""
+    return malformed_call(written, _fault(written), example, find_tool_name(written))
+
+
+def malformed_json_arguments(name: str, written: str, example: str) -> ParsedCall:
+    """The error of a call of a tool whose arguments should be the one JSON object of ``written``, and are not."""
+    return malformed_call(written, _fault(written, "its arguments must be one JSON object"), example, name)
+
+
+def find_tool_name(written: str) -> str:
+    """The tool's name in text that is no JSON; empty if it is not to be seen."""
+    named = _NAME.search(written)
+    return named.group(1) if named else ""
+
+
+def _fault(written: str, otherwise: str = "it must be a JSON object") -> str:
+    try:
+        objects, end = decode_objects(written, 0)
+    except InvalidJSON as error:
+        return str(error)
+    if end < len(written):
+        return f"there is more text behind the JSON object, at character {end}"
+    return otherwise if len(objects) == 1 else "it must be one JSON object"
+
+
+def _object_in(written: str) -> Any:
+    """The object of which ``written`` is the JSON text; any other text as it is, to be refused as one."""
+    try:
+        value, end = decode_value(written, skip_space(written, 0))
+    except InvalidJSON:
+        return written
+    return value if skip_space(written, end) == len(written) else written
+
+
+def _wrong(value: Any, name: str, reason: str, example: str) -> ParsedCall:
+    return malformed_call(json.dumps(value, ensure_ascii=False), reason, example, name)

@@ -1,0 +1,96 @@
+"""Arguments as the formats for small models hold them: one as it stands, or all as a JSON object.
+
+Labels: the word and the colon with which lines like ``Action: …`` begin, as models write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from agentfly.agents.tool_decorator import Tool
+from agentfly.core.lenient_json import InvalidJSON, decode_value
+
+_MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
+
+
+class UnparsableCall(ValueError):
+    """A text that is meant as a call does not hold one. The message says why, for the model."""
+
+
+def bare_argument(tool: Tool) -> str | None:
+    """The argument that may stand without its name: the tool's only one, or the only one that must be given."""
+    names = [argument.name for argument in tool.schema.arguments]
+    required = [argument.name for argument in tool.schema.arguments if argument.required]
+    if len(names) == 1:
+        return names[0]
+    return required[0] if len(required) == 1 else None
+
+
+def object_arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any], int] | None:
+    """The arguments that stand at ``start`` as a JSON object, and the position after it.
+
+    Returns:
+        None where something else stands there; an object with other names than the tool's is something else too, if
+        the tool has an argument that may stand without its name.
+
+    Raises:
+        Unreadable: an object begins there that cannot be decoded.
+    """
+    if not text.startswith("{", start):
+        return None
+    bare = bare_argument(tool) if tool else None
+    names = {argument.name for argument in tool.schema.arguments} if tool else set()
+    try:
+        value, end = decode_value(text, start)
+    except InvalidJSON as error:
+        member = _MEMBER.match(text, start)
+        if bare is None or (member and (member.group(1) or member.group(2) in names)):
+            raise UnparsableCall(str(error)) from None
+        return None
+    return (value, end) if bare is None or names.issuperset(value) else None
+
+
+def single_text_argument(written: str, tool: Tool | None) -> dict[str, Any]:
+    """The arguments where ``written`` is the one that stands without its name; that of an unknown tool is ``input``.
+
+    Raises:
+        Unreadable: the tool takes nothing, or several arguments.
+    """
+    if tool is None:
+        return {"input": written} if written else {}
+    bare = bare_argument(tool)
+    if bare is not None:
+        return {bare: written} if written or any(argument.required for argument in tool.schema.arguments) else {}
+    if not written and not any(argument.required for argument in tool.schema.arguments):
+        return {}
+    if not tool.schema.arguments:
+        raise UnparsableCall("the tool takes no arguments")
+    raise UnparsableCall(f"the arguments must be a JSON object: {object_example(tool)}")
+
+
+def object_example(tool: Tool) -> str:
+    """All arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
+    return "{" + ", ".join(f'"{argument.name}": …' for argument in tool.schema.arguments) + "}"
+
+
+def argument_lines(tool: Tool) -> Iterator[str]:
+    """What there is to say of a tool's arguments: a line for each that is more than a text that must be given."""
+    for argument in tool.schema.arguments:
+        kind = tool.schema.type_of(argument.name)
+        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
+        if any(said):
+            yield f"  {argument.name}: {', '.join(filter(None, said))}"
+
+
+def label_pattern(words: str) -> str:
+    """The pattern of a label: ``Action:``, numbered (``Action 1:``) or in bold (``**Action:**``, ``**Action**:``).
+
+    Bold type that is not closed with the label is none: it would go on into what the line says.
+
+    Args:
+        words: the pattern of the words, without a group.
+    """
+    numbered = rf"(?:{words})(?:[ \t]+\d{{1,3}})?[ \t]*"
+    return rf"(?:{numbered}:|\*\*{numbered}(?::\*\*|\*\*[ \t]*:))"

@@ -1,0 +1,91 @@
+"""Who may call the gateway: keys, and the hosts and origins that requests name.
+
+There are two kinds of keys. The harness, which runs the programs, has the gateway's, and opens, reads and ends rollouts
+by it. Each program has that of its own rollout, which is good for calls of the model in this rollout and for nothing
+else, so that no program can score itself or touch another one's record.
+
+A web page that somebody on this machine visits must not reach the gateway either. So requests of pages (by their
+``Origin``) are refused, and so are names of hosts (``Host``) under which the gateway is not known: such a name may be
+one that a page has had point here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Iterable, Sequence
+
+from agentfly.gateway.limits import RequestError
+
+HARNESS_KEY_REQUIRED = "Only the harness may do this, by the gateway's own key: Authorization: Bearer KEY."
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be sent as a key: visible ASCII characters, and at least one."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
+
+
+def bearer_token(authorization: Sequence[str]) -> str:
+    """The key in a request's ``Authorization`` headers; empty where there is none."""
+    scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_same_key(presented: str, key: str) -> bool:
+    """Whether a key is the right one, found in a time that tells nothing of it."""
+    return hmac.compare_digest(presented.encode(errors="replace"), key.encode())
+
+
+def require_known_host(hosts: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse a request that names a host which is neither an address, nor this machine, nor among ``known``.
+
+    Raises:
+        Refusal: it does, or it names none or several.
+    """
+    if len(hosts) != 1:
+        raise RequestError("The request needs exactly one Host header.", status=403, code="unknown_host")
+    name = host_name(hosts[0])
+    if not (_is_address(name) or name == "localhost" or name.endswith(".localhost") or name in known):
+        raise RequestError(
+            f"The gateway is not known by the name {name[:200]!r}. Call it by its address, or name the host in "
+            "Gateway(allowed_hosts=…), or --allowed-host.",
+            status=403,
+            code="unknown_host",
+        )
+
+
+def require_no_foreign_origin(origins: Sequence[str], hosts: Sequence[str]) -> None:
+    """Refuse the request of a web page that the gateway has not sent.
+
+    Raises:
+        Refusal: it is one.
+    """
+    for origin in origins:
+        _, _, place = origin.partition("://")
+        if not place or place.lower() != hosts[0].lower():
+            raise RequestError(
+                f"Web pages may not call the gateway; this request is one of {origin[:200]!r}.",
+                status=403,
+                code="foreign_origin",
+            )
+
+
+def host_name(host: str) -> str:
+    """The name in a ``Host`` header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

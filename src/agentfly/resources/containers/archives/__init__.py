@@ -1,0 +1,1 @@
+"""Hostile archives: reading, confining and unpacking them in bounded work."""

@@ -1,0 +1,221 @@
+"""The bytes of an archive: of a file, of a part of one, or of what either is compressed to, read piece by piece."""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+import lzma
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import BinaryIO, Protocol
+
+from agentfly.core.threads.run import CancelToken
+
+CHUNK_SIZE = 2**20
+"""The most bytes that are read at a time."""
+_COMPRESSED_PIECE = 2**16
+_DECOMPRESSED_PIECE = 2**18
+_XZ_MEMORY = 256 * 2**20  # what "xz -9" needs is 65 MiB
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+class ArchiveError(Exception):
+    """An archive that cannot be unpacked, for what is in it and for nothing else."""
+
+
+class MalformedArchive(ArchiveError):
+    """It is no archive, or is broken off or garbled, or was made to break its reader."""
+
+
+class ByteReader(Protocol):
+    """Bytes that can be read from any place on."""
+
+    def read(self, size: int) -> bytes:
+        """The next bytes: at most `CHUNK_SIZE` of them, and none only at the end."""
+        ...
+
+    def seek(self, position: int) -> None:
+        """Go on at a place, by its distance from the start."""
+        ...
+
+
+class FileSlice:
+    """The bytes of a part of an open file that can be read from any place on."""
+
+    def __init__(self, file: ByteReader | BinaryIO, token: CancelToken, start: int = 0, size: int | None = None):
+        """Begin at the start of the part.
+
+        Args:
+            file: the file.
+            token: asked at each piece whether to go on.
+            start: where the part begins.
+            size: its length; None up to the end.
+        """
+        self._file = file
+        self._token = token
+        self._start = start
+        self._size = size
+        self._position = 0
+        self.seek(0)
+
+    def read(self, size: int) -> bytes:
+        """See `ByteReader.read`."""
+        self._token.check()
+        if self._size is not None:
+            size = min(size, self._size - self._position)
+        piece = self._file.read(min(size, CHUNK_SIZE)) if size > 0 else b""
+        self._position += len(piece)
+        return piece
+
+    def seek(self, position: int) -> None:
+        """See `ByteReader.seek`."""
+        self._position = position
+        self._file.seek(self._start + position)
+
+
+class _SequentialReader(ABC):
+    """Bytes that are read in order: what lies before a place is read too, and to go back they begin again."""
+
+    _position: int
+
+    @abstractmethod
+    def read(self, size: int) -> bytes:
+        """See `ByteReader.read`."""
+
+    def seek(self, position: int) -> None:
+        """See `ByteReader.seek`."""
+        if position < self._position:
+            self._rewind()
+        while self._position < position and self.read(position - self._position):
+            pass
+
+    @abstractmethod
+    def _rewind(self) -> None:
+        """Begin again at the start."""
+
+
+class HashingReader(_SequentialReader):
+    """Bytes of which the digest is taken while they are read."""
+
+    def __init__(self, content: ByteReader, algorithm: str) -> None:
+        """Begin at the start."""
+        self._content = content
+        self._algorithm = algorithm
+        self._rewind()
+
+    def read(self, size: int) -> bytes:
+        """See `ByteReader.read`."""
+        piece = self._content.read(size)
+        self._digest.update(piece)
+        self._position += len(piece)
+        return piece
+
+    def digest(self) -> str:
+        """The digest of all bytes, in hexadecimal digits."""
+        while self.read(CHUNK_SIZE):
+            pass
+        return self._digest.hexdigest()
+
+    def _rewind(self) -> None:
+        self._content.seek(0)
+        self._digest = hashlib.new(self._algorithm)
+        self._position = 0
+
+
+class _Decoder(Protocol):
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+class DecompressingReader(_SequentialReader):
+    """What compressed bytes stand for, decompressed in pieces of bounded size and in bounded memory."""
+
+    def __init__(self, compressed: ByteReader, decoder: Callable[[], _Decoder], token: CancelToken) -> None:
+        """Begin at the start.
+
+        Args:
+            compressed: the compressed bytes: any number of streams, one after the other.
+            decoder: makes a decoder of one stream.
+            token: asked at each piece whether to go on.
+        """
+        self._compressed = compressed
+        self._make = decoder
+        self._token = token
+        self._decoder = decoder()
+        self._ahead = self._buffer = b""
+        self._position = self._served = 0
+        self._ended = False
+        compressed.seek(0)
+
+    def read(self, size: int) -> bytes:
+        """See `ByteReader.read`.
+
+        Raises:
+            BrokenArchive: it is garbled, or broken off.
+        """
+        if self._served == len(self._buffer):
+            self._buffer, self._served = self._next_piece(), 0
+        piece = self._buffer[self._served : self._served + size]
+        self._served += len(piece)
+        self._position += len(piece)
+        return piece
+
+    def _next_piece(self) -> bytes:
+        while not self._ended:
+            self._token.check()
+            if self._decoder.eof:
+                self._begin_next()
+                continue
+            try:
+                piece = self._decoder.decompress(self._ahead, _DECOMPRESSED_PIECE)
+            except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
+                raise MalformedArchive(f"what is compressed in it cannot be read: {error}") from error
+            self._ahead = getattr(self._decoder, "unconsumed_tail", b"")
+            if piece:
+                return piece
+            if not self._ahead and not self._decoder.eof:
+                self._ahead = self._compressed.read(_COMPRESSED_PIECE)
+                if not self._ahead:
+                    raise MalformedArchive("what is compressed in it is broken off")
+        return b""
+
+    def _rewind(self) -> None:
+        self._compressed.seek(0)
+        self._decoder = self._make()
+        self._ahead = self._buffer = b""
+        self._position = self._served = 0
+        self._ended = False
+
+    def _begin_next(self) -> None:
+        """Begin with the next stream, behind zeros that may fill up a block; or be at the end."""
+        rest = self._decoder.unused_data.lstrip(b"\0")
+        while not rest:
+            piece = self._compressed.read(_COMPRESSED_PIECE)
+            if not piece:
+                self._ended = True
+                return
+            rest = piece.lstrip(b"\0")
+        self._decoder, self._ahead = self._make(), rest
+
+
+def open_decompressed(content: ByteReader, token: CancelToken) -> ByteReader:
+    """What bytes stand for if they are compressed, in a way that they tell themselves; otherwise the same bytes.
+
+    Raises:
+        BrokenArchive: they are compressed in a way that cannot be read here.
+    """
+    start = content.read(10)
+    content.seek(0)
+    if start.startswith(b"\x1f\x8b"):
+        return DecompressingReader(content, lambda: zlib.decompressobj(wbits=31), token)
+    if start.startswith(b"BZh") and start[4:10] == b"1AY&SY":
+        return DecompressingReader(content, bz2.BZ2Decompressor, token)
+    if start.startswith((b"\xfd7zXZ", b"\x5d\x00\x00\x80")):
+        return DecompressingReader(content, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY), token)
+    if start.startswith(_ZSTD):
+        raise MalformedArchive("it is compressed by zstd, which is not read here: decompress it by 'zstd -d' first")
+    return content

@@ -1,0 +1,1 @@
+"""The resource engine: the asynchronous shell around the scheduler."""

@@ -1,0 +1,276 @@
+"""Crew: does in the background what the scheduler decides about instances, and reports how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from agentfly.core.errors import ResourceDied, ResourceError, describe_error
+from agentfly.core.events import (
+    ResourceFailed,
+    ResourceReset,
+    ResourceStartBackoff,
+    ResourceStarted,
+    ResourceStartFailed,
+    ResourceStarting,
+    ResourceStopped,
+    ResourceStuck,
+)
+from agentfly.resources.engine.instances import LiveInstances
+from agentfly.resources.engine.preparation import EmitResourceEvent, Preparer
+from agentfly.resources.instances.work import CANCEL_GRACE_S, BackgroundOperation, wait_uninterrupted
+from agentfly.resources.resource import Status
+from agentfly.resources.scheduler.decisions import BackOffStarts, Decision
+from agentfly.resources.scheduler.scheduler import Scheduler
+from agentfly.resources.spec import ResourceSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STUCK_RETRY_S = (5.0, 300.0)
+"""Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
+
+MAX_LOGGED_REASONS = 8
+"""Reasons for which instances of one pool were replaced that are logged."""
+
+REMEMBERED = 1000
+"""Pools of which it is remembered what was logged: with a spec for each task there may be any number of them."""
+
+WARN_INTERVAL_S = 600.0
+"""Seconds for which it is not told again that a pool's starts fail, or, whatever the pool, that a disk is full."""
+
+Spec = ResourceSpec[Any]
+
+
+class InstanceController:
+    """Starts, resets, checks and stops instances, all at once.
+
+    Args:
+        scheduler: gets the reports.
+        lifecycle: has the resources.
+        preparations: what has to be there before they can start.
+        carry_out: gets what the scheduler makes of a report.
+        emit: tells what happened.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lifecycle: LiveInstances,
+        preparations: Preparer,
+        carry_out: Callable[[list[Decision]], None],
+        emit: EmitResourceEvent,
+    ) -> None:
+        self._scheduler = scheduler
+        self._lifecycle = lifecycle
+        self._preparations = preparations
+        self._carry_out = carry_out
+        self._emit = emit
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._works: set[asyncio.Task[Any]] = set()  # also those that take no notice of being cancelled
+        self._operations: dict[str, BackgroundOperation] = {}  # a start or reset, by instance
+        self._finishing = asyncio.Event()
+        self._unremovable: set[str] = set()
+        self._warned: dict[Spec, set[str]] = {}
+        self._last_warned: dict[Spec | None, float] = {}  # when it was told that starts fail; None for a full disk
+
+    def start(self, name: str, spec: Spec) -> None:
+        """Start an instance, once what it needs is prepared, which has a time of its own."""
+        try:
+            prepared = self._preparations.is_prepared(spec)
+        except Exception as error:  # a kind's own code says what that is
+            self._not_started(name, spec, error)
+            return
+        if prepared:
+            self._start_prepared(name, spec)
+            return
+
+        def report(error: BaseException | None) -> None:
+            if error is None:
+                self._start_prepared(name, spec)
+            else:
+                self._not_started(name, spec, error)
+
+        limit = spec.prepare_timeout_s + 2 * CANCEL_GRACE_S  # the preparation itself ends before
+        self._work(
+            name, BackgroundOperation(partial(self._preparations.prepare, spec), limit, f"prepare() for {name}", report)
+        )
+
+    def _start_prepared(self, name: str, spec: Spec) -> None:
+        began = _now()
+
+        def report(error: BaseException | None) -> None:
+            if error is None:
+                self._operations.pop(name, None)
+                self._emit(ResourceStarted, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.started(name, _now()))
+            else:
+                self._preparations.invalidate(spec)
+                self._not_started(name, spec, error)
+
+        self._emit(ResourceStarting, spec, instance=name)
+        lost, check = partial(self.instance_died, name, spec), partial(self.check, name, spec)
+        operation = partial(self._lifecycle.start, name, spec, lost, check)
+        self._work(name, BackgroundOperation(operation, spec.start_timeout_s, f"start() of {name}", report))
+
+    def _not_started(self, name: str, spec: Spec, error: BaseException) -> None:
+        self._operations.pop(name, None)
+        self._emit(ResourceStartFailed, spec, instance=name, error=describe_error(error))
+        self._carry_out(self._scheduler.start_failed(name, error, _now()))
+
+    def starts_backed_off(self, pause: BackOffStarts) -> None:
+        """Tell that starts are put off, in words only now and then."""
+        told = describe_error(pause.error)
+        self._emit(ResourceStartBackoff, pause.spec, error=told, seconds=pause.seconds, rounds=pause.rounds)
+        what, now = None if pause.full_disk else pause.spec, _now()
+        self._last_warned = {pool: then for pool, then in self._last_warned.items() if now - then < WARN_INTERVAL_S}
+        if what in self._last_warned:
+            return
+        self._last_warned[what] = now
+        if pause.full_disk:
+            logger.warning(
+                "%s cannot start because a disk is full. Starts wait until there is room, and so do those who need "
+                "them. Free some of it, or lower the capacity of what fills it: %s",
+                pause.spec.label,
+                told,
+            )
+        else:
+            logger.warning(
+                "%s does not start, which is tried again in %g s and then at growing intervals while requests wait: %s",
+                pause.spec.label,
+                pause.seconds,
+                told,
+            )
+
+    def reset(self, name: str, spec: Spec) -> None:
+        """Clean an instance and see that it is healthy."""
+        began = _now()
+
+        def report(error: BaseException | None) -> None:
+            self._operations.pop(name, None)
+            if error is None:
+                self._emit(ResourceReset, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.reset_done(name, _now()))
+            else:
+                self._emit_broken(name, spec, error)
+                self._carry_out(self._scheduler.reset_failed(name, _now()))
+
+        operation = partial(self._lifecycle.reset, name)
+        self._work(name, BackgroundOperation(operation, spec.reset_timeout_s, f"reset() of {name}", report))
+
+    def check(self, name: str, spec: Spec) -> asyncio.Task[Status]:
+        """Ask an instance how it is."""
+        return self._spawn(self._check(name, spec), f"check {name}")
+
+    def stop(self, name: str, spec: Spec) -> None:
+        """Remove an instance, whatever it is doing."""
+        self._spawn(self._stop(name, spec, self._operations.pop(name, None)), f"stop {name}")
+
+    async def join(self) -> None:
+        """Wait until nothing goes on any more. What is stuck is tried once more."""
+        self._finishing.set()
+        await wait_uninterrupted(self._tasks)
+        for name, spec in self._lifecycle.specs.items():
+            if name not in self._unremovable:  # an interrupt has hit the very task that should have removed it
+                self.stop(name, spec)
+        await wait_uninterrupted(self._tasks)
+
+    async def _check(self, name: str, spec: Spec) -> Status:
+        if name not in self._lifecycle:
+            return Status.BROKEN
+        try:
+            await self._lifecycle.check(name)
+        except (ResourceDied, TimeoutError) as error:
+            attendance = self._lifecycle.usage(name)
+            if isinstance(error, TimeoutError) and attendance is not None and attendance.is_held:
+                logger.warning("%s is in use and does not say how it is: %s", name, error)
+                return Status.HEALTHY
+            self.instance_died(name, spec, error)
+            return Status.BROKEN
+        return Status.HEALTHY
+
+    def instance_died(self, name: str, spec: Spec, error: Exception) -> None:
+        """An instance that somebody has or was about to get is broken."""
+        decisions = self._scheduler.died(name, error, _now())
+        if decisions:  # there are none if it is on its way out or being reset, which has its own end
+            self._emit_broken(name, spec, error)
+            self._carry_out(decisions)
+
+    def _emit_broken(self, name: str, spec: Spec, error: BaseException) -> None:
+        self._warn_of(name, spec, error)
+        self._emit(ResourceFailed, spec, instance=name, error=describe_error(error))
+
+    def _warn_of(self, name: str, spec: Spec, error: BaseException) -> None:
+        """Log why an instance is replaced: once for each reason in a pool, and `MAX_LOGGED_REASONS` reasons at most."""
+        warned = self._warned.setdefault(spec, set())
+        if len(self._warned) > REMEMBERED:
+            del self._warned[next(iter(self._warned))]
+        reason = describe_error(error).replace(name, "")
+        if reason not in warned and len(warned) < MAX_LOGGED_REASONS:
+            warned.add(reason)
+            logger.warning(
+                "%s is replaced (others that are for the same reason are not reported): %s", name, describe_error(error)
+            )
+
+    async def _stop(self, name: str, spec: Spec, under_way: BackgroundOperation | None) -> None:
+        """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""
+        began, (pause, longest) = _now(), STUCK_RETRY_S
+        try:
+            if under_way is not None:
+                await under_way.cancel()
+            while True:
+                last = self._finishing.is_set()
+                if await self._try_to_remove(name, spec):
+                    return
+                if last:
+                    self._unremovable.add(name)
+                    return
+                await self._sleep_unless_closing(pause)
+                pause = min(2 * pause, longest)
+        finally:
+            if name not in self._lifecycle:
+                self._emit(ResourceStopped, spec, instance=name, seconds=_now() - began)
+                self._carry_out(self._scheduler.stopped(name, _now()))
+
+    async def _try_to_remove(self, name: str, spec: Spec) -> bool:
+        try:
+            await self._lifecycle.remove(name)
+        except ResourceError as error:
+            logger.error("%s. It keeps its place in the pool and is tried again now and then.", error)
+            self._emit(ResourceStuck, spec, instance=name, error=str(error))
+            self._carry_out(self._scheduler.stuck(name, _now()))
+            return False
+        return True
+
+    async def _sleep_unless_closing(self, seconds: float) -> None:
+        """Wait for a time, or until the end."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._finishing.wait()
+        except TimeoutError:
+            pass
+
+    def _work(self, name: str, work: BackgroundOperation) -> None:
+        self._operations[name] = work
+        self._works.add(work.task)
+        work.task.add_done_callback(self._finished)
+
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._works.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The resource engine failed to %s.", task.get_name(), exc_info=error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,433 @@
+"""ResourceEngine: the one scheduler of all pools, and the async shell around its decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from agentfly.core.async_tasks import require_running_loop
+from agentfly.core.errors import ConfigError, ResourceError, UsageError, error_message
+from agentfly.core.events import EventStream, LeaseGranted, LeaseRefused, LeaseReleased, LeaseRequested, ResourceEvent
+from agentfly.core.numbers import is_finite_number
+from agentfly.core.signals import defer_sigint
+from agentfly.resources.engine import orphans
+from agentfly.resources.engine.controller import InstanceController
+from agentfly.resources.engine.instances import LiveInstances
+from agentfly.resources.engine.lease import Lease, PendingAcquire, create_handle, revoke
+from agentfly.resources.engine.preparation import Preparer
+from agentfly.resources.engine.status import EngineSnapshot, take_snapshot
+from agentfly.resources.engine.status_socket import StatusSocket
+from agentfly.resources.engine.usage import ActiveCall, ActiveCalls, Occupancy
+from agentfly.resources.instances.work import wait_uninterrupted
+from agentfly.resources.kind import validate_spec
+from agentfly.resources.process.ledger import Ledger, state_directory
+from agentfly.resources.resource import Resource, Scope, Status
+from agentfly.resources.scheduler.budget import Budget
+from agentfly.resources.scheduler.decisions import (
+    BackOffStarts,
+    CheckInstance,
+    Decision,
+    EndHold,
+    GrantRequest,
+    RejectRequest,
+    ResetInstance,
+    StartInstance,
+    StopInstance,
+)
+from agentfly.resources.scheduler.pool import AcquireRequest, Hold
+from agentfly.resources.scheduler.scheduler import Scheduler
+from agentfly.resources.spec import ResourceSpec
+
+__all__ = ["Budget", "ResourceEngine"]
+
+logger = logging.getLogger(__name__)
+
+STARTS_PER_CORE = 8
+"""Starts at once for each processor core, unless said otherwise; what starts mostly waits for disks and programs."""
+
+R = TypeVar("R", bound=Resource)
+
+
+class ResourceEngine:
+    """Gets resources for owners, shares them out, and sees to it that everything goes away in the end.
+
+    Use it as ``async with ResourceEngine() as engine``. Entering removes what dead processes have left behind; leaving
+    releases everything, however the block ends, in bounded time. An engine belongs to the event loop it was entered in.
+
+    Args:
+        budget: what all instances together may take of the host; by default without limit.
+        ledger: the directory where it is written down what runs, so that a later process can remove it should this
+            one be killed; by default ``$AGENTFLY_STATE_DIR`` or the user's state directory.
+        events: where it is told what happens.
+        max_concurrent_starts: how many instances may be starting at once. By default `STARTS_PER_CORE` for each core
+            that this process may run on, of which a start that begins with a fresh interpreter counts for four, and one
+            by the daemon of a container engine for two.
+
+    Raises:
+        ConfigError: an argument is of another type, or ``max_concurrent_starts`` is no whole number of at least 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: Budget | None = None,
+        ledger: Path | str | None = None,
+        events: EventStream | None = None,
+        max_concurrent_starts: int | None = None,
+    ) -> None:
+        ledger = Path(ledger) if isinstance(ledger, str) else ledger
+        kinds = {"budget": (budget, Budget), "ledger": (ledger, Path), "events": (events, EventStream)}
+        for name, (value, wanted) in kinds.items():
+            if value is not None and not isinstance(value, wanted):
+                raise ConfigError(
+                    f"ResourceEngine({name}={value!r:.100}): it must be of the type {wanted.__name__}, or None."
+                )
+        starts = max_concurrent_starts
+        if starts is not None and (not isinstance(starts, int) or isinstance(starts, bool) or starts < 1):
+            raise ConfigError(
+                f"ResourceEngine(max_concurrent_starts={starts!r}): give a whole number of at least 1; or None, which "
+                f"is {STARTS_PER_CORE} for each processor core."
+            )
+        self._directory = state_directory(ledger)
+        self._events = events
+        self._calls = ActiveCalls(self._last_call_ended)
+        self._lifecycle = LiveInstances(
+            Ledger(self._directory), StatusSocket(lambda: self.snapshot().to_json()), in_call=self._calls.__contains__
+        )
+        self._scheduler = Scheduler(
+            budget=budget,
+            max_concurrent_starts=starts or STARTS_PER_CORE * len(os.sched_getaffinity(0)),
+            weighed=starts is None,
+            name=uuid.uuid4().hex[:8],
+        )
+        self._preparations = Preparer(self._emit)
+        self._crew = InstanceController(self._scheduler, self._lifecycle, self._preparations, self._execute, self._emit)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._request_ids = count(1)
+        self._pending: dict[int, PendingAcquire] = {}
+        self._leases: dict[int, Lease[Any]] = {}
+        self._decisions: deque[Decision] = deque()
+        self._carrying_out = False
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise UsageError("A ResourceEngine can be entered once. Make another one.")
+        self._loop = asyncio.get_running_loop()
+        try:
+            for orphan in await orphans.reap_orphans(self._directory):
+                logger.info("Removed %s (%s), which a dead process had left behind.", orphan.instance, orphan.kind)
+        except OSError as error:
+            logger.warning("Could not look for what dead processes left in %s: %s", self._directory, error)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- what owners call ---------------------------------------------------------------------------------------------
+
+    async def acquire(
+        self,
+        spec: ResourceSpec[R],
+        owner: str,
+        *,
+        scope: Scope | str = Scope.ROLLOUT,
+        timeout: float | None = None,
+        priority: int = 0,
+        callers: tuple[Hashable, ...] = (),
+    ) -> Lease[R]:
+        """A lease of a live instance of ``spec``; waits while there is none to be had.
+
+        Args:
+            spec: what is needed.
+            owner: who it is for. The same owner, spec and scope get the same lease, also when asked concurrently,
+                unless the scope is ``call``.
+            scope: ``rollout`` and ``call`` instances have one owner at a time; ``global`` ones have several.
+            timeout: seconds to wait at most; None waits as long as it takes.
+            priority: higher ones are served first.
+            callers: the threads of control that wait for the answer, for instance a tool call and the task in it that
+                asks; by default the running task. What is held for a call comes back when the first of them ends,
+                and so never while a request waits that it is among the callers of. That is how a deadlock is told
+                from calls that run side by side.
+
+        Raises:
+            AcquireTimeout: nothing came free in time; the message lists the holders.
+            ResourceStartError: the instance that was started for this request did not start.
+            ResourceDied: the owner's instance is gone, and with it what the owner had in it.
+            DeadlockBroken: the wait could never have ended.
+            EngineClosed: the engine is closed.
+            ConfigError: the spec takes more than the whole budget.
+            UsageError: the spec is of no registered kind, or cannot be hashed; ``timeout`` is no number of seconds; or
+                this is not the engine's event loop.
+        """
+        validate_spec(spec)
+        (lease,) = await self._acquire((spec,), owner, Scope(scope), timeout, priority, callers)
+        return lease
+
+    async def acquire_all(
+        self,
+        specs: Sequence[ResourceSpec[Any]],
+        owner: str,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        callers: tuple[Hashable, ...] = (),
+    ) -> tuple[Lease[Any], ...]:
+        """Leases of one instance of each of ``specs``, with scope ``rollout``: all at once, when all can be had.
+
+        Until then the owner holds none of them, so that owners who each need several cannot block one another. Its
+        turn comes as anybody's does: what comes free for it is given to nobody who came later. What it has already
+        counts as had.
+
+        Args: as of `acquire`.
+
+        Raises: as `acquire`; the owner then has none of what it did not have before.
+        """
+        for spec in specs:
+            validate_spec(spec)
+        wanted = tuple(dict.fromkeys(specs))
+        leases = await self._acquire(wanted, owner, Scope.ROLLOUT, timeout, priority, callers) if wanted else ()
+        return tuple(leases[wanted.index(spec)] for spec in specs)
+
+    async def release(self, lease: Lease[Any]) -> None:
+        """End a lease, at once; the instance is reset or stopped in the background. Ending it again does nothing."""
+        loop = self._own_loop()
+        if self._leases.get(lease.id) is lease:
+            self._execute(self._scheduler.released(lease.id, loop.time()))
+
+    async def release_owner(self, owner: str) -> None:
+        """End every lease of an owner, at once, and fail its requests that wait."""
+        loop = self._own_loop()
+        self._execute(self._scheduler.owner_released(owner, loop.time()))
+
+    def active_call(self, owner: str) -> ActiveCall:
+        """Within the block a call of an owner is under way: what it has leased is not frozen between two uses."""
+        return self._calls.track(owner)
+
+    def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
+        """Prepare for specs that will be needed soon: fetch images, and start what a spec keeps ready (``warm``).
+
+        Returns at once. What cannot be prepared is logged, and tried again by whoever acquires it.
+
+        Raises:
+            UsageError: a spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
+        """
+        loop = self._own_loop()
+        self._preparations.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))
+
+    async def check(self, lease: Lease[Any]) -> Status:
+        """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
+        self._own_loop()
+        if self._leases.get(lease.id) is not lease:
+            return Status.BROKEN
+        task = self._crew.check(lease.instance, lease.spec)
+        await asyncio.wait({task})
+        return task.result()
+
+    async def close(self) -> None:
+        """Release everything. Whoever waits gets `EngineClosed`. Returns when all is gone, also if it is cancelled.
+
+        What cannot be removed is logged, and left to the ledger for a later process.
+        """
+        if self._loop is None:
+            return
+        loop = self._own_loop()
+        if self._closing is None:
+            self._closing = loop.create_task(self._shut_down(), name="close the resource engine")
+        with defer_sigint():
+            await wait_uninterrupted({self._closing})
+        self._closing.result()
+
+    async def _acquire(
+        self,
+        specs: tuple[ResourceSpec[Any], ...],
+        owner: str,
+        scope: Scope,
+        timeout: float | None,
+        priority: int,
+        callers: tuple[Hashable, ...],
+    ) -> tuple[Lease[Any], ...]:
+        loop = self._own_loop()
+        if timeout is not None and not (is_finite_number(timeout) and timeout >= 0):
+            raise UsageError(
+                f"acquire(timeout={timeout!r}): give the most seconds to wait, a finite number of at least 0 without "
+                "quotes; or None, which waits as long as it takes."
+            )
+        now = loop.time()
+        request = AcquireRequest(
+            id=next(self._request_ids),
+            specs=specs,
+            owner=owner,
+            scope=scope,
+            priority=priority,
+            callers=callers or (asyncio.current_task(),),
+            deadline=None if timeout is None else now + timeout,
+        )
+        answer = self._pending[request.id] = PendingAcquire(specs, loop)
+        told: dict[str, Any] = {"owner": owner, "scope": scope.value}
+        for spec in specs:
+            self._emit(LeaseRequested, spec, **told)
+        try:
+            self._execute(self._scheduler.requested(request, now))
+            leases = await answer.leases()
+            if gone := next((lease for lease in leases if lease.id not in self._leases), None):
+                raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
+        except BaseException as error:
+            self._cancel_request(request, answer)
+            told["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else error_message(error)
+            for spec in specs:
+                self._emit(LeaseRefused, spec, **told, waited_seconds=loop.time() - now)
+            raise
+        finally:
+            del self._pending[request.id]
+        waited = loop.time() - now
+        for lease in leases:
+            self._emit(LeaseGranted, lease.spec, **told, instance=lease.instance, waited_seconds=waited)
+        return leases
+
+    def _cancel_request(self, request: AcquireRequest, answer: PendingAcquire) -> None:
+        """A request has come to nothing, perhaps after it was answered: nobody is there to take what it was given."""
+        self._execute(self._scheduler.cancelled(request.id, self._now()))
+        for lease in answer.received:
+            self._execute(self._scheduler.declined(lease.id, self._now()))
+
+    def snapshot(self) -> EngineSnapshot:
+        """All pools, with instances, their states, owners and ages, and who waits."""
+        return take_snapshot(self._scheduler, self._lifecycle, 0.0 if self._loop is None else self._loop.time())
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """How much instances were leased and used so far, by the labels of their specs; those that are gone too."""
+        return self._lifecycle.occupancy()
+
+    # --- carrying out what the scheduler decides ----------------------------------------------------------------------
+
+    def _execute(self, decisions: list[Decision]) -> None:
+        self._decisions.extend(decisions)
+        if self._carrying_out:
+            return  # what it leads to is done in turn, after what was decided before
+        self._carrying_out = True
+        try:
+            while self._decisions:
+                self._execute_one(self._decisions.popleft())
+        finally:
+            self._carrying_out = False
+        self._schedule_tick()
+
+    def _execute_one(self, decision: Decision) -> None:
+        match decision:
+            case GrantRequest(request=request, holding=holding):
+                self._grant(request, holding)
+            case RejectRequest(request=request, error=error):
+                if (answer := self._pending.get(request)) is not None:
+                    answer.fail(error)
+            case EndHold(holding=holding):
+                self._end(holding)
+            case ResetInstance(instance=name, spec=spec):
+                self._crew.reset(name, spec)
+            case StartInstance(instance=name, spec=spec):
+                self._crew.start(name, spec)
+            case CheckInstance(instance=name, spec=spec):
+                self._crew.check(name, spec)
+            case StopInstance(instance=name, spec=spec):
+                self._crew.stop(name, spec)
+            case BackOffStarts():
+                self._crew.starts_backed_off(decision)
+
+    def _grant(self, request: int, holding: Hold) -> None:
+        lease = self._leases.get(holding.id)
+        if lease is None:
+            if holding.died_undelivered or self._replace_if_dead(holding):
+                return
+            name, spec = holding.instance.name, holding.instance.pool.spec
+            resource = create_handle(
+                self._lifecycle[name], holding.owner, self._lifecycle.begin_lease(name, holding.owner)
+            )
+            lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
+            self._leases[holding.id] = lease
+        answer = self._pending.get(request)
+        if answer is None or not answer.add(lease):  # cancelled a moment ago
+            self._execute(self._scheduler.declined(holding.id, self._now()))
+
+    def _replace_if_dead(self, holding: Hold) -> bool:
+        """Look at what is about to be handed out, and have another one found if that is dead."""
+        instance = holding.instance
+        if (error := self._lifecycle.quick_check(instance.name)) is not None:
+            self._crew.instance_died(instance.name, instance.pool.spec, error)
+            return True
+        self._scheduler.delivered(holding)
+        return False
+
+    def _end(self, holding: Hold) -> None:
+        if (lease := self._leases.pop(holding.id, None)) is not None:
+            busy = revoke(lease.resource)
+            self._emit(
+                LeaseReleased,
+                lease.spec,
+                owner=lease.owner,
+                scope=lease.scope.value,
+                instance=lease.instance,
+                held_seconds=self._now() - holding.since,
+                busy_seconds=busy,
+            )
+
+    def _last_call_ended(self, owner: str) -> None:
+        """An owner's last call is over."""
+        holder = self._scheduler.owners.get(owner)
+        for holding in () if holder is None else holder.holdings.values():
+            if (attendance := self._lifecycle.usage(holding.instance.name)) is not None:
+                attendance.maybe_freeze()
+
+    def _emit(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None:
+        if self._events is not None:
+            self._events.emit(event(pool=spec.label, **fields))
+
+    # --- time and the end ---------------------------------------------------------------------------------------------
+
+    async def _shut_down(self) -> None:
+        self._preparations.stop()
+        self._execute(self._scheduler.closed(self._now()))
+        try:
+            await self._crew.join()
+            await self._preparations.join()
+        finally:
+            if self._tick_timer is not None:
+                self._tick_timer.cancel()
+            await self._lifecycle.close()
+
+    def _schedule_tick(self) -> None:
+        """Have the scheduler told of the time when something is due."""
+        due = self._scheduler.next_tick()
+        if (
+            due is None
+            or self._closing is not None
+            or (self._tick_timer is not None and self._tick_timer.when() <= due)
+        ):
+            return
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        self._tick_timer = self._own_loop().call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        self._execute(self._scheduler.tick(self._now()))
+
+    def _now(self) -> float:
+        assert self._loop is not None  # only called once entered
+        return self._loop.time()
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise UsageError("A ResourceEngine is used inside its block: `async with ResourceEngine() as engine:`.")
+        require_running_loop(self._loop, "ResourceEngine")
+        return self._loop

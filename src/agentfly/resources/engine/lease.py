@@ -1,0 +1,352 @@
+"""Lease: the right of an owner to use a resource for a while.
+
+Handle: what an owner has of a resource. It stands for the resource while the lease lasts, and then for nothing.
+
+The same live resource goes from owner to owner. Were they given the resource itself, a reference that one of them
+kept, in a thread that outlived its rollout for instance, would reach into what the next one does with it.
+
+Answer: what a request for resources comes to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager, aclosing, closing
+from dataclasses import dataclass, field
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
+from typing import Any, Generic, TypeVar, cast
+
+from agentfly.core.errors import AgentFlyError, LeaseExpired, UnknownAttribute, UsageError, nearest_name
+from agentfly.resources.engine.usage import LeaseUsage
+from agentfly.resources.resource import Resource, Scope
+from agentfly.resources.spec import ResourceSpec
+
+R = TypeVar("R", bound=Resource)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(Generic[R]):
+    """What `ResourceEngine.acquire` returns.
+
+    An owner that asks again for the same spec and scope gets this same lease (except with scope ``call``, where
+    each request gets a lease of its own), and the first release ends it for all who have it.
+
+    Attributes:
+        resource: stands for the live resource until the lease ends. Using it after that raises `LeaseOver`.
+        owner: who has it.
+        spec: what was asked for.
+        scope: how long it lasts.
+        instance: the instance's name.
+        id: the lease's number in its engine.
+    """
+
+    resource: R = field(compare=False)
+    owner: str
+    spec: ResourceSpec[R]
+    scope: Scope
+    instance: str
+    id: int = field(repr=False)
+
+
+def create_handle(resource: R, owner: str, use: LeaseUsage) -> R:
+    """A handle of a resource: it has the resource's attributes and methods and passes for an instance of its class.
+
+    What the owner calls by it is counted by ``use``; a coroutine begins once the instance runs.
+    """
+    return cast(R, _handle_type(type(resource))(resource, owner, use))
+
+
+def revoke(handle: Resource) -> float:
+    """A lease is over: every use of its handle, and of methods taken from it, raises `LeaseExpired` from now on.
+
+    Returns:
+        The seconds for which something that its owner called was running.
+    """
+    object.__setattr__(handle, "_Handle__resource", None)
+    use = _use(handle)
+    use.close()
+    return use.busy.seconds
+
+
+class Handle:
+    """See the module. What it has of its own is hidden, so that every other name is the resource's."""
+
+    __slots__ = ("__instance", "__owner", "__resource", "__use", "__weakref__")
+
+    def __init__(self, resource: Resource, owner: str, use: LeaseUsage) -> None:
+        object.__setattr__(self, "_Handle__resource", resource)
+        object.__setattr__(self, "_Handle__instance", resource.instance)
+        object.__setattr__(self, "_Handle__owner", owner)
+        object.__setattr__(self, "_Handle__use", use)
+
+    def __getattr__(self, name: str) -> Any:
+        resource = _resource_of(self)
+        if name in _ENGINE_METHODS and resource.can_freeze:
+            raise UsageError(
+                f"{name}() of {resource.instance} is called by the engine, which must know what is frozen. Write "
+                "idle='freeze' in the spec, and the instance is frozen whenever nobody uses it."
+            )
+        try:
+            value = getattr(resource, name)
+        except AttributeError as error:
+            if name.startswith("_") or error.obj is not resource or error.name != name:
+                raise  # what protocols look for, or a failure inside of a property
+            raise _no_such(resource, name) from None
+        return _wrap_method(self, value) if isinstance(value, MethodType | FunctionType) else value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_resource_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_resource_of(self), name)
+
+    def __repr__(self) -> str:
+        resource = self.__resource
+        return f"<{self.__instance}, whose lease by {self.__owner} is over>" if resource is None else repr(resource)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{self!r} is a live resource of one owner and can be neither copied nor pickled.")
+
+
+def _no_such(resource: Resource, name: str) -> UnknownAttribute:
+    engines = dir(Resource)
+    offered = [one for one in dir(resource) if one[0] != "_" and one not in engines]
+    nearest = nearest_name(name, offered)
+    guess = f" Did you mean {nearest!r}?" if nearest else ""
+    return UnknownAttribute(f"{resource.instance} has no {name!r}.{guess} It has {', '.join(offered)}.")
+
+
+def _resource_of(handle: Any) -> Resource:
+    """The resource that a handle stands for.
+
+    Raises:
+        LeaseOver: it stands for none any more.
+    """
+    resource: Resource | None = handle._Handle__resource
+    if resource is None:
+        instance, owner = handle._Handle__instance, handle._Handle__owner
+        raise LeaseExpired(
+            f"The lease of {instance} by {owner} is over: it was given back, or the instance died. Somebody else may "
+            "have the instance by now. Acquire again, and use what that returns."
+        )
+    return resource
+
+
+def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that can be called as long as the lease lasts, whenever it was taken from the handle."""
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await _call_coroutine(handle, method, args, kwargs)
+
+        return call_async
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        resource = _resource_of(handle)
+        busy = _use(handle).busy
+        busy.begin()
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            busy.end()
+        return _given(handle, resource, result)
+
+    return call
+
+
+async def _call_coroutine(
+    handle: Handle, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    _resource_of(handle)
+    async with _use(handle):
+        resource = _resource_of(handle)
+        result = await method(*args, **kwargs)
+    return _given(handle, resource, result)
+
+
+def _given(handle: Handle, resource: Resource, result: Any) -> Any:
+    """What an owner gets of a result: code of the resource that has yet to run ends with the lease.
+
+    In place of the resource, which methods return that end in ``return self``, it gets the handle.
+    """
+    if result is resource:
+        return handle
+    guard = _GUARDS.get(type(result))
+    return result if guard is None else guard(handle, result)
+
+
+async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        _resource_of(handle)
+        async with _use(handle):
+            resource = _resource_of(handle)
+            result = await work
+        return _given(handle, resource, result)
+    finally:
+        work.close()  # in case it never began
+
+
+def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    step = functools.partial(items.send, None)
+    busy = _use(handle).busy
+    with closing(items):
+        while True:
+            resource = _resource_of(handle)
+            busy.begin()
+            try:
+                item = step()
+            except StopIteration as end:
+                return end.value
+            finally:
+                busy.end()
+            try:
+                sent = yield _given(handle, resource, item)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = functools.partial(items.throw, error)
+            else:
+                step = functools.partial(items.send, sent)
+
+
+async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+    """The instance runs from the first item to the end, and counts as busy."""
+    step = functools.partial(items.asend, None)
+    _resource_of(handle)
+    async with _use(handle), aclosing(items):
+        while True:
+            resource = _resource_of(handle)
+            try:
+                item = await step()
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield _given(handle, resource, item)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = functools.partial(items.athrow, error)
+            else:
+                step = functools.partial(items.asend, sent)
+
+
+def _context_manager(handle: Handle, context: Any) -> Any:
+    """One that `contextlib` made of a generator function."""
+    context.gen = _given(handle, _resource_of(handle), context.gen)
+    return context
+
+
+_GUARDS: dict[type, Callable[[Handle, Any], Any]] = {
+    CoroutineType: _coroutine,
+    GeneratorType: _generator,
+    AsyncGeneratorType: _async_generator,
+    _GeneratorContextManager: _context_manager,
+    _AsyncGeneratorContextManager: _context_manager,
+}
+
+
+def _use(handle: Any) -> LeaseUsage:
+    use: LeaseUsage = handle._Handle__use
+    return use
+
+
+@functools.cache
+def _handle_type(kind: type[Resource]) -> type[Handle]:
+    """The class of handles of one kind. It passes special methods on too, which Python looks up on classes alone.
+
+    Coroutine methods are made here, once for all handles, because nearly every use is a call of one.
+    """
+    special = {
+        name: _forward(name)
+        for name in dir(kind)
+        if name[:2] == name[-2:] == "__" and name not in _OWN_METHODS and isinstance(getattr(kind, name), FunctionType)
+    }
+    is_a = property(lambda handle: kind)
+    methods = {
+        name: _CoroutineMethod(name, method)
+        for name in dir(kind)
+        if name not in _ENGINE_METHODS and name[:2] != "__"
+        if inspect.iscoroutinefunction(method := inspect.getattr_static(kind, name))
+    }
+    return type(f"HandleOf{kind.__name__}", (Handle,), {"__slots__": (), "__class__": is_a, **special, **methods})
+
+
+_ENGINE_METHODS = frozenset({"freeze", "thaw"})
+_OWN_METHODS = frozenset({*dir(Handle), "__del__"})
+
+
+class _CoroutineMethod:
+    """What `_wrap_method` would make of a coroutine method at each use, made once for a class of handles."""
+
+    def __init__(self, name: str, method: Callable[..., Any]) -> None:
+        @functools.wraps(method)
+        async def call_async(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+            return await _call_coroutine(handle, getattr(_resource_of(handle), name), args, kwargs)
+
+        self._name = name
+        self._call = call_async
+
+    def __get__(self, handle: Handle, _: type[Handle]) -> Any:
+        own = getattr(_resource_of(handle), "__dict__", {}).get(self._name)  # of the instance, in place of its class's
+        return MethodType(self._call, handle) if own is None else Handle.__getattr__(handle, self._name)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+        return _wrap_method(handle, getattr(_resource_of(handle), name))(*args, **kwargs)
+
+    return method
+
+
+class PendingAcquire:
+    """A lease for each spec that a request was for, or an error.
+
+    Args:
+        specs: what was asked for; no two are equal.
+        loop: where it is waited for.
+
+    Attributes:
+        received: the leases so far.
+    """
+
+    def __init__(self, specs: tuple[ResourceSpec[Any], ...], loop: asyncio.AbstractEventLoop) -> None:
+        self._specs = specs
+        self.received: list[Lease[Any]] = []
+        self._complete: asyncio.Future[None] = loop.create_future()
+
+    async def leases(self) -> tuple[Lease[Any], ...]:
+        """The leases, in the order of the specs, as soon as all are there.
+
+        Raises:
+            AgentFlyError: the error that the request was refused with.
+        """
+        await self._complete
+        if len(self._specs) == 1:
+            return (self.received[0],)
+        by_spec = {lease.spec: lease for lease in self.received}
+        return tuple(by_spec[spec] for spec in self._specs)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything is there, or an error, or nobody waits any more."""
+        return self._complete.done()
+
+    def add(self, lease: Lease[Any]) -> bool:
+        """Take a lease. False if nobody waits for it any more."""
+        if self.is_settled:
+            return False
+        self.received.append(lease)
+        if len(self.received) == len(self._specs):
+            self._complete.set_result(None)
+        return True
+
+    def fail(self, error: AgentFlyError) -> None:
+        """Answer with an error, if there is no answer yet."""
+        if not self.is_settled:
+            self._complete.set_exception(error)

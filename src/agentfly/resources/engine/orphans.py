@@ -1,0 +1,194 @@
+"""Orphans: what dead processes have left behind, and its removal."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentfly.core.errors import ResourceUnreachable, describe_error
+from agentfly.core.threads.pool import run_in_thread
+from agentfly.resources.engine.status_socket import socket_path
+from agentfly.resources.kind import ReapFunction, import_object
+from agentfly.resources.process import ledger
+from agentfly.resources.process.ledger import LedgerEntry, state_directories
+
+logger = logging.getLogger(__name__)
+
+REAP_TIMEOUT_S = 60.0
+"""Seconds that the removal of one orphan may take."""
+
+STALE_DRAFT_S = 3600.0
+"""Seconds after which a ledger that was never finished will not be."""
+
+
+UNREACHABLE_DAYS = 7
+"""Days after which an orphan is given up if nothing has answered where it is since it was first tried."""
+
+SHOWN = 10
+"""Orphans whose traces are told when they are given up."""
+
+
+async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -> list[LedgerEntry]:
+    """Remove the orphans of dead processes, and nothing of a process that may still live.
+
+    What could not be removed is logged, and stays in its ledger for the next time. Orphans that are
+    `agentfly.core.errors.ResourceUnreachable` are told once. They are given up, and that is told, after `UNREACHABLE_DAYS`.
+
+    Args:
+        directory: the state directory; by default the user's (see `agentfly.resources.process.ledger.state_directory`).
+        repeat: whether to tell of unreachable orphans that have been told before.
+
+    Returns:
+        What was removed.
+    """
+    removed: list[LedgerEntry] = []
+    failed: list[tuple[LedgerEntry, Exception]] = []
+    for place in state_directories(directory):
+        for path in _finished_ledgers(ledger.list_files(place)):
+            try:
+                with _locked(path) as claimed:
+                    if claimed:
+                        removed += await _reap_ledger(path, failed)
+            except OSError as error:  # another user's, for instance, which is no reason to leave the others
+                logger.warning("%s, which says what a process has started, was passed over: %s", path, error)
+    _log_failures([one for one in failed if not isinstance(one[1], ResourceUnreachable)])
+    _tell_unreachable([one for one in failed if isinstance(one[1], ResourceUnreachable)], repeat)
+    return removed
+
+
+def _log_failures(failed: list[tuple[LedgerEntry, Exception]]) -> None:
+    """Log what could not be removed: a line for each kind, however many there are of it."""
+    for kind in dict.fromkeys(entry.kind for entry, _ in failed):
+        entry, error = next(one for one in failed if one[0].kind == kind)
+        others = sum(one.kind == kind for one, _ in failed) - 1
+        logger.warning(
+            "The orphan %s (%s)%s could not be removed and will be tried again (%s); its traces are %s.",
+            entry.instance,
+            kind,
+            f" and {others} more of its kind" if others else "",
+            describe_error(error),
+            entry.traces,
+        )
+
+
+def _tell_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool) -> None:
+    """Log what is where nothing answers: one line for all that is kept, and one for all that is given up."""
+    given_up = [one for one in failed if _is_given_up(*one)]
+    kept = [one for one in failed if not _is_given_up(*one)]
+    if told := [one for one in kept if repeat or one[0].unreachable_since is None]:
+        logger.warning(
+            "%s could not be removed, because nothing answers where they are. Start what is missing and run "
+            "`agentfly resources reap`. They are given up after %d days. %s",
+            _counted(told),
+            UNREACHABLE_DAYS,
+            describe_error(told[0][1]),
+        )
+    if given_up:
+        places = list(dict.fromkeys(str(dict(entry.traces)) for entry, _ in given_up))
+        logger.warning(
+            "%s were given up, because nothing has answered where they are for %d days. If it is started again, remove "
+            "them by hand. Their traces: %s%s",
+            _counted(given_up),
+            UNREACHABLE_DAYS,
+            "; ".join(places[:SHOWN]),
+            f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else "",
+        )
+
+
+def _counted(failed: list[tuple[LedgerEntry, Exception]]) -> str:
+    """How many orphans these are of each kind, with the name of one."""
+    kinds = Counter(entry.kind for entry, _ in failed)
+    numbers = ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
+    return f"Orphans of dead processes ({numbers}; one of them is {failed[0][0].instance})"
+
+
+async def run_reap(function: ReapFunction, traces: dict[str, Any]) -> None:
+    """Call a kind's ``reap_orphans``, whether it is sync or async, within `REAP_TIMEOUT_S`.
+
+    Raises:
+        Exception: what the function raises, or TimeoutError.
+    """
+    async with asyncio.timeout(REAP_TIMEOUT_S):
+        if inspect.iscoroutinefunction(function):
+            await function(traces)
+        else:
+            await run_in_thread(function, traces)
+
+
+async def _reap_ledger(path: Path, failed: list[tuple[LedgerEntry, Exception]]) -> list[LedgerEntry]:
+    owner, entries = ledger.read_ledger(path)
+    if owner is None:
+        logger.error("%s is not a ledger that this version can read. It was left alone; remove it by hand.", path)
+        return []
+    if not owner.is_dead():
+        return []
+    # In-process resources have ended with their process: there is nothing to remove.
+    orphans = [entry for entry in entries if entry.reap is not None]
+    outcomes = list(zip(orphans, await asyncio.gather(*map(_reap_entry, orphans)), strict=True))
+    failures = [(entry, error) for entry, error in outcomes if error is not None]
+    ledger.rewrite_ledger(path, owner, [_marked(*one) for one in failures if not _is_given_up(*one)])
+    socket_path(path).unlink(missing_ok=True)
+    failed += failures
+    return [entry for entry, error in outcomes if error is None]
+
+
+def _marked(entry: LedgerEntry, error: Exception) -> LedgerEntry:
+    """An orphan that stays in its ledger, with the time since when it has been unreachable."""
+    if not isinstance(error, ResourceUnreachable):
+        return replace(entry, unreachable_since=None)
+    return replace(entry, unreachable_since=entry.unreachable_since or time.time())
+
+
+def _is_given_up(entry: LedgerEntry, error: Exception) -> bool:
+    """Whether nothing has answered for so long where an orphan is that it is not tried again."""
+    since = entry.unreachable_since if isinstance(error, ResourceUnreachable) else None
+    return since is not None and time.time() - since > UNREACHABLE_DAYS * 86400
+
+
+async def _reap_entry(entry: LedgerEntry) -> Exception | None:
+    """Remove an orphan; why it could not be removed."""
+    try:
+        await run_reap(import_object(entry.reap or ""), dict(entry.traces))
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Have a ledger to oneself, so that two reapers do not remove the same orphan; False if another has it."""
+    with ExitStack() as stack:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            claimed = os.fstat(file).st_ino == path.stat().st_ino  # else another has just replaced or removed it
+        except (FileNotFoundError, BlockingIOError):
+            claimed = False
+        yield claimed
+
+
+def _finished_ledgers(files: list[Path]) -> list[Path]:
+    """The ledgers among some files. What was being made when the power went, and is old by now, is removed."""
+    ledgers = []
+    for path in files:
+        if path.suffix != ".ledger" and not path.suffix.endswith("draft"):
+            continue
+        with suppress(FileNotFoundError):
+            about = path.stat()
+            unfinished = path.suffix != ".ledger" or about.st_size == 0
+            if unfinished and time.time() - about.st_mtime > STALE_DRAFT_S:
+                path.unlink()
+            elif path.suffix == ".ledger":
+                ledgers.append(path)
+    return ledgers

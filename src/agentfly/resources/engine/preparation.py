@@ -1,0 +1,149 @@
+"""Emit: how the parts of an engine tell whoever listens what happens to a pool.
+
+Preparations: what must be on the machine before instances can start, such as images, is brought there once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, Protocol
+
+from agentfly.core.errors import AgentFlyError, ResourceStartError, describe_error
+from agentfly.core.events import ResourceEvent, ResourcePrepared, ResourcePreparing
+from agentfly.resources.instances.work import CANCEL_GRACE_S, wait_at_most
+from agentfly.resources.kind import kind_of, prepare, validate_spec
+from agentfly.resources.spec import ResourceSpec, typed_key
+
+
+class EmitResourceEvent(Protocol):
+    """Tells whoever listens that something happened to the pool of a spec."""
+
+    def __call__(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None: ...
+
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 10_000
+"""Preparations that are known to be done. One that is forgotten is done again, which is quick."""
+
+MAX_PREFETCHES = 2
+"""How many preparations that nobody waits for yet go on at once."""
+
+Spec = ResourceSpec[Any]
+
+
+class Preparer:
+    """Prepares for specs: once for each kind and ``preparation_key``, whoever asks and however many.
+
+    Args:
+        emit: tells what happens.
+    """
+
+    def __init__(self, emit: EmitResourceEvent) -> None:
+        self._emit = emit
+        self._done: dict[Hashable, None] = {}
+        self._under_way: dict[Hashable, asyncio.Task[None]] = {}
+        self._expected: dict[Spec, Callable[[Spec], None]] = {}  # in order
+        self._prefetching: set[asyncio.Task[None]] = set()
+        self._stopped = False
+
+    def is_prepared(self, spec: Spec) -> bool:
+        """Whether nothing has to be prepared for a spec, or it has been."""
+        key = _key(spec)
+        return key is None or key in self._done
+
+    async def prepare(self, spec: Spec) -> None:
+        """Return when what a spec needs is there. Whoever is cancelled meanwhile leaves it to go on for the others.
+
+        Raises:
+            AgentFlyError: it could not be prepared; the next who needs it tries anew.
+        """
+        if self.is_prepared(spec):
+            return
+        key = _key(spec)
+        if (preparation := self._under_way.get(key)) is None:
+            preparation = self._under_way[key] = self._spawn(self._prepare(spec, key), f"prepare {spec.label}")
+        await asyncio.wait({preparation})
+        if preparation.cancelled():
+            raise ResourceStartError(f"What {spec.label} needs was not prepared, because the engine was closed.")
+        preparation.result()
+
+    def invalidate(self, spec: Spec) -> None:
+        """What was prepared may not be there any more."""
+        self._done.pop(_key(spec), None)
+
+    def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:
+        """Prepare for specs in the background, a few at a time, and say of each when that went well."""
+        for spec in () if self._stopped else specs:
+            validate_spec(spec)
+            self._expected[spec] = prepared
+        for _ in range(min(MAX_PREFETCHES - len(self._prefetching), len(self._expected))):
+            worker = self._spawn(self._prefetch(), "prefetch")
+            self._prefetching.add(worker)
+            worker.add_done_callback(self._prefetching.discard)
+
+    def stop(self) -> None:
+        """Break off what is under way, and begin nothing any more."""
+        self._stopped = True
+        self._expected.clear()
+        for task in (*self._prefetching, *self._under_way.values()):
+            task.cancel()
+
+    async def join(self) -> None:
+        """Return when nothing is under way any more after `stop`, or takes no notice."""
+        if tasks := {*self._prefetching, *self._under_way.values()}:
+            _, heedless = await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+            for task in heedless:
+                logger.error("%r takes no notice of being cancelled and is left to itself.", task.get_name())
+
+    async def _prepare(self, spec: Spec, key: Hashable) -> None:
+        loop, what = asyncio.get_running_loop(), str(spec.preparation_key)
+        began = loop.time()
+        failure: BaseException | None = None
+        self._emit(ResourcePreparing, spec, what=what)
+        try:
+            await wait_at_most(prepare(spec), spec.prepare_timeout_s, f"prepare() of {what}")
+        except BaseException as error:
+            failure = error
+            if isinstance(error, AgentFlyError) or not isinstance(error, Exception):
+                raise
+            raise ResourceStartError(
+                f"{what}, which {spec.label} needs, could not be prepared: {describe_error(error)}"
+            ) from error
+        else:
+            self._done[key] = None
+            if len(self._done) > REMEMBERED:
+                del self._done[next(iter(self._done))]
+        finally:
+            del self._under_way[key]
+            told = None if failure is None else describe_error(failure)
+            self._emit(ResourcePrepared, spec, what=what, seconds=loop.time() - began, error=told)
+
+    async def _prefetch(self) -> None:
+        while self._expected:
+            spec = next(iter(self._expected))
+            prepared = self._expected.pop(spec)
+            try:
+                await self.prepare(spec)
+            except Exception as error:
+                logger.warning("%s; whoever needs it tries again.", describe_error(error))
+            else:
+                prepared(spec)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(_seen)
+        return task
+
+
+def _key(spec: Spec) -> Hashable | None:
+    own = spec.preparation_key
+    return None if own is None else (kind_of(spec).name, typed_key(own))
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Perhaps nobody waited to the end; those who did have been told."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,131 @@
+"""Snapshot: what an engine has and who has it, at one moment, for listings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentfly.core.errors import describe_error
+from agentfly.resources.engine.instances import LiveInstances
+from agentfly.resources.engine.usage import InstanceUsage, Occupancy
+from agentfly.resources.scheduler.pool import Instance
+from agentfly.resources.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class InstanceSnapshot:
+    """An instance.
+
+    Attributes:
+        name: its name.
+        state: starting, idle, leased, resetting, stopping or stuck.
+        owners: who holds it.
+        state_seconds: how long it has been in its state.
+        age_seconds: how long ago it started.
+        uses: how many owners it has had.
+        frozen: whether its processes are stopped, because nobody uses it.
+        held_seconds: for how long it has been leased, in all.
+        busy_seconds: for how long something that an owner called was running in it, in all.
+    """
+
+    name: str
+    state: str
+    owners: tuple[str, ...]
+    state_seconds: float
+    age_seconds: float
+    uses: int
+    frozen: bool
+    held_seconds: float
+    busy_seconds: float
+
+
+@dataclass(frozen=True)
+class QueuedRequestSnapshot:
+    """A place in a pool's queue."""
+
+    owner: str
+    scope: str
+    priority: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """A pool: ``label`` is its spec's short name, ``spec`` the whole of it as text; the queue is in order.
+
+    ``failing`` says with what its starts fail, if they do.
+    """
+
+    label: str
+    spec: str
+    capacity: int
+    instances: tuple[InstanceSnapshot, ...]
+    queue: tuple[QueuedRequestSnapshot, ...]
+    failing: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """Every pool of an engine."""
+
+    pools: tuple[PoolSnapshot, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The snapshot as a JSON-able mapping."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> EngineSnapshot:
+        """The snapshot that `to_json` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none, or one of another version.
+        """
+        return cls(tuple(_pool(pool) for pool in json.loads(text)["pools"]))
+
+
+def take_snapshot(scheduler: Scheduler, lifecycle: LiveInstances, now: float) -> EngineSnapshot:
+    """What a scheduler and a lifecycle know at a time."""
+    return EngineSnapshot(
+        tuple(
+            PoolSnapshot(
+                label=pool.spec.label,
+                spec=repr(pool.spec),
+                capacity=pool.spec.capacity,
+                instances=tuple(
+                    _instance(instance, lifecycle.usage(instance.name), now) for instance in pool.instances.values()
+                ),
+                queue=tuple(
+                    QueuedRequestSnapshot(waiter.owner, waiter.scope.value, waiter.priority, now - waiter.since)
+                    for waiter in pool.queue
+                ),
+                failing=None if pool.backoff.error is None else describe_error(pool.backoff.error),
+            )
+            for pool in scheduler.pools
+        )
+    )
+
+
+def _instance(instance: Instance, attendance: InstanceUsage | None, now: float) -> InstanceSnapshot:
+    occupancy = Occupancy() if attendance is None else attendance.occupancy
+    return InstanceSnapshot(
+        name=instance.name,
+        state=instance.state.value,
+        owners=tuple(holding.owner for holding in instance.holdings.values()),
+        state_seconds=now - instance.since,
+        age_seconds=now - instance.started,
+        uses=instance.uses,
+        frozen=attendance is not None and attendance.frozen,
+        held_seconds=occupancy.held_seconds,
+        busy_seconds=occupancy.busy_seconds,
+    )
+
+
+def _pool(fields: dict[str, Any]) -> PoolSnapshot:
+    instances = tuple(
+        InstanceSnapshot(**instance | {"owners": tuple(instance["owners"])}) for instance in fields["instances"]
+    )
+    return PoolSnapshot(
+        **fields | {"instances": instances, "queue": tuple(QueuedRequestSnapshot(**w) for w in fields["queue"])}
+    )

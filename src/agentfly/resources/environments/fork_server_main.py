@@ -1,0 +1,160 @@
+"""The zygote: a process that has imported what a simulator needs, and forks keepers of simulators on request.
+
+It has one thread and does nothing else: no event loop, no simulator. What it forks has the imports and nothing of the
+other instances. Importing may start threads, open files or start processes, which a fork would break or share; then the
+zygote says so and ends, and each instance imports for itself.
+
+It gets its requests through a socket of messages: a `SupervisorConfig` without descriptors, and the descriptors beside it
+(calls, life line, output). It answers with the keeper's id and start time, in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from agentfly.core.tree_removal import remove_tree
+from agentfly.resources.environments import process_supervisor, simulator
+from agentfly.resources.environments.pickling import loads
+from agentfly.resources.environments.process_supervisor import SupervisorConfig
+from agentfly.resources.process import child as descendants
+from agentfly.resources.process.procfs import children, start_time
+
+MESSAGE_BYTES = 1 << 16
+"""The longest request."""
+
+_HARMLESS = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
+
+
+def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int, directory: str) -> NoReturn:
+    """Warm up, say what is in the way of forking, and fork until nobody can ask any more.
+
+    Args:
+        control_fd: descriptor of the socket that requests come through.
+        parcel_fd: descriptor of a file with the parcel of the factory.
+        owner: id of the process that asks.
+        owner_started: its start time.
+        directory: a directory of this process, to be removed in the end.
+    """
+    descendants.become_subreaper()
+    with open(parcel_fd, "rb") as file:
+        parcel = file.read()
+    obstacle = _start(parcel)
+    with socket.socket(fileno=control_fd) as control:
+        control.sendall(json.dumps({"obstacle": obstacle}).encode())
+        if obstacle is None:
+            gc.freeze()  # so that a collection in a fork does not copy what all share
+            _fork_on_request(control, owner, owner_started)
+    if obstacle is not None:
+        descendants.kill_descendants()  # what the import started
+    with contextlib.suppress(OSError):  # who asks removes it too
+        remove_tree(directory)
+    os._exit(0)  # keepers that there still are end with their owner
+
+
+def _start(parcel: bytes) -> str | None:
+    """Import what the factory needs. What in doing so came about that cannot be shared with forks, or None.
+
+    An import that fails will fail in the simulator's process as well, and is told there.
+    """
+    before = _open_files()
+    with contextlib.suppress(Exception, SystemExit):
+        (factory,) = loads(parcel)
+        if isinstance(factory, str):
+            simulator.named(factory)
+    if opened := [path for number, path in _open_files().items() if number not in before and path not in _HARMLESS]:
+        return f"importing it opened {', '.join(sorted(opened))}"
+    if started := children(os.getpid()):
+        return f"importing it started {len(started)} processes"
+    if _threads() > 1:
+        _restart_library_threads()
+    if (count := _threads()) > 1:
+        names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"importing it started {count - 1} threads" + (f" ({', '.join(names)})" if names else "")
+    return None
+
+
+def _restart_library_threads() -> None:
+    """Fork once: libraries that prepare for a fork (OpenBLAS) end their threads for it and start them when needed."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> None:
+    """Answer requests until the owner hangs up or is gone."""
+    inherited = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
+    woken = descendants.child_wakeup_fd()
+    keepers: set[int] = set()
+    while start_time(owner) == owner_started:
+        while (ended := descendants.reap_child()) is not None:
+            keepers.discard(ended[0])
+        for orphan in set(children(os.getpid())) - keepers:  # of a keeper that was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
+        readable, _, _ = select.select([control.fileno(), woken], [], [], process_supervisor.OWNER_POLL_S)
+        if woken in readable:
+            os.read(woken, 4096)
+        if control.fileno() in readable:
+            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
+            if not message:
+                return
+            try:
+                pid = os.fork()
+            except OSError as error:
+                answer: dict[str, object] = {"error": [error.errno, error.strerror]}
+            else:
+                if pid == 0:
+                    control.close()
+                    os.close(woken)
+                    signal.signal(signal.SIGCHLD, inherited)
+                    _become_supervisor(message, descriptors)
+                keepers.add(pid)
+                answer = {"pid": pid, "start_time": start_time(pid)}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                control.sendall(json.dumps(answer).encode())
+
+
+def _become_supervisor(message: bytes, descriptors: list[int]) -> NoReturn:
+    """Become a keeper."""
+    try:
+        os.close(signal.set_wakeup_fd(-1))
+        os.setsid()
+        calls, life, output = descriptors
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        if (numbers := sys.modules.get("numpy.random")) is not None:
+            numbers.seed()  # Python's own generator does so by itself
+        charge = SupervisorConfig.from_json(message.decode())
+        process_supervisor.supervise(dataclasses.replace(charge, calls=calls, life=life))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def _open_files() -> dict[int, str]:
+    """What each open descriptor of this process is."""
+    files = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that the listing itself is read by
+            files[int(entry.name)] = str(entry.readlink())
+    return files
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

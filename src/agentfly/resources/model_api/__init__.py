@@ -1,0 +1,1 @@
+"""Model APIs as resources: clients with rate limits that processes share, and judges."""

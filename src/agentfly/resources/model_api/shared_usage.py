@@ -1,0 +1,277 @@
+"""Bell: wakes up who waits in another process. A bell that is not heard costs no more than the time to look again.
+
+Account: where the traffic of an endpoint is kept, so that everybody on this host counts on the same.
+
+It is a small file in the state directory, which every process reads and replaces for every call, and all that is in it
+expires by itself, whoever dies. A disk that refuses, or a process that was stopped while it held the file, costs no
+call: this process then counts for itself, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.shared_file import FileLocked, lock_file, remove_stale_files
+from agentfly.resources.credentials import Credentials
+from agentfly.resources.model_api.usage_window import UsageWindow
+from agentfly.resources.process.ledger import fallback_state_directories, state_directories, state_directory
+from agentfly.resources.process.procfs import ProcessIdentity
+
+
+@contextlib.contextmanager
+def wakeups(name: str, heard: Callable[[], None]) -> Iterator[None]:
+    """Have ``heard`` called in the running loop for each `wake` of ``name`` while the block runs."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
+        bell.setblocking(False)
+
+        def answer() -> None:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    bell.recv(1)
+                    heard()
+
+        try:
+            bell.bind(_address(name))
+            loop.add_reader(bell, answer)
+        except (OSError, NotImplementedError):  # a system without such addresses, or a loop without readers
+            yield
+            return
+        try:
+            yield
+        finally:
+            loop.remove_reader(bell)
+
+
+def wake(name: str) -> None:
+    """Wake up who listens for a name, if there is somebody."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
+        bell.setblocking(False)
+        bell.sendto(b".", _address(name))
+
+
+def _address(name: str) -> str:
+    return f"\0agentfly/{name}"  # in no directory (unix(7), abstract sockets): nobody has to remove it
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOCK_TIMEOUT_S = 2.0
+"""Seconds for which the lock, which is held for a fraction of a millisecond, may be found held."""
+
+
+STALE_FILE_S = 24 * 3600.0
+"""Seconds after which the file of an endpoint is removed that nobody has called; what was in it expired long before."""
+
+NOT_SHARED = (
+    "The limits of a model API are kept by this process for itself, and not together with the others of the machine"
+)
+
+
+class UsageListener(Protocol):
+    """Who wants to know when somebody of this process has changed the traffic, in whatever thread."""
+
+    @property
+    def limiter_id(self) -> str:
+        """The name by which the traffic knows it."""
+
+    def changed(self) -> None:
+        """The traffic was changed."""
+
+
+class SharedUsage:
+    """The traffic of one endpoint, model and key on this host. It may be used from any thread.
+
+    Args:
+        path: the file; None keeps the account within this process.
+        boot: which boot of the machine the times in the file are of.
+    """
+
+    def __init__(self, path: Path | None, boot: str) -> None:
+        self._path = path
+        self._boot = boot
+        self._traffic = UsageWindow()
+        self._lock = threading.Lock()
+        self._left: list[Callable[[UsageWindow], object]] = []
+        self._busy_since: float | None = None
+        self._listeners: weakref.WeakSet[UsageListener] = weakref.WeakSet()
+
+    def change(self, function: Callable[[UsageWindow], T]) -> T:
+        """What ``function`` makes of the traffic, which it may change.
+
+        Raises:
+            Busy: another process has the file just now. Nothing was done.
+        """
+        with self._lock:
+            if (path := self._path) is None:
+                return self._apply(function)
+            with contextlib.ExitStack() as stack:
+                try:
+                    file = stack.enter_context(lock_file(path))
+                    self._read(file.read())
+                except FileLocked:
+                    self._still_busy()
+                    raise
+                except OSError as error:
+                    self._give_up(error)
+                    return self._apply(function)
+                self._busy_since = None
+                result = self._apply(function)
+                try:
+                    file.write(json.dumps({"boot": self._boot, "traffic": self._traffic.to_json()}).encode())
+                except OSError as error:
+                    self._give_up(error)
+                return result
+
+    @property
+    def last_read(self) -> UsageWindow:
+        """The traffic as it was when it was read last."""
+        return self._traffic
+
+    def leave(self, function: Callable[[UsageWindow], object]) -> None:
+        """Have the traffic changed at the next `change`, which anybody may make, or at the next `catch_up`."""
+        with self._lock:
+            self._left.append(function)
+
+    def catch_up(self) -> bool:
+        """Change what was left to be changed; False if the file is not free for it."""
+        try:
+            self.change(lambda traffic: None)
+        except FileLocked:
+            return False
+        self.tell()
+        return True
+
+    def listen(self, listener: UsageListener) -> None:
+        """Tell ``listener`` whenever somebody of this process has changed the traffic, for as long as it is there."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def tell(self) -> None:
+        """Tell the listeners, and whose turn it is in another process."""
+        with self._lock:
+            listeners = list(self._listeners)
+            first = next(iter(self._traffic.line), None)
+        for listener in listeners:
+            listener.changed()
+        if first is not None and not any(listener.limiter_id == first for listener in listeners):
+            wake(first)
+
+    def _apply(self, function: Callable[[UsageWindow], T]) -> T:
+        while self._left:
+            self._left.pop(0)(self._traffic)
+        return function(self._traffic)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            saved = json.loads(data or "null") or {"boot": None}
+            self._traffic = UsageWindow.from_json(saved["traffic"]) if saved["boot"] == self._boot else UsageWindow()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s is begun anew, because it is not what AgentFly writes: %r", self._path, error)
+            self._traffic = UsageWindow()
+
+    def _still_busy(self) -> None:
+        """Wait no longer for a process that holds the file and does nothing, for instance because it was stopped."""
+        now = time.monotonic()
+        self._busy_since = self._busy_since or now
+        if now - self._busy_since > LOCK_TIMEOUT_S:
+            self._give_up(TimeoutError(f"another process has held it for {LOCK_TIMEOUT_S:g} s"))
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning(
+            "%s (%s cannot be used: %s). Make room there, or set AGENTFLY_STATE_DIR.", NOT_SHARED, self._path, error
+        )
+        self._path = None
+
+
+class HostUsageRegistry:
+    """The accounts that are open in this process.
+
+    There is one for the process, because what limits a model API knows nothing of engines: two of them that called the
+    same endpoint with the same key, each within its limits, would be above them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._salt = secrets.token_bytes(32)
+        self._pid = os.getpid()
+        self._accounts: weakref.WeakValueDictionary[tuple[str, ...], SharedUsage] = weakref.WeakValueDictionary()
+
+    def account(self, base_url: str, model: str, credentials: Credentials) -> SharedUsage:
+        """The account of an endpoint, model and key. It stays the same one as long as somebody has it.
+
+        It is asked for on a thread, because the file of a new one is looked for.
+        """
+        key = (base_url, model, credentials.fingerprint(self._salt))
+        new: SharedUsage | None = None
+        while True:
+            with self._lock:
+                if self._pid != os.getpid():  # a fork has copies of the accounts, and would take them for shared
+                    self._accounts.clear()
+                    self._pid = os.getpid()
+                if (account := self._accounts.get(key)) is None and new is not None:
+                    account = self._accounts[key] = new
+            if account is not None:
+                return account
+            new = SharedUsage(_path(base_url, model, credentials), ProcessIdentity.current().boot)
+
+
+HOST_USAGE = HostUsageRegistry()
+"""The one of this process."""
+
+
+def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
+    """The file of an account; None if no directory can be written. Its name tells nobody the key, nor confirms it."""
+    named = Credentials({"base": base_url, "model": model, "host": socket.gethostname(), **credentials.headers()})
+    reasons: list[str] = []
+    for directory in _directories():
+        try:
+            path = directory / f"{named.fingerprint(_salt(directory))}.traffic"
+            remove_stale_files(directory.glob("*.traffic"), STALE_FILE_S)
+            return path
+        except OSError as error:
+            reasons.append(str(error))
+    logger.warning(
+        "%s (%s). Set AGENTFLY_STATE_DIR to a directory that can be written.", NOT_SHARED, "; ".join(reasons)
+    )
+    return None
+
+
+def _directories() -> Iterator[Path]:
+    """Where accounts may lie, in order: in the state directory, and otherwise in a spare one of the user's own."""
+    with contextlib.suppress(PrerequisiteError):  # the user has no home
+        yield state_directory() / "apis"
+    for spare in fallback_state_directories():
+        with contextlib.suppress(OSError):
+            spare.mkdir(exist_ok=True, mode=0o700)
+        if spare in state_directories(spare.parent):
+            yield spare / "apis"
+
+
+def _salt(directory: Path) -> bytes:
+    """Random bytes that this machine's users of the directory have in common, and nobody else has."""
+    path = directory / "salt"
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        draft = directory / f"salt.{secrets.token_hex(8)}"
+        draft.touch(mode=0o600)
+        draft.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # whole, or not there
+        draft.unlink()
+    return path.read_bytes()

@@ -1,0 +1,264 @@
+"""Traffic: the calls of one endpoint by everybody on this host, and whether there may be one more. Pure.
+
+Requests and tokens are counted in a window that slides, and so that the far side can never count more, wherever within
+a call it does so: a request counts from its sending until a window after it was answered (or `MAX_TRANSIT_S` after it was
+sent, which is time enough to arrive), its tokens until a window after the answer.
+
+The number of calls at a time follows what the far side can bear: halved when it asks for less, and one more for each
+round of calls that went well (additive increase, multiplicative decrease; Chiu and Jain, 1989).
+
+All times are seconds of one clock that every process of the host reads alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from agentfly.resources.apis.limits import RateLimits
+from agentfly.resources.process.procfs import ProcessIdentity
+
+MAX_TRANSIT_S = 5.0
+"""Seconds after its sending by which a request has arrived at the far side."""
+
+QUEUE_ENTRY_TTL_S = 2.0
+"""Seconds for which a place in the line is kept for who does not ask again."""
+
+WINDOW_BUCKETS = 60
+"""Parts of a window that what is past is counted by, each rounded up."""
+
+CallOutcome = Literal["done", "slow down", "failed"]
+
+
+@dataclass
+class InFlightCall:
+    """A call that is under way: whose it is, the tokens reserved for it, and when it has certainly ended."""
+
+    gate: str
+    tokens: int
+    sent: float
+    ends: float
+
+
+@dataclass(frozen=True)
+class AdmissionDelay:
+    """Why there may not be one more call now, and after how many seconds there may; None if that is not known."""
+
+    why: str
+    seconds: float | None = None
+
+
+@dataclass
+class UsageWindow:
+    """The calls of one endpoint: those under way, and of those that ended what still counts.
+
+    Attributes:
+        open: the calls under way, by id.
+        requests, tokens: of calls that ended, as pairs of the time until which they count, and how many they are.
+        paused_until: when the far side wants to be asked again.
+        allowance: calls at a time that it bears; None while it never asked for less.
+        lowered_at: when the allowance was lowered last.
+        successes: calls that went well since the allowance changed.
+        line: the gates whose turn it is, in order, each with the time until which its place is kept.
+        processes: who the gates belong to, as JSON.
+    """
+
+    open: dict[str, InFlightCall] = field(default_factory=dict)
+    requests: list[tuple[float, int]] = field(default_factory=list)
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    paused_until: float = 0.0
+    allowance: int | None = None
+    lowered_at: float = 0.0
+    successes: int = 0
+    line: dict[str, float] = field(default_factory=dict)
+    processes: dict[str, Any] = field(default_factory=dict)
+
+    def admit(
+        self, limits: RateLimits, gate: str, call: str, tokens: int, now: float, ends: float
+    ) -> AdmissionDelay | None:
+        """Open a call, or say why not yet. Who has to wait keeps a place in the line and asks again.
+
+        Args:
+            limits: what may be used.
+            gate: who asks.
+            call: the id of the call.
+            tokens: what it may take.
+            now: the time.
+            ends: when it will have ended at the latest, whatever becomes of who asks.
+        """
+        self._forget_the_past(limits, now)
+        first = next(iter(self.line), gate)
+        wait = self._why_not(limits, tokens, now) or (
+            None if first == gate else AdmissionDelay("it is another process's turn")
+        )
+        if wait is not None:
+            self.line[gate] = now + QUEUE_ENTRY_TTL_S
+            return wait
+        self.line.pop(gate, None)
+        self.open[call] = InFlightCall(gate, tokens, now, ends)
+        return None
+
+    def settle(
+        self,
+        limits: RateLimits,
+        call: str,
+        now: float,
+        *,
+        outcome: CallOutcome,
+        tokens: int | None = None,
+        pause_s: float | None = None,
+    ) -> None:
+        """A call has ended.
+
+        Args:
+            limits: what may be used.
+            call: its id.
+            now: the time.
+            outcome: what it says of how much the far side bears.
+            tokens: what it took; None if that is not known.
+            pause_s: seconds for which the far side wants to be left alone.
+        """
+        if pause_s is not None:
+            self.paused_until = max(self.paused_until, now + pause_s)
+        ended = self.open.pop(call, None)
+        if ended is None:  # it was given up as lost
+            return
+        self._count(limits, ended, now, ended.tokens if tokens is None else tokens)
+        if outcome == "done":
+            self._grow(limits)
+        elif outcome == "slow down" and ended.sent >= self.lowered_at:  # the others say what is known already
+            most = self.allowed(limits)
+            self.allowance, self.lowered_at, self.successes = max(1, min(most, len(self.open) + 1) // 2), now, 0
+
+    def leave(self, gate: str) -> None:
+        """A gate asks no more."""
+        self.line.pop(gate, None)
+
+    def bury(self, limits: RateLimits, gates: Iterable[str], now: float) -> None:
+        """The processes of some gates are dead, and with them what they had under way."""
+        for gate in gates:
+            self.line.pop(gate, None)
+            for call in [id_ for id_, one in self.open.items() if one.gate == gate]:
+                self.settle(limits, call, now, outcome="failed")
+
+    def allowed(self, limits: RateLimits) -> int:
+        """Calls allowed at a time."""
+        return limits.max_concurrency if self.allowance is None else min(self.allowance, limits.max_concurrency)
+
+    def requests_in_window(self, limits: RateLimits, now: float) -> int:
+        """Requests that count now."""
+        counting = sum(1 for call in self.open.values() if call.sent + MAX_TRANSIT_S + limits.window_s > now)
+        return counting + sum(count for until, count in self.requests if until > now)
+
+    def tokens_in_window(self, now: float) -> int:
+        """Tokens that count now, the reserved ones included."""
+        reserved = sum(call.tokens for call in self.open.values())
+        return reserved + sum(count for until, count in self.tokens if until > now)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON-able values."""
+        calls = {id_: (call.gate, call.tokens, call.sent, call.ends) for id_, call in self.open.items()}
+        return {**vars(self), "open": calls}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> UsageWindow:
+        """What `to_json` gave.
+
+        Raises:
+            TypeError, KeyError, ValueError, AttributeError: it did not give this.
+        """
+        traffic = cls(**saved)
+        traffic.open = {id_: _open_call(*call) for id_, call in saved["open"].items()}
+        traffic.requests = [(_time(until), _count(count)) for until, count in saved["requests"]]
+        traffic.tokens = [(_time(until), _count(count)) for until, count in saved["tokens"]]
+        traffic.line = {gate: _time(kept) for gate, kept in saved["line"].items()}
+        traffic.processes = {gate: asdict(ProcessIdentity.from_json(one)) for gate, one in saved["processes"].items()}
+        _time(traffic.paused_until)
+        _time(traffic.lowered_at)
+        _count(traffic.successes)
+        if traffic.allowance is not None and _count(traffic.allowance) < 1:
+            raise ValueError("no call is allowed")
+        return traffic
+
+    # --- what there may be ------------------------------------------------------------------------------------------
+
+    def _why_not(self, limits: RateLimits, tokens: int, now: float) -> AdmissionDelay | None:
+        if self.paused_until > now:
+            return AdmissionDelay("the far side asked for a pause", self.paused_until - now)
+        if (most := self.allowed(limits)) <= len(self.open):
+            return AdmissionDelay(f"{len(self.open)} calls are open of the {most} allowed at a time")
+        if limits.requests is not None and (used := self.requests_in_window(limits, now)) >= limits.requests:
+            over = used + 1 - limits.requests
+            return AdmissionDelay(
+                f"{used} requests of {limits.requests} are made", _time_until(self.requests, over, now)
+            )
+        if limits.tokens is not None and (used := self.tokens_in_window(now)) + tokens > limits.tokens:
+            over = used + tokens - limits.tokens
+            return AdmissionDelay(
+                f"{used} tokens of {limits.tokens} are used, and {tokens} wanted", _time_until(self.tokens, over, now)
+            )
+        return None
+
+    def _grow(self, limits: RateLimits) -> None:
+        if self.allowance is None or self.allowance >= limits.max_concurrency:
+            return
+        self.successes += 1
+        if self.successes >= self.allowance:
+            self.allowance, self.successes = self.allowance + 1, 0
+
+    def _count(self, limits: RateLimits, call: InFlightCall, now: float, tokens: int) -> None:
+        grain = limits.window_s / WINDOW_BUCKETS
+        arrived = min(now, call.sent + MAX_TRANSIT_S)
+        _add(self.requests, math.ceil((arrived + limits.window_s) / grain) * grain, 1)
+        _add(self.tokens, math.ceil((now + limits.window_s) / grain) * grain, tokens)
+
+    def _forget_the_past(self, limits: RateLimits, now: float) -> None:
+        self.line = {gate: kept for gate, kept in self.line.items() if kept > now}
+        for call in [id_ for id_, one in self.open.items() if one.ends <= now]:
+            self.settle(limits, call, now, outcome="failed")
+        self.requests = [(until, count) for until, count in self.requests if until > now]
+        self.tokens = [(until, count) for until, count in self.tokens if until > now]
+        at_work = {*self.line, *(call.gate for call in self.open.values())}
+        self.processes = {gate: process for gate, process in self.processes.items() if gate in at_work}
+
+
+_NUMBERS = (float, int)
+
+
+def _open_call(gate: Any, tokens: Any, sent: Any, ends: Any) -> InFlightCall:
+    if not isinstance(gate, str):
+        raise TypeError(f"{gate!r:.100} is no name of a gate")
+    return InFlightCall(gate, _count(tokens), _time(sent), _time(ends))
+
+
+def _time(saved: Any) -> float:
+    if type(saved) not in _NUMBERS or not math.isfinite(saved):
+        raise TypeError(f"{saved!r:.100} is no time")
+    return float(saved)
+
+
+def _count(saved: Any) -> int:
+    if type(saved) is not int or saved < 0:
+        raise TypeError(f"{saved!r:.100} is no count")
+    return saved
+
+
+def _add(counts: list[tuple[float, int]], until: float, count: int) -> None:
+    if not count:
+        return
+    for place, (other, so_far) in enumerate(counts):
+        if other == until:
+            counts[place] = (until, so_far + count)
+            return
+    counts.append((until, count))
+
+
+def _time_until(counts: list[tuple[float, int]], over: int, now: float) -> float | None:
+    """Seconds until so many of what is past count no more; None if it takes calls under way to end."""
+    for until, count in sorted(counts):
+        over -= count
+        if over <= 0:
+            return until - now
+    return None

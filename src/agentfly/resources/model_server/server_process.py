@@ -1,0 +1,188 @@
+"""Loaded: what a server has been given since its start, so that the next run of it has that too.
+
+ServerRun: one run of a server, from its start to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentfly.core.errors import APIUnavailable, ModelAPIError, ResourceStartError
+from agentfly.core.numbers import parse_byte_size
+from agentfly.resources.credentials import Credentials
+from agentfly.resources.model_api.client import ModelClient
+from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.model_server.token_server import LOAD_WEIGHTS, RemoteTokenServer, TokenServer
+from agentfly.resources.model_server.vllm_command import secret_values, server_command, server_environment
+from agentfly.resources.process.supervised import SupervisedProgram
+from agentfly.resources.process.supervisor import ProgramSpec, log_tail
+
+
+@dataclass
+class LoadedState:
+    """What was put into a server.
+
+    Attributes:
+        weights: the directory of the weights that were put in the place of its own; None if none were.
+        load_method: the worker's method that did it.
+        weights_version: what the weights were called; None if they were not.
+        adapters: directories of LoRA adapters, by name.
+    """
+
+    weights: str | None = None
+    load_method: str = LOAD_WEIGHTS
+    weights_version: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    async def restore(self, server: TokenServer) -> None:
+        """Have a fresh server hold all of it. Errors are those of `TokenServer`."""
+        if self.weights is not None:
+            await server.load_method(self.weights, by=self.load_method)
+            await server.reset_prefix_cache()
+        await self.restore_adapters(server)
+        if self.weights_version is not None:
+            await server.set_weight_version(self.weights_version)
+
+    async def restore_adapters(self, server: TokenServer) -> None:
+        """Have a server hold the adapters, which a change of weights drops."""
+        for name, path in self.adapters.items():
+            await server.load_adapter(name, path)
+
+
+_TELLING_S = 5.0  # for telling why a start failed, before the engine's own limit ends it unheard
+_LONG_POLL_S = 30.0
+_TOLD_LOG = 4096
+
+
+class ServerProcess:
+    """A server's process and a client of it.
+
+    Args:
+        spec: what to serve.
+        name: what messages call it.
+        directory: where it runs and has its log.
+        listener: the socket that it serves. It belongs to whoever starts the server, so that the port is the same
+            in the next run, and no other program can get it in between and be told the key.
+        key: what it answers to.
+        gpus: the graphics processors that it gets; none leaves it to the engine.
+
+    Attributes:
+        client: calls it.
+        restart_decided: set once it has ended and whoever minds it has decided what comes after it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelServerSpec,
+        name: str,
+        directory: Path,
+        listener: socket.socket,
+        key: str,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        self._spec = spec
+        self._name = name
+        self._directory = directory
+        self._listener = listener
+        self._key = key
+        self._gpus = gpus
+        self._process = SupervisedProgram()
+        self.restart_decided = asyncio.Event()
+        host, port = listener.getsockname()
+        self.client = ModelClient(
+            f"http://{host}:{port}/v1",
+            model=spec.served_name,
+            credentials=Credentials({"Authorization": f"Bearer {key}"}, [key]),
+            read_timeout_s=spec.call_timeout_s,
+        )
+
+    async def start(self, loaded: LoadedState) -> None:
+        """Start the server; return when it is ready and holds what was loaded into the run before.
+
+        Raises:
+            PrerequisiteError: the interpreter or the engine is not there.
+            ResourceStartError: it ended, or was not ready in time.
+        """
+        clock = asyncio.get_running_loop().time
+        limit = max(0.75 * self._spec.start_timeout_s, self._spec.start_timeout_s - _TELLING_S)
+        deadline = clock() + limit
+        await self._process.start(self._job())
+        ready = asyncio.create_task(self._until_ready(loaded))
+        end = asyncio.create_task(self._process.wait_exit())
+        try:
+            await asyncio.wait({ready, end}, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                raise ResourceStartError(f"{self._name} ended before it was ready: {end.result()}.{self.log_excerpt()}")
+            if not ready.done():
+                raise ResourceStartError(
+                    f"{self._name} was not ready within {limit:g} s (start_timeout_s={self._spec.start_timeout_s:g})."
+                    f"{self.log_excerpt()}"
+                )
+            ready.result()
+        finally:
+            ready.cancel()
+            end.cancel()
+            await asyncio.gather(ready, end, return_exceptions=True)
+
+    async def wait(self) -> str:
+        """Wait for its end; how it ended, in words."""
+        return await self._process.wait_exit()
+
+    async def stop(self, grace_s: float) -> None:
+        """End it, by force after the grace; return when everything that it had started is gone."""
+        await self.client.close()
+        await self._process.stop(grace_s)
+
+    def kill(self) -> None:
+        """Have it killed with everything that it had started; `wait` tells when that is done."""
+        self._process.kill()
+
+    async def is_well(self) -> bool:
+        """Whether it says so, within ``health_timeout_s``."""
+        try:
+            await self.client.health(call_timeout_s=self._spec.health_timeout_s)
+        except ModelAPIError:
+            return False
+        return not self.restart_decided.is_set()  # else the answer came from the next run, at the same socket
+
+    def log_excerpt(self) -> str:
+        """The end of its log, for a message."""
+        end = log_tail(log_file(self._directory), _TOLD_LOG)
+        return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """The process that keeps it."""
+        return self._process.traces
+
+    async def _until_ready(self, loaded: LoadedState) -> None:
+        """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
+        while True:
+            try:
+                await self.client.health(call_timeout_s=_LONG_POLL_S)
+                break
+            except APIUnavailable:
+                await asyncio.sleep(0.1)
+        await loaded.restore(RemoteTokenServer(self.client, call_timeout_s=self._spec.call_timeout_s))
+
+    def _job(self) -> ProgramSpec:
+        variables = server_environment(self._spec, self._key, self._gpus)
+        return ProgramSpec(
+            command=server_command(self._spec, self._listener.fileno()),
+            env=variables,
+            directory=str(self._directory),
+            log=str(log_file(self._directory)),
+            log_bytes=parse_byte_size(self._spec.log_bytes),
+            secrets=secret_values(variables),
+            inherited=(self._listener.fileno(),),
+        )
+
+
+def log_file(directory: Path) -> Path:
+    """Where a server that runs in a directory has its log."""
+    return directory / "log"

@@ -1,1 +1,0 @@
-"""Programs that engines run in environments of their own, where nothing of this package is."""

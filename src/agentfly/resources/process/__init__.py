@@ -1,0 +1,1 @@
+"""Processes of this host: identity, children, control groups, supervisors, the ledger of what was started."""

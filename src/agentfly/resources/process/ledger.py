@@ -1,0 +1,369 @@
+"""The ledger: what this process has started, written down before it is started.
+
+Each engine has a file of its own under the state directory. Its first line says which process it belongs to; each line
+after that says of one instance that it is about to start, with what is known of it, or that it is gone. Lines are
+written at once, so that they outlive the process; `sync` brings them to the disk, so that they outlive the machine's
+power. A line cut short by the end of the process is the last one: what it was written before never happened.
+
+CleanupRecord: what must be removed if this process is killed before it does so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from agentfly.core.errors import PrerequisiteError, UsageError
+from agentfly.core.tree_removal import remove_tree
+from agentfly.resources.process.procfs import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+
+CLEANUP_RECORD_PREFIX = "record-"
+"""How the names of ledgers begin that belong to no engine (see `agentfly.resources.process.ledger`)."""
+
+COMPACT_AFTER_LINES = 10_000
+"""Lines about instances that are gone after which a ledger is written anew."""
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """An instance that a process has started, or was about to start.
+
+    Attributes:
+        instance: its name.
+        kind: the name of its kind.
+        reap: the address of the function that removes it by its traces; None when nothing outlives the process.
+        traces: what that function needs.
+        started: the seconds since the epoch at which it was written down.
+        unreachable_since: when its removal first failed because nothing answers where it is, in seconds since the
+            epoch; None if it has not.
+    """
+
+    instance: str
+    kind: str
+    reap: str | None
+    traces: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+    unreachable_since: float | None = None
+
+
+def state_directory(chosen: Path | None = None) -> Path:
+    """Where ledgers lie: as chosen, or ``$AGENTFLY_STATE_DIR``, or ``agentfly`` under ``$XDG_STATE_HOME``.
+
+    Raises:
+        PrerequisiteError: none of these is given, and the user has no home directory.
+    """
+    if chosen is not None:
+        return chosen
+    if own := os.environ.get("AGENTFLY_STATE_DIR"):
+        return Path(own)
+    if home := os.environ.get("XDG_STATE_HOME"):
+        return Path(home) / "agentfly"
+    try:
+        return Path.home() / ".local" / "state" / "agentfly"
+    except RuntimeError as error:
+        raise PrerequisiteError(
+            f"What is started is written down in a directory of the user, and user {os.getuid()} has no home: {error} "
+            "Set AGENTFLY_STATE_DIR to a directory that can be written and outlives this process."
+        ) from error
+
+
+def fallback_state_directories() -> list[Path]:
+    """Where ledgers lie when the state directory cannot be written: in memory if that can be had, or in a temporary
+    directory. They are the user's alone, and are looked through for orphans too."""
+    user = os.geteuid()
+    return [Path(f"/dev/shm/agentfly-state-{user}"), Path(tempfile.gettempdir()) / f"agentfly-state-{user}"]
+
+
+def state_directories(chosen: Path | None = None) -> list[Path]:
+    """Everywhere where ledgers may lie: the state directory, and those of the spare ones that are there."""
+    return [state_directory(chosen), *filter(_is_own, fallback_state_directories())]
+
+
+def list_files(directory: Path) -> list[Path]:
+    """What lies in a state directory, in the order of the names.
+
+    Nothing in one that this user may not look into, with a warning: nothing is written down there now, but something
+    may have been.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        logger.warning(
+            "%s cannot be looked through for what processes have started (%s). Make it readable, or set "
+            "AGENTFLY_STATE_DIR to a directory that is.",
+            directory,
+            error.strerror,
+        )
+        return []
+
+
+def find_ledgers(directory: Path) -> list[Path]:
+    """The ledgers that lie in a state directory."""
+    return [path for path in list_files(directory) if path.suffix == ".ledger"]
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether a directory is the user's, and nobody else can write there."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+class Ledger:
+    """The file of one engine. It is made by the first entry, and removed by `close` if nothing is left in it.
+
+    Where the state directory cannot be written, from the start or later on, the ledger moves to a spare one, with a
+    warning: nothing is ever started that is not written down.
+
+    Attributes:
+        path: the file; None before there is one.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self.path: Path | None = None
+        self._file = -1
+        self._entries: dict[str, LedgerEntry] = {}
+        self._lines = 0
+
+    def write(self, entry: LedgerEntry) -> None:
+        """An instance is about to start; or it has started, and its traces are known in full.
+
+        Raises:
+            PrerequisiteError: the ledger cannot be written, so that nothing may be started.
+            UsageError: the traces are not JSON-able.
+        """
+        line = _line(entry)
+        before = self._entries.get(entry.instance)
+        self._entries[entry.instance] = entry
+        try:
+            self._append_or_move(line)
+        except OSError as error:
+            if before is None:
+                del self._entries[entry.instance]
+            raise PrerequisiteError(
+                f"What is started must be written down first, and {self._directory} cannot be written: {error}. Make "
+                "room there, or set AGENTFLY_STATE_DIR to a directory that can be written."
+            ) from error
+
+    def remove(self, instance: str) -> None:
+        """An instance has been removed."""
+        if self._entries.pop(instance, None) is None:
+            return
+        try:
+            self._append_or_move(json.dumps({"gone": instance}))
+        except OSError as error:  # a later process will find nothing to remove, which does no harm
+            logger.warning("The ledger still lists %s, which is gone: %s", instance, error)
+
+    def sync(self) -> None:
+        """Bring what was written to the disk. It may be called from another thread."""
+        if (file := self._file) >= 0:
+            with contextlib.suppress(OSError):  # closed meanwhile: there is nothing left to keep
+                os.fdatasync(file)
+
+    def close(self) -> None:
+        """Close the file. What is still in it is for a later process to remove once this one is dead."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self.path is not None and not self._entries:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+    def _append_or_move(self, line: str) -> None:
+        """Add a line, about what is in the entries already; in a spare directory if it cannot be in this one.
+
+        Raises:
+            OSError: it can be nowhere.
+        """
+        try:
+            if self.path is None or self._lines > COMPACT_AFTER_LINES + 4 * len(self._entries):
+                self._rewrite()
+            else:
+                self._append(line)
+        except OSError as error:
+            self._move_to_spare(error)
+
+    def _move_to_spare(self, reason: OSError) -> None:
+        """Go on in the first spare directory that can be written.
+
+        Raises:
+            OSError: there is none; it is ``reason``.
+        """
+        here = (self._directory, self.path)
+        for directory in fallback_state_directories():
+            self._directory, self.path = directory, None
+            with contextlib.suppress(OSError):
+                directory.mkdir(exist_ok=True, mode=0o700)
+                if _is_own(directory):
+                    self._rewrite()
+                    break
+        else:
+            self._directory, self.path = here
+            raise reason
+        logger.log(
+            logging.DEBUG
+            if self._prefix == CLEANUP_RECORD_PREFIX
+            else logging.WARNING,  # an engine will say so, if there is one
+            "%s cannot be written (%s). What is started is written down in %s instead, where `agentfly resources reap` "
+            "looks too.",
+            here[0],
+            reason,
+            directory,
+        )
+        if here[1] is not None:
+            with contextlib.suppress(OSError):  # if it stays, a reaper finds what is gone already, which does no harm
+                here[1].unlink()
+
+    def _rewrite(self) -> None:
+        """Write the ledger anew: as a whole, and then in the place of the old one, so that it is never half there."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        header = json.dumps({"ledger": 1, "process": asdict(ProcessIdentity.current())})
+        lines = [header, *(_line(entry) for entry in self._entries.values())]
+        path = self.path or self._directory / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:12]}.ledger"
+        draft = path.with_suffix(".draft")
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(file, "\n".join(lines))
+            draft.replace(path)
+        except OSError:
+            os.close(file)
+            draft.unlink(missing_ok=True)
+            raise
+        if self._file >= 0:
+            os.close(self._file)
+        self.path, self._file, self._lines = path, file, len(lines)
+
+    def _append(self, line: str) -> None:
+        _write_all(self._file, f"\n{line}")  # the break comes first, so that a line cut short spoils no other
+        self._lines += 1
+
+
+def read_ledger(path: Path) -> tuple[ProcessIdentity | None, list[LedgerEntry]]:
+    """Whose ledger a file is, and what is in it that is not known to be gone. None when it is no ledger."""
+    owner: ProcessIdentity | None = None
+    entries: dict[str, LedgerEntry] = {}
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue  # cut short by the end of its process, or by a full disk
+        try:
+            if "ledger" in line:
+                owner = ProcessIdentity(**line["process"])
+            elif "gone" in line:
+                entries.pop(line["gone"], None)
+            else:
+                entry = LedgerEntry(**line["entry"])
+                entries[entry.instance] = entry
+        except (KeyError, TypeError):
+            return None, []
+    return owner, list(entries.values())
+
+
+def rewrite_ledger(path: Path, owner: ProcessIdentity, entries: list[LedgerEntry]) -> None:
+    """Replace a dead process's ledger by what could not be removed of it, or remove it if there is nothing."""
+    if not entries:
+        path.unlink(missing_ok=True)
+        return
+    lines = [json.dumps({"ledger": 1, "process": asdict(owner)}), *(_line(entry) for entry in entries)]
+    draft = path.with_suffix(".draft")
+    draft.touch(mode=0o600)
+    draft.write_text("\n".join(lines))
+    draft.replace(path)
+
+
+def _line(entry: LedgerEntry) -> str:
+    try:
+        return json.dumps({"entry": asdict(entry)})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The traces of {entry.instance} go to a file and must be JSON-able, but {entry.traces!r} is not: {error}. "
+            "Give texts and numbers for paths and process ids."
+        ) from error
+
+
+def _write_all(file: int, text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(file, data) :]
+
+
+REMOVE_DIRECTORY = "agentfly.resources.process.ledger:remove_directory"
+"""The address of the function that removes a directory, by ``{"directory": path}``."""
+
+
+class CleanupRecord:
+    """An entry in a ledger of its own, for what is no instance of an engine but would outlive this process too.
+
+    Such are what is tried to learn what the machine can do, what is half unpacked, and files for other processes. Make
+    the record before there is anything, and close it when all is gone. If the process dies before, the next engine or
+    ``agentfly resources reap`` removes what is left.
+
+    Where no ledger can be written the record does nothing, so that a look at the machine (``agentfly doctor``) never
+    fails for it; an engine can start nothing there either.
+    """
+
+    def __init__(self, kind: str, reap: str, traces: Mapping[str, Any]) -> None:
+        """Write it down.
+
+        Args:
+            kind: what it is, for people.
+            reap: the address of the function that removes it by its traces, as for `LedgerEntry`.
+            traces: what that function needs; JSON-able.
+        """
+        self._instance = f"{kind}-{uuid.uuid4().hex[:8]}"
+        self._ledger: Ledger | None = Ledger(_directory(), CLEANUP_RECORD_PREFIX)
+        try:
+            self._ledger.write(LedgerEntry(self._instance, kind, reap, traces, time.time()))
+        except PrerequisiteError as error:
+            logger.debug("%s is not written down: %s", self._instance, error)
+            self._ledger = None
+
+    def close(self) -> None:
+        """Forget it: it is gone. Safe to call again."""
+        if self._ledger is not None:
+            self._ledger.remove(self._instance)
+            self._ledger.close()
+            self._ledger = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_directory(traces: dict[str, Any]) -> None:
+    """Remove a directory with all that is in it. Fine if it is not there.
+
+    Raises:
+        OSError: something of it cannot be removed.
+    """
+    remove_tree(traces["directory"])
+
+
+def _directory() -> Path:
+    with contextlib.suppress(PrerequisiteError):
+        return state_directory()
+    spare = fallback_state_directories()[0]
+    with contextlib.suppress(OSError):
+        spare.mkdir(mode=0o700, exist_ok=True)
+    return spare

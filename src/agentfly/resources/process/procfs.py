@@ -1,0 +1,193 @@
+"""Who a process is, so that it is known for certain whether it still lives.
+
+The processes of this machine as /proc tells of them (proc(5)): who is below whom, and what they take.
+
+Who a process is, is `agentfly.resources.process.procfs`'s matter.
+
+Whether the other side of a descriptor is gone, asked of the kernel at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from any later one that gets the same id.
+
+    Attributes:
+        pid: its process id, as seen in its own pid namespace.
+        started: its start time in clock ticks since boot (field 22 of ``/proc/PID/stat``, proc(5)).
+        boot: the boot it runs in.
+        namespace: its pid namespace, in which alone ``pid`` has a meaning.
+        machine: the machine, which may share its files with others.
+    """
+
+    pid: int
+    started: int
+    boot: str
+    namespace: str
+    machine: str
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """This process."""
+        pid = os.getpid()
+        return cls(
+            pid=pid,
+            started=start_time(pid) or 0,
+            boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            namespace=str(Path("/proc/self/ns/pid").readlink()),
+            machine=socket.gethostname(),
+        )
+
+    @classmethod
+    def from_json(cls, saved: Any) -> ProcessIdentity:
+        """What `dataclasses.asdict` made of one.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match saved:
+            case {"pid": int(), "started": int(), "boot": str(), "namespace": str(), "machine": str()} if (
+                len(saved) == 5
+            ):
+                return cls(**saved)
+        raise ValueError(f"{saved!r:.200} is no process")
+
+    def is_dead(self) -> bool:
+        """Whether the process is certainly gone. What cannot be told from here counts as living."""
+        here = ProcessIdentity.current()
+        if self.machine != here.machine:
+            return False
+        if self.boot != here.boot:
+            return True
+        return self.namespace == here.namespace and start_time(self.pid) != self.started
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is no such process, or only its zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The program's name stands in parentheses and may hold anything, parentheses too.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def age_seconds(started: int) -> float:
+    """How long ago a process started, by its start time in clock ticks since boot."""
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty when there is no such process."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return " ".join(word.decode(errors="replace") for word in words if word)
+
+
+_ROUNDS = 100
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, whichever of its threads made them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it, or a thread of it, is gone
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  (every start and kill asks, and pathlib is slow)
+            with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:  # noqa: PTH123
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below a process."""
+    found: set[int] = set()
+    edge = children(pid)
+    while edge:
+        found.update(edge)
+        edge = [below for above in edge for below in children(above) if below not in found]
+    return found
+
+
+def signal_descendants(pid: int, number: signal.Signals) -> None:
+    """Send a signal to every process below a process. A stop reaches those too that are being forked meanwhile.
+
+    Each gets it through a pidfd, after it was seen to be below the process, so that a reused process id hits nobody.
+    """
+    reached: set[int] = set()
+    for _ in range(_ROUNDS):
+        fresh = descendants(pid) - reached
+        if not fresh:
+            break
+        opened = {below: descriptor for below in fresh if (descriptor := _open(below)) is not None}
+        still = descendants(pid)
+        for below, descriptor in opened.items():
+            if below in still:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            os.close(descriptor)
+        reached |= fresh
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def uid_of(pid: int) -> int | None:
+    """The user that a process is, whatever it has made of what others may see of it; None if there is none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
+
+
+def private_memory_bytes(pid: int) -> int:
+    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking, and
+    those of the tables in which the kernel keeps where its pages are.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines += Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return 0
+    own = ("Pss_Anon:", "Pss_Shmem:", "VmPTE:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))
+
+
+_GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR
+
+
+def peer_closed(descriptor: int) -> bool:
+    """Whether the other end of a socket has been closed, though nobody has read as far as that. A microsecond's work.
+
+    The end of a process closes its sockets, so this shows it before any event of a loop does.
+    """
+    return _polled(descriptor, _GONE)
+
+
+def has_exited(pidfd: int) -> bool:
+    """Whether a process has ended, by a pidfd (pidfd_open(2))."""
+    return _polled(pidfd, select.POLLIN)
+
+
+def _polled(descriptor: int, events: int) -> bool:
+    polling = select.poll()
+    polling.register(descriptor, events)
+    return any(found & (events | select.POLLNVAL) for _, found in polling.poll(0))

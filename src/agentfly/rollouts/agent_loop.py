@@ -1,0 +1,322 @@
+"""The tool calls of one turn: executed at the same time, answered in order.
+
+Conversation: the turns of one agent in a rollout, from its first prompt until it answers or reaches a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from agentfly.agents.agent import Agent, Subagent
+from agentfly.agents.memory import FullHistory, Past, recall_view, validate_view
+from agentfly.contexts.context import Context
+from agentfly.core.async_tasks import gather_or_raise
+from agentfly.core.errors import (
+    ConversationRefused,
+    InvalidArguments,
+    PromptTooLong,
+    SubagentUnfinished,
+    ToolError,
+    UnknownTool,
+    error_message,
+)
+from agentfly.core.events import EventStream, ToolFinished
+from agentfly.core.messages import Message, ToolCall, concat_content, image_parts
+from agentfly.core.trajectory import Failure, FinishReason, ToolRecord
+from agentfly.core.truncation import Truncate
+from agentfly.rollouts.agent_runtime import AgentRuntime, SamplingOverride
+from agentfly.rollouts.trajectory_recorder import AnchorState, TrajectoryRecorder
+from agentfly.rollouts.turn_generator import AssistantTurn
+
+INVALID_CALL_KINDS = frozenset({InvalidArguments.__name__, UnknownTool.__name__})
+"""Failures of calls that could not be executed at all."""
+
+RunSubagent = Callable[[Subagent, ToolCall], Awaitable[ToolRecord]]
+"""Has a subagent answer a call."""
+
+
+class ToolExecutor:
+    """Executes the tool calls of one conversation.
+
+    Args:
+        agent: has the tools.
+        context: the rollout's context.
+        events: where events go.
+        cut: cuts observations that are too long.
+        delegate: answers the calls of subagents.
+    """
+
+    def __init__(
+        self, agent: Agent, context: Context, events: EventStream, cut: Truncate, delegate: RunSubagent
+    ) -> None:
+        self._agent = agent
+        self._context = context
+        self._events = events
+        self._cut = cut
+        self._delegate = delegate
+        self._subagents = {tool.name for tool in agent.tools if isinstance(tool, Subagent)}
+
+    async def execute(self, calls: Sequence[ToolCall], *, turn: int) -> list[ToolRecord]:
+        """Execute the calls of a turn concurrently; the results come in the order of the calls.
+
+        What the policy can cause (an unknown tool, bad arguments, an error in the tool) becomes the observation of its
+        call. What it cannot cause is raised, and cancels the other calls of the turn.
+
+        Raises:
+            AgentFlyError: a failure of infrastructure, for instance a resource that could not be had.
+        """
+        if len(calls) == 1:
+            return [await self._execute(calls[0], turn)]
+        return await gather_or_raise(self._execute(call, turn) for call in calls)
+
+    def tool_seconds(self, results: Sequence[ToolRecord]) -> float:
+        """How long the tools of a turn took, which ran at the same time; what subagents took is not counted."""
+        return max((result.seconds for result in results if result.call.name not in self._subagents), default=0.0)
+
+    async def _execute(self, call: ToolCall, turn: int) -> ToolRecord:
+        started = time.perf_counter()
+        try:
+            record = await self._outcome(call, started)
+        except ToolError as error:
+            record = ToolRecord(
+                call, f"Error: {error_message(error)}", failure=Failure.of(error), seconds=time.perf_counter() - started
+            )
+        self._events.emit(
+            ToolFinished(
+                rollout_id=self._context.rollout_id,
+                turn=turn,
+                tool=call.name,
+                seconds=record.seconds,
+                error=record.failure.kind if record.failure else None,
+            )
+        )
+        return record
+
+    async def _outcome(self, call: ToolCall, started: float) -> ToolRecord:
+        if call.error is not None or call.arguments is None:
+            raise InvalidArguments(call.error or "The call has no arguments.")
+        tool = self._agent.tool(call.name)
+        if isinstance(tool, Subagent):
+            return replace(await self._delegate(tool, call), seconds=time.perf_counter() - started)
+        async with self._context.call() as call_context:
+            result = await tool.call(call.arguments, call_context, cut=self._cut)
+        return ToolRecord(
+            call=call,
+            observation=result.observation,
+            reward=result.reward,
+            done=result.done,
+            state=result.state,
+            info=dict(result.info),
+            images=result.images,
+            seconds=time.perf_counter() - started,
+        )
+
+
+NO_SCOPE: AbstractContextManager[None] = nullcontext()
+"""A block of which nobody is told."""
+
+
+class AgentLoop:
+    """One agent's part in a rollout.
+
+    Args:
+        voice: the agent, with what it speaks by.
+        asked: the messages of the task, or of the call that the agent answers.
+        scribe: keeps the rollout's record.
+        context: the rollout's context.
+        sampling: changes how the rollout's own policy samples.
+        generation: entered while the rollout's own policy makes a generation.
+        go_on: called before each turn; what it raises ends the conversation.
+        agent: path of the agent's name; empty for the rollout's own.
+        name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
+        follows: the turns that led to it; see `agentfly.core.trajectory.Turn.follows`.
+
+    Attributes:
+        messages: the conversation.
+        answer: what the agent said last, or what was said to it where a tool has ended the conversation.
+        last_turns: the turns that its next turn follows: its last one, or the last ones of the subagents that answered it.
+    """
+
+    def __init__(
+        self,
+        voice: AgentRuntime,
+        asked: Sequence[Message],
+        *,
+        scribe: TrajectoryRecorder,
+        context: Context,
+        sampling: SamplingOverride,
+        generation: AbstractContextManager[None] = NO_SCOPE,
+        go_on: Callable[[], None] = lambda: None,
+        agent: str = "",
+        name: str = "",
+        follows: tuple[int, ...] = (),
+    ) -> None:
+        system = voice.agent.system_message()
+        self.messages: list[Message] = [{"role": "system", "content": system}, *asked] if system else [*asked]
+        self.answer = ""
+        self.last_turns = follows
+        self._ends_of_subagents: tuple[int, ...] = ()
+        self._voice = voice
+        self._agent = voice.agent
+        self._scribe = scribe
+        self._context = context
+        self._sampling = sampling
+        self._go_on = go_on
+        self._generation = generation
+        self._told = NO_SCOPE if voice.other_model else generation
+        self._path = agent
+        self._name = name
+        self._speaker = voice.turn_generator(scribe.trajectory.sequences, self._rollout_id, sampling)
+        scribe.add_generator(self._speaker)
+        self._speaking = asyncio.Lock()
+        self._past = Past(self.messages, context, self._remember, self._speaker.count_tokens)
+        self._situation = AnchorState(self.messages)
+        self._executor = ToolExecutor(self._agent, context, scribe.events, voice.truncate, self._delegate)
+        self._turns = self._tool_calls = self._invalid_calls_in_a_row = 0
+        self._too_many_invalid = False
+
+    @property
+    def _rollout_id(self) -> str:
+        """What the policy knows the conversation by."""
+        return "/".join(filter(None, (self._scribe.trajectory.rollout_id, self._name)))
+
+    async def run(self) -> FinishReason:
+        """Take turns until the agent has answered, a tool says that it is done, or a limit is reached."""
+        if self._agent.max_wall_seconds is None:
+            return await self._play()
+        limit = asyncio.timeout(self._agent.max_wall_seconds)
+        try:
+            async with limit:
+                return await self._play(limit)
+        except TimeoutError:
+            if limit.expired():
+                return FinishReason.WALL_TIME
+            raise
+
+    async def _play(self, limit: asyncio.Timeout | None = None) -> FinishReason:
+        while True:
+            self._go_on()
+            try:
+                view = await self._view()
+            except PromptTooLong:  # for the memory's own generation
+                return FinishReason.LENGTH
+            said = await self._generate(view)
+            if said is None:
+                return FinishReason.LENGTH
+            turn = self._record_turn(said)
+            self._past.append_turn(said.message)
+            self._turns += 1
+            self.answer = said.content
+            if not said.ended_by_model:
+                return FinishReason.LENGTH
+            if not said.calls:
+                return FinishReason.ANSWERED
+            results = await self._execute(said.calls, turn)
+            if self._ends_of_subagents:
+                self.last_turns, self._ends_of_subagents = self._ends_of_subagents, ()
+            self._scribe.record_results(turn, results)
+            self._past.append_results(map(self._message, results))
+            self._situation.update(results)
+            if reason := self._reason_to_end(results):
+                return reason
+            if limit is not None and limit.expired():  # and a tool took no notice of that
+                return FinishReason.WALL_TIME
+
+    async def _view(self) -> Sequence[Message]:
+        memory = self._agent.memory
+        return self.messages if isinstance(memory, FullHistory) else await recall_view(memory, self._past)
+
+    async def _generate(self, view: Sequence[Message], max_tokens: int | None = None) -> AssistantTurn | None:
+        async with self._speaking:  # a memory may ask several things at once, but there is one sequence to go on with
+            with self._told:
+                return await self._speaker.generate_turn(view, max_tokens=max_tokens)
+
+    async def _remember(self, view: Sequence[Message], max_tokens: int | None) -> str:
+        validate_view(view, self._agent.memory, self._past.exchanges)
+        said = await self._generate(view, max_tokens)
+        if said is None:
+            raise PromptTooLong("The memory's own generation leaves no room for one token.")
+        self._record_turn(said, remembers=True)
+        return said.content
+
+    def _record_turn(self, said: AssistantTurn, *, remembers: bool = False) -> int:
+        turn = self._scribe.record_turn(
+            said,
+            kind="memory" if remembers else "act",
+            agent=self._path,
+            conversation=self._name,
+            policy=self._voice.other_model,
+            anchor=self._situation.anchor,
+            follows=self.last_turns,
+        )
+        self.last_turns = (turn,)
+        return turn
+
+    def _message(self, result: ToolRecord) -> Message:
+        """The message that hands a result to the model, its images after its text."""
+        message = self._agent.result_message(result.call, result.observation)
+        if not result.images:
+            return message
+        return {**message, "content": concat_content(message["content"], image_parts(result.images))}
+
+    async def _execute(self, calls: Sequence[ToolCall], turn: int) -> list[ToolRecord]:
+        limit = self._agent.max_tool_calls
+        allowed = len(calls) if limit is None else max(0, min(len(calls), limit - self._tool_calls))
+        results = await self._executor.execute(calls[:allowed], turn=turn)
+        self._scribe.trajectory.seconds["tools"] += self._executor.tool_seconds(results)
+        self._tool_calls += len(calls)
+        for result in results:
+            invalid = result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
+            self._invalid_calls_in_a_row = self._invalid_calls_in_a_row + 1 if invalid else 0
+            if self._invalid_calls_in_a_row >= self._agent.max_consecutive_invalid_calls:
+                self._too_many_invalid = True  # also if a call after them in the same turn was a good one
+        refused = f"Error: not executed, because only {limit} tool calls are allowed."
+        return results + [ToolRecord(call, refused) for call in calls[allowed:]]
+
+    def _reason_to_end(self, results: Sequence[ToolRecord]) -> FinishReason | None:
+        agent = self._agent
+        if any(result.done for result in results):
+            self.answer = "\n".join(result.observation for result in results if result.done)
+            return FinishReason.DONE
+        if self._too_many_invalid:
+            return FinishReason.INVALID_CALLS
+        if agent.max_tool_calls is not None and self._tool_calls > agent.max_tool_calls:
+            return FinishReason.MAX_TOOL_CALLS
+        if self._turns >= agent.max_turns:
+            return FinishReason.MAX_TURNS
+        return None
+
+    async def _delegate(self, tool: Subagent, call: ToolCall) -> ToolRecord:
+        """Have a subagent answer a call in a conversation of its own."""
+        async with self._context.call() as call_context:
+            prompt = await tool.prompt(call.arguments or {}, call_context, cut=self._voice.truncate)
+        name = "/".join(filter(None, (self._name, call.id)))
+        part = AgentLoop(
+            self._voice.subagents[tool.name],
+            [prompt],
+            scribe=self._scribe,
+            context=self._context,
+            sampling=self._sampling,
+            generation=self._generation,
+            go_on=self._go_on,
+            agent="/".join(filter(None, (self._path, tool.name))),
+            name=name,
+            follows=self.last_turns,
+        )
+        self._scribe.trajectory.subagents[name] = part.messages
+        try:
+            finish = await part.run()
+        except ConversationRefused as error:
+            return ToolRecord(call, f"Error: {tool.name} had no answer: {error}", failure=Failure.of(error))
+        finally:
+            part._voice.release_rollout(part._rollout_id)
+        if part.last_turns != self.last_turns:  # it has taken a turn
+            self._ends_of_subagents += part.last_turns
+        if finish in (FinishReason.ANSWERED, FinishReason.DONE):
+            return ToolRecord(call, self._voice.truncate(part.answer, tool.max_output_tokens))
+        unfinished = SubagentUnfinished(f"{tool.name} had no answer when it ended: {finish}.")
+        return ToolRecord(call, f"Error: {unfinished}", failure=Failure.of(unfinished))

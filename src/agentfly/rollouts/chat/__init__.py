@@ -1,1 +1,0 @@
-"""How conversations become token ids."""

@@ -1,0 +1,325 @@
+"""Tape: what was sent to a policy and what it sampled, as token sequences that only grow.
+
+The chain strategy: one growing conversation, all its turns trained on one sequence.
+
+The step strategy: every turn is prompted afresh, and is a sequence of its own.
+
+Strategy: how the turns of a conversation become token sequences, and the strategies by name.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentfly.core.errors import ConfigError, TokenInvariantError, suggest_name
+from agentfly.core.messages import Message, PlacedImage
+from agentfly.core.tokens import Origin, TokenSequence, sampled_ids
+from agentfly.formats.chat.chat_format import ChatFormat, RenderedTokens, ToolDefinitions
+from agentfly.policies.policy import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Where the tokens of a turn stand: ``start`` to ``stop`` (exclusive) of a sequence of the trajectory."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+NO_TOKENS = TokenSpan(-1, 0, 0)
+"""The place of a turn whose tokens nobody tells."""
+
+
+class TokenRecorder:
+    """Records the token sequences of one conversation, with their invariants checked at every turn.
+
+    Held at every turn: the ids sent start with the ids sent one turn earlier in the same sequence plus the ids sampled
+    then, and each sampled id is one that a token has, and none that only images have. Held at the end: the mask is 1
+    exactly on what the policy returned, and nothing rendered carries a log-prob.
+
+    Args:
+        sequences: the trajectory's sequences, to which this conversation's are added.
+        max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index, and ends the
+            sequence; an image that the cut would part is left out whole, with its tokens.
+        stop_ids: the ids that end a generation.
+        token_ids: the ids that the policy's tokenizer has a token for; None where that is not known. No generation may
+            hold another: it would stand for no text.
+        barred_ids: the ids that no generation may hold, such as those of images.
+    """
+
+    def __init__(
+        self,
+        sequences: list[TokenSequence],
+        *,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        token_ids: Collection[int] | None = None,
+        barred_ids: Sequence[int] = (),
+    ) -> None:
+        self._sequences = sequences
+        self._limit = max_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._token_ids = token_ids
+        self._barred_ids = frozenset(barred_ids)
+        self._full = False  # nothing can be sampled any more in the current sequence
+        self._current: int | None = None
+        self._sent = array("i")
+        self._returned = array("i")
+        self._places: list[TokenSpan] = []
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Everything sent and sampled in the current sequence. Not to be changed."""
+        return self._sequence.ids
+
+    @property
+    def images(self) -> Sequence[PlacedImage]:
+        """The images of the current sequence."""
+        return tuple(self._sequence.images)
+
+    @property
+    def length(self) -> int:
+        """How many tokens the current sequence holds; 0 before the first."""
+        return len(self._sequence) if self._current is not None else 0
+
+    @property
+    def sampled_count(self) -> int:
+        """How many tokens were sampled in all."""
+        return sum(place.stop - place.start for place in self._places)
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens the current sequence may hold; below 1 when a rendered part had to be cut."""
+        return 0 if self._full else self._limit - self.length
+
+    def begin_sequence(self, prompt: RenderedTokens) -> None:
+        """Begin a sequence with a prompt."""
+        unanswered = self._unanswered()
+        if unanswered and not self._full:
+            raise TokenInvariantError("A sequence was begun while nothing had answered the one before. This is a bug.")
+        if self._current is not None and unanswered:
+            self._sequences[self._current] = TokenSequence()
+        else:
+            self._current = len(self._sequences)
+            self._sequences.append(TokenSequence())
+        self._full = False
+        self._sent, self._returned = array("i"), array("i")
+        self._sequence.append_prompt(prompt.ids, prompt.images)
+        self._cut()
+
+    def append_rendered(self, rendered: RenderedTokens) -> None:
+        """Continue the current sequence with what answers its last generation."""
+        self._sequence.append_observation(rendered.ids, rendered.images)
+        self._cut()
+
+    def continue_or_begin(self, prompt: RenderedTokens) -> None:
+        """Take a whole prompt: one that starts with the current sequence continues it, another begins a new one."""
+        known = self.length
+        if known and len(prompt.ids) > known and self._starts(prompt, known):
+            rest = tuple(placed.shifted(-known) for placed in prompt.images if placed.start >= known)
+            self.append_rendered(RenderedTokens(prompt.ids[known:], rest))
+        else:
+            self.begin_sequence(prompt)
+
+    def mark_full(self) -> None:
+        """The current sequence leaves no room to sample. The next one takes its place if nothing answered it."""
+        self._full = True
+
+    def prompt_ids(self) -> Sequence[int]:
+        """The ids to send, after a look at whether they are what they were."""
+        ids = self._sequence.ids[:]
+        grown_from = len(self._sent) + len(self._returned)
+        if ids[: len(self._sent)] != self._sent or ids[len(self._sent) : grown_from] != self._returned:
+            raise TokenInvariantError(
+                "The ids of this turn do not start with the ids sent and sampled one turn earlier. "
+                "This is a bug in the strategy; the rollout is refused."
+            )
+        self._sent = ids
+        self._returned = array("i")
+        return ids
+
+    def append_sampled(self, generation: Generation) -> TokenSpan:
+        """Append the sampled ids exactly as they came."""
+        ids = sampled_ids(generation.ids)
+        if not ids:
+            raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
+        if not self._stop_ids.isdisjoint(ids[:-1]):
+            raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
+        if not self._barred_ids.isdisjoint(ids):
+            raise TokenInvariantError(
+                "The policy sampled a token that only images have, for which there is no image; refusing what it "
+                "returned. A policy has to leave out SamplingParams.barred_ids."
+            )
+        self._require_tokens(ids)
+        sequence = self._sequence
+        start = len(sequence)
+        sequence.append_sampled(ids, generation.logprobs, generation.version, generation.raw_logprobs)
+        self._returned = ids
+        if generation.finish == "length":
+            sequence.truncated = True
+        assert self._current is not None
+        place = TokenSpan(self._current, start, len(sequence))
+        self._places.append(place)
+        return place
+
+    def finish(self) -> None:
+        """Check that the mask covers exactly what was sampled, and freeze the sequences."""
+        within: dict[int, list[TokenSpan]] = {index: [] for index in self._unanswered()}
+        for place in self._places:
+            within.setdefault(place.sequence, []).append(place)
+        for index, places in within.items():
+            sequence = self._sequences[index]
+            counted = sum(place.stop - place.start for place in places)
+            masked = sum(sequence.origins[place.start : place.stop].count(Origin.SAMPLED) for place in places)
+            if not masked == counted == sequence.sampled_count:
+                raise TokenInvariantError("The loss mask does not cover exactly the sampled tokens. This is a bug.")
+            sequence.freeze()
+
+    def _require_tokens(self, ids: Sequence[int]) -> None:
+        known = self._token_ids
+        if known is None or _holds_all(known, ids):
+            return
+        if (unknown := next((one for one in ids if one not in known), None)) is not None:
+            raise TokenInvariantError(
+                f"The policy sampled the id {unknown}, which no token of its tokenizer has: padding of the model's "
+                "output layer, which nobody would see in the text. The rollout is refused. A policy has to leave such "
+                "ids out (agentfly.policies.policy.unsampleable_ids)."
+            )
+
+    def _unanswered(self) -> set[int]:
+        """The current sequence, if nothing was sampled in it."""
+        if self._current is None or (self._places and self._places[-1].sequence == self._current):
+            return set()
+        return {self._current}
+
+    @property
+    def _sequence(self) -> TokenSequence:
+        if self._current is None:
+            raise TokenInvariantError("Nothing was sent yet, so there is no sequence.")
+        return self._sequences[self._current]
+
+    def _starts(self, prompt: RenderedTokens, known: int) -> bool:
+        """Whether a prompt starts with the current sequence, its images included."""
+        before = [placed for placed in prompt.images if placed.start < known]
+        return array("i", prompt.ids[:known]) == self._sequence.ids and before == self._sequence.images
+
+    def _cut(self) -> None:
+        if self.length > self._limit:
+            self._sequence.truncate(self._limit)
+            self._full = True  # also where it came out shorter, because the cut would have parted an image
+
+
+def _holds_all(known: Collection[int], ids: Sequence[int]) -> bool:
+    """Whether ids are among the known ones, without a look at each where that is possible. False may be wrong."""
+    if isinstance(known, range):
+        return known.step == 1 and known.start <= min(ids) and max(ids) < known.stop
+    return isinstance(known, (set, frozenset)) and known.issuperset(ids)
+
+
+class ChainStrategy:
+    """Continues the sequence as long as the conversation only grows.
+
+    It begins a new sequence where it does not: the agent's memory has folded the past, or the chat format would write
+    it in another way (``history="rewrite"``).
+
+    Args:
+        chat: renders what is not sampled.
+        tape: takes what is sent.
+    """
+
+    def __init__(self, chat: ChatFormat, tape: TokenRecorder) -> None:
+        self._chat = chat
+        self._tape = tape
+        self._known: list[Message] = []
+
+    def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
+        """Put what is new in ``view`` on the tape, or all of it where it is not a continuation."""
+        continuation = self._continuation(view, tools)
+        if continuation is None:
+            self._tape.begin_sequence(self._chat.render_prompt(view, tools))
+        else:
+            self._tape.append_rendered(continuation)
+        self._known = list(view)
+
+    def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
+        """The length of the sequence with what is new in ``view``, or of the new sequence that it would begin."""
+        continuation = self._continuation(view, tools)
+        if continuation is None:
+            return len(self._chat.render_prompt(view, tools).ids)
+        return self._tape.length + len(continuation.ids)
+
+    def add_reply(self, message: Message) -> None:
+        """The last turn's answer, with which the next view must go on."""
+        self._known.append(message)
+
+    def _continuation(self, view: Sequence[Message], tools: ToolDefinitions) -> RenderedTokens | None:
+        known = len(self._known)
+        if not known or len(view) <= known or list(view[:known]) != self._known:
+            return None
+        return self._chat.render_continuation(view[known:], after=self._tape.ids, conversation=view, tools=tools)
+
+
+class StepStrategy:
+    """Begins a new sequence at every turn, from what the agent's memory recalls of the turns before.
+
+    Args:
+        chat: renders the conversation.
+        tape: takes what is sent.
+    """
+
+    def __init__(self, chat: ChatFormat, tape: TokenRecorder) -> None:
+        self._chat = chat
+        self._tape = tape
+
+    def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
+        """Put the whole of ``view`` on the tape."""
+        self._tape.begin_sequence(self._chat.render_prompt(view, tools))
+
+    def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
+        """The length of the whole of ``view``."""
+        return len(self._chat.render_prompt(view, tools).ids)
+
+    def add_reply(self, message: Message) -> None:
+        """Nothing is continued, so nothing is to be known of it."""
+
+
+class SequenceStrategy(Protocol):
+    """Puts on a `TokenRecorder` what is sent for the next turn of one conversation."""
+
+    def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
+        """Put on the tape what the policy is to see before its next turn.
+
+        Args:
+            view: the conversation as the agent's memory recalls it.
+            tools: the tools that the chat format is to describe.
+        """
+        ...
+
+    def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
+        """How many tokens the policy would see if ``view`` were shown now. Nothing is put on the tape."""
+        ...
+
+    def add_reply(self, message: Message) -> None:
+        """The policy has answered what was shown last; ``message`` is the answer as it stands in the conversation."""
+        ...
+
+
+STRATEGIES: Mapping[str, Callable[[ChatFormat, TokenRecorder], SequenceStrategy]] = {
+    "chain": ChainStrategy,
+    "step": StepStrategy,
+}
+"""The strategies by name."""
+
+
+def require_strategy(name: str) -> None:
+    """Raise unless there is a strategy of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise ConfigError(f"strategy={name!r}: there is no such strategy. {suggest_name(str(name), STRATEGIES)}")

@@ -1,0 +1,185 @@
+"""Scribe: writes what happens in the conversations of a rollout into its trajectory, and emits the events.
+
+Anchor: the state in which a turn is taken, as a short name that equal states share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from agentfly.core.events import EventStream, GenerationFinished
+from agentfly.core.messages import Image, Message, images_of, text_of
+from agentfly.core.trajectory import ToolRecord, Trajectory, Turn
+from agentfly.rollouts.token_recorder import NO_TOKENS
+from agentfly.rollouts.turn_generator import AssistantTurn, TurnGenerator
+
+
+class TrajectoryRecorder:
+    """Keeps the record of one rollout.
+
+    Args:
+        trajectory: the record.
+        events: where events go.
+    """
+
+    def __init__(self, trajectory: Trajectory, events: EventStream) -> None:
+        self.trajectory = trajectory
+        self.events = events
+        self._speakers: list[TurnGenerator] = []
+
+    def add_generator(self, speaker: TurnGenerator) -> None:
+        """A conversation has begun."""
+        self._speakers.append(speaker)
+
+    def record_turn(
+        self,
+        said: AssistantTurn,
+        *,
+        kind: Literal["act", "memory"],
+        agent: str,
+        conversation: str,
+        policy: str,
+        anchor: str,
+        follows: tuple[int, ...],
+    ) -> int:
+        """Write a turn down. Its number is returned."""
+        trajectory, place = self.trajectory, said.token_span or NO_TOKENS
+        turn = Turn(
+            index=len(trajectory.turns),
+            sequence=place.sequence,
+            start=place.start,
+            stop=place.stop,
+            text=said.text,
+            stopped=said.ended_by_model,
+            generation_seconds=said.seconds,
+            reasoning=said.reasoning,
+            content=None if said.content == said.text else said.content,
+            kind=kind,
+            agent=agent,
+            conversation=conversation,
+            policy=policy,
+            anchor=anchor,
+            follows=follows,
+            prompt_tokens=said.prompt_tokens,
+            sampled_tokens=said.sampled_tokens,
+        )
+        trajectory.turns.append(turn)
+        trajectory.seconds["generation"] += said.seconds
+        self.events.emit(
+            GenerationFinished(
+                rollout_id=trajectory.rollout_id,
+                turn=turn.index,
+                prompt_tokens=said.prompt_tokens or 0,
+                sampled_tokens=said.sampled_tokens or 0,
+                seconds=said.seconds,
+            )
+        )
+        return turn.index
+
+    def record_results(self, index: int, results: Sequence[ToolRecord]) -> None:
+        """Write down what came of a turn's calls."""
+        turns = self.trajectory.turns
+        turns[index] = replace(turns[index], results=tuple(results))
+
+    def finish(self) -> None:
+        """All conversations have ended: check every invariant of the tokens, and freeze the sequences."""
+        for speaker in self._speakers:
+            speaker.finish()
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def anchor_hash(state: Any) -> str:
+    """A hash of a state: the same in every process, for every order of the keys in it.
+
+    Numbers count by their value (``1`` is ``1.0``), tuples as lists.
+    """
+    return _hash(_CANONICAL.encode(_plain(state)))
+
+
+class AnchorState:
+    """What the environment of one conversation has returned, as far as it says in which state the next turn is taken.
+
+    That is the state that a tool gave last (`agentfly.agents.tool_decorator.ToolResult.state`), with the observations that came
+    since. Without one it is the last turn's observations and, before the first, the conversation's opening.
+
+    Args:
+        opening: the messages before the first turn. What the system is told is no part of it.
+    """
+
+    def __init__(self, opening: Sequence[Message]) -> None:
+        asked = [message for message in opening if message["role"] != "system"]
+        self._states: list[Any] = []
+        self._seen: list[Any] = [  # nothing but texts
+            [one["role"], text_of(one["content"]), _names(images_of(one["content"]))] for one in asked
+        ]
+        self._anchor: str | None = None
+
+    @property
+    def anchor(self) -> str:
+        """The anchor of a turn that is taken now."""
+        if self._anchor is None:
+            self._anchor = _hash(self.text)
+        return self._anchor
+
+    @property
+    def text(self) -> str:
+        """What the anchor is a hash of: the state as JSON, images by their own hashes."""
+        return _CANONICAL.encode([_plain(self._states), self._seen])
+
+    def update(self, results: Sequence[ToolRecord]) -> None:
+        """A turn's calls were answered."""
+        states = [result.state for result in results if result.state is not None]
+        if states:
+            self._states, self._seen = states, []
+        else:
+            self._seen = [[result.observation, _names(result.images)] for result in results]
+        self._anchor = None
+
+
+def states_of(trajectory: Trajectory) -> list[str]:
+    """For each turn, the state in which it was taken as text, of which its anchor is the hash.
+
+    It is worked out from the trajectory. Empty where a turn has no anchor.
+    """
+    situations: dict[str, AnchorState] = {}
+    states = []
+    for turn in trajectory.turns:
+        if turn.conversation not in situations:
+            situations[turn.conversation] = AnchorState(_opening(trajectory, turn))
+        situation = situations[turn.conversation]
+        states.append(situation.text if turn.anchor else "")
+        if turn.results:
+            situation.update(turn.results)
+    return states
+
+
+def _opening(trajectory: Trajectory, first: Turn) -> Sequence[Message]:
+    if not first.conversation:
+        return trajectory.task.messages
+    messages = trajectory.subagents.get(first.conversation, [])
+    return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _names(images: Iterable[Image]) -> list[str]:
+    return [_hash(image.url) for image in images]
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

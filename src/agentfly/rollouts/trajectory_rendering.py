@@ -1,0 +1,257 @@
+"""Rendering: the conversations of a rollout as token ids of a model that did not sample them.
+
+What an oracle has said, or another model behind an endpoint, has no token ids of the model that is to learn from it.
+Its conversation is put together again by what rollouts are made with (the same chat format, strategy and tape), with
+the ids that the model would sample to say each turn in the place of those that it samples. So prompts, breaks and
+masks are what they would be in a rollout of its own: the mask is 1 exactly on the turns, their ends included.
+
+SpokenLength: how many tokens of a model a scripted rollout would take, and whether the agent's limits leave them.
+
+The tokens of a script are no model's, so limits on tokens do not bind it. This says whether a model could say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from agentfly.agents.agent import Agent, Subagent
+from agentfly.agents.memory import FullHistory
+from agentfly.core.errors import ConfigError
+from agentfly.core.messages import Message, ToolCall, images_of
+from agentfly.core.tokens import TokenSequence
+from agentfly.core.trajectory import Trajectory, Turn
+from agentfly.formats.chat.template_format import TemplateChatFormat
+from agentfly.formats.reasoning import REASONING_MARKERS
+from agentfly.policies.policy import Generation, Tokenizer
+from agentfly.rollouts.agent_runtime import resolve_chat_format
+from agentfly.rollouts.token_recorder import NO_TOKENS, STRATEGIES, TokenRecorder, TokenSpan, require_strategy
+
+
+class CannotRender(ConfigError):
+    """A conversation that cannot be written in the chat format of another model.
+
+    Attributes:
+        cause: why, in a word: ``images``, ``too_long``, ``other_call_format``, ``no_turns``.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class _RenderedAgent:
+    """One agent of a rollout, with the chat format in which its model converses."""
+
+    agent: Agent
+    chat: TemplateChatFormat
+
+
+class TrajectoryRenderer:
+    """Renders the conversations of an agent's rollouts for one model.
+
+    Args:
+        agent: the agent, with the model that is to learn.
+        tokenizer: that model's.
+        strategy: how turns become token sequences.
+        max_tokens: the most tokens that a sequence may hold.
+
+    Raises:
+        ConfigError: there is no such strategy; or the agent's memory shows its model something else than the
+            conversation, which only the rollout itself could tell.
+        ChatFormatError: the model's chat template cannot carry the agent's conversations.
+    """
+
+    def __init__(self, agent: Agent, tokenizer: Tokenizer, *, strategy: str = "chain", max_tokens: int) -> None:
+        require_strategy(strategy)
+        self._strategy = strategy
+        self._max_tokens = max_tokens
+        self._parts = dict(_parts(agent, tokenizer, str(agent.model), ""))
+
+    def render(self, trajectory: Trajectory) -> Trajectory:
+        """The same trajectory, with the ids of this model in place of those it may have.
+
+        Turns of subagents with a model of their own have none.
+
+        Raises:
+            NotRendered: it cannot be written for this model; the message says why.
+        """
+        sequences: list[TokenSequence] = []
+        places: dict[int, TokenSpan] = {}
+        conversations: dict[str, list[Turn]] = {}
+        for turn in trajectory.turns:
+            if not turn.policy:
+                conversations.setdefault(turn.conversation, []).append(turn)
+        if not conversations:
+            raise CannotRender("no_turns", f"The rollout {trajectory.rollout_id} ended before its first turn.")
+        for name, turns in conversations.items():
+            asked = _asked_of_subagent(trajectory.subagents[name]) if name else trajectory.task.messages
+            places |= self._conversation(asked, turns, sequences)
+        placed = [_placed(turn, places.get(turn.index, NO_TOKENS)) for turn in trajectory.turns]
+        return replace(trajectory, turns=placed, sequences=sequences)
+
+    def _conversation(
+        self, asked: Sequence[Message], turns: Sequence[Turn], sequences: list[TokenSequence]
+    ) -> dict[int, TokenSpan]:
+        part = self._parts[turns[0].agent]
+        agent, chat = part.agent, part.chat
+        tape = TokenRecorder(sequences, max_tokens=self._max_tokens, stop_ids=chat.stop_ids)
+        strategy = STRATEGIES[self._strategy](chat, tape)
+        system = agent.system_message()
+        messages: list[Message] = [{"role": "system", "content": system}, *asked] if system else [*asked]
+        _require_no_images(messages, turns)
+        places = {}
+        for turn in turns:
+            strategy.render_view(messages, agent.tools_for_template)
+            calls = tuple(result.call for result in turn.results)
+            answers = [agent.result_message(result.call, result.observation) for result in turn.results]
+            text = _text(agent, turn, calls)
+            reasoning = turn.reasoning if turn.content is None else None
+            ids = chat.encode_turn(text, reasoning=reasoning, answers=answers, tools=agent.tools_for_template)
+            generation = Generation(ids, None, "stop", 0) if turn.stopped else Generation(ids[:-1], None, "length", 0)
+            if tape.remaining < len(generation.ids):
+                raise CannotRender(
+                    "too_long",
+                    f"A conversation of more than {self._max_tokens} tokens does not fit into the model's context.",
+                )
+            tape.prompt_ids()
+            places[turn.index] = tape.append_sampled(generation)
+            reply = chat.parse_reply(generation.ids)
+            said = agent.assistant_message(reply.text, calls, opened=reply.opened)
+            strategy.add_reply(said)
+            messages += [said, *answers]
+        tape.finish()
+        return places
+
+
+def _parts(agent: Agent, tokenizer: Tokenizer, model: str, path: str) -> Iterator[tuple[str, _RenderedAgent]]:
+    if not isinstance(agent.memory, FullHistory):
+        raise ConfigError(
+            f"The agent remembers by {type(agent.memory).__name__}, and what that showed its model is told by the ids "
+            "of the model that sampled alone. Learn from rollouts of the model itself, or from an agent with the full "
+            "history."
+        )
+    settled, chat = resolve_chat_format(replace(agent, chat_format="template"), tokenizer)
+    assert isinstance(chat, TemplateChatFormat)
+    yield path, _RenderedAgent(settled, chat)
+    for tool in agent.tools:
+        if isinstance(tool, Subagent) and str(tool.agent.model) == model:
+            yield from _parts(tool.agent, tokenizer, model, "/".join(filter(None, (path, tool.name))))
+
+
+def _asked_of_subagent(messages: Sequence[Message]) -> list[Message]:
+    """What a subagent was asked: the one message of its prompt."""
+    return [message for message in messages if message["role"] == "user"][:1]
+
+
+def _opened(turn: Turn) -> str:
+    """The marker by which the prompt of a turn had opened thinking; its text has thoughts that it does not open."""
+    if turn.reasoning is None or turn.content is None or turn.text.lstrip().startswith(tuple(REASONING_MARKERS)):
+        return ""
+    return next((opener for opener, closer in REASONING_MARKERS.items() if closer in turn.text), "<think>")
+
+
+def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
+    """What the turn says in the agent's tool-call format.
+
+    Raises:
+        NotRendered: its calls are written in another format within the text.
+    """
+    if not turn.stopped or [
+        (one.name, one.arguments) for one in agent.parse_calls(turn.text, opened=_opened(turn))
+    ] == [(one.name, one.arguments) for one in calls]:
+        return turn.text
+    if turn.sequence >= 0 or any(call.arguments is None for call in calls):
+        raise CannotRender(
+            "other_call_format",
+            f"The calls of turn {turn.index} are not in the tool-call format {agent.format.name!r} of this model. Give "
+            "the agent one that both models have, for instance tool_call_format='hermes'.",
+        )
+    written = [agent.format.write(call.name, call.arguments or {}) for call in calls]
+    return "\n".join(filter(None, [turn.text, *written]))
+
+
+def _require_no_images(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
+    shown = any(images_of(message["content"]) for message in messages)
+    if shown or any(result.images for turn in turns for result in turn.results):
+        raise CannotRender("images", "A conversation with images cannot be learned from: the learner has no eyes.")
+
+
+def _placed(turn: Turn, place: TokenSpan) -> Turn:
+    return replace(turn, sequence=place.sequence, start=place.start, stop=place.stop)
+
+
+@dataclass(frozen=True)
+class TokenRequirement:
+    """Tokens that a rollout takes when a model says what a script has said.
+
+    Attributes:
+        turn: the most tokens of a turn, its end included.
+        sequence: the most tokens of a sequence: prompt, turns and observations.
+        exceeded_limits: each limit of the agent that is too low for it, in words.
+    """
+
+    turn: int
+    sequence: int
+    exceeded_limits: tuple[str, ...]
+
+    @classmethod
+    def count(
+        cls, trajectory: Trajectory, agent: Agent, tokenizer: Tokenizer, *, strategy: str, context_length: int
+    ) -> TokenRequirement:
+        """The length of a rollout in the tokens of a model, in its chat format.
+
+        Args:
+            trajectory: the rollout.
+            agent: the agent that was rolled out, with the model.
+            tokenizer: the model's.
+            strategy: how turns become token sequences.
+            context_length: the most tokens that the model can hold.
+
+        Raises:
+            NotRendered: the conversation cannot be written for the model; the message says why.
+            ConfigError: the agent's memory shows its model something else than the conversation.
+            ChatFormatError: the model's chat template cannot carry the agent's conversations.
+        """
+        rendered = TrajectoryRenderer(agent, tokenizer, strategy=strategy, max_tokens=context_length).render(trajectory)
+        limits = dict(_agents(agent, ""))
+        spoken = [turn for turn in rendered.turns if turn.sequence >= 0]
+        beyond: dict[str, str] = {}
+        sampled: dict[str, int] = {}
+        for turn in spoken:
+            own, tokens = limits[turn.agent], turn.stop - turn.start
+            whole = len(rendered.sequences[turn.sequence])
+            sampled[turn.conversation] = sampled.get(turn.conversation, 0) + tokens
+            for name, limit, needed, what in (
+                ("max_tokens_per_turn", own.max_tokens_per_turn, tokens, f"turn {turn.index + 1} takes"),
+                ("max_sequence_tokens", own.max_sequence_tokens, whole, "the conversation takes"),
+                ("max_sampled_tokens", own.max_sampled_tokens, sampled[turn.conversation], "the turns take"),
+            ):
+                if limit is not None and needed > limit:
+                    beyond[name] = f"{what} {needed} tokens of the model, and {name} is {limit}"
+        return cls(
+            max((turn.stop - turn.start for turn in spoken), default=0),
+            max(map(len, rendered.sequences), default=0),
+            tuple(beyond.values()),
+        )
+
+    def require_within_limits(self) -> None:
+        """Raise unless the agent's limits leave room.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.exceeded_limits:
+            raise ConfigError(
+                f"The model could not say what the oracle says: {'; '.join(self.exceeded_limits)}. Raise the limit, or have the "
+                "oracle say less."
+            )
+
+
+def _agents(agent: Agent, path: str) -> Iterator[tuple[str, Agent]]:
+    """The agent and its subagents, by the paths by which turns name them."""
+    yield path, agent
+    for tool in agent.tools:
+        if isinstance(tool, Subagent):
+            yield from _agents(tool.agent, "/".join(filter(None, (path, tool.name))))

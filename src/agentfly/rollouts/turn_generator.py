@@ -1,0 +1,328 @@
+"""Speaker: the model's side of a conversation. It has the model say its next turn, and records the tokens.
+
+TokenSpeaker: speaks by a policy that takes and returns token ids.
+
+ChatSpeaker: speaks by a policy that takes messages and returns one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agentfly.agents.agent import Agent
+from agentfly.core.errors import ChatFormatError, ConversationRefused, PromptTooLong, TokenInvariantError
+from agentfly.core.messages import Message, ToolCall, images_of
+from agentfly.formats.chat.chat_format import ChatFormat, ParsedReply, RenderedTokens
+from agentfly.formats.chat.prefix_stability import without_words
+from agentfly.formats.toolcalls.tool_call_format import call_id, message_with_calls
+from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, Policy, SamplingParams
+from agentfly.rollouts.token_recorder import SequenceStrategy, TokenRecorder, TokenSpan
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """One turn of the model.
+
+    Attributes:
+        message: the turn as it stands in the conversation.
+        text: everything that was sampled, without the control token at its end.
+        content: what of it was said, without the thoughts.
+        reasoning: the thoughts in it, where the format tells them apart.
+        calls: the tool calls in it. A turn that a limit cut makes none, even if what is left of it happens to parse.
+        ended_by_model: whether the model ended the turn itself.
+        token_span: where its tokens stand; None where nobody tells them.
+        prompt_tokens, sampled_tokens: how many tokens the model read and sampled; None where nobody tells.
+        seconds: how long the generation took.
+    """
+
+    message: Message
+    text: str
+    content: str
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+    ended_by_model: bool
+    token_span: TokenSpan | None
+    prompt_tokens: int | None
+    sampled_tokens: int | None
+    seconds: float
+
+
+class TurnGenerator(Protocol):
+    """The model's side of one conversation."""
+
+    async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
+        """The model's next turn, or None if no token of it would fit; nothing is sampled then.
+
+        Args:
+            view: the conversation as the agent's memory recalls it.
+            max_tokens: the most tokens of this turn; as many as the agent's turns may have if not given.
+        """
+        ...
+
+    def count_tokens(self, view: Sequence[Message]) -> int | None:
+        """How many tokens the model would see if it were shown ``view`` now; None where nobody tells."""
+        ...
+
+    def finish(self) -> None:
+        """The conversation has ended: check the record, and freeze it."""
+        ...
+
+
+def turn_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """A turn as it stands in the conversation, where thoughts and calls were not read from its text by the agent.
+
+    What answers a call must follow one, so a call that could not be read stands without its arguments.
+    """
+    written = [call if call.arguments is not None else replace(call, arguments={}) for call in calls]
+    message: Message = message_with_calls(content, written) if written else {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    return message
+
+
+class CallIdAllocator:
+    """Numbers the tool calls of a conversation through, so that every call has an id of its own."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    @property
+    def next(self) -> int:
+        """The number of the next call."""
+        return len(self._taken)
+
+    def assign_ids(self, calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+        """The calls with their ids, and new ones where an id is missing or was given before."""
+        claimed = []
+        for call in calls:
+            name, number = call.id, self.next
+            while not name or name in self._taken:
+                name, number = call_id(number), number + 1
+            self._taken.add(name)
+            claimed.append(call if name == call.id else replace(call, id=name))
+        return tuple(claimed)
+
+
+class TokenTurnGenerator:
+    """Speaks by a policy that takes and returns token ids.
+
+    Args:
+        agent: reads the tool calls.
+        policy: samples.
+        chat: renders and reads.
+        strategy: decides what is sent, on ``tape``.
+        tape: the record.
+        sampling: how to sample; ``max_tokens`` is the limit of one turn.
+        rollout_id: the conversation's name, under which the policy keeps what it knows of earlier turns.
+        limited: whether limits on tokens other than the tape's bind the policy.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        policy: Policy,
+        chat: ChatFormat,
+        strategy: SequenceStrategy,
+        tape: TokenRecorder,
+        sampling: SamplingParams,
+        rollout_id: str,
+        *,
+        limited: bool = True,
+    ) -> None:
+        self._agent = agent
+        self._policy = policy
+        self._chat = chat
+        self._strategy = strategy
+        self._tape = tape
+        self._sampling = sampling
+        self._rollout_id = rollout_id
+        self._limited = limited
+        self._numbers = CallIdAllocator()
+
+    async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
+        """Show the view, sample, and read what came.
+
+        Raises:
+            ConversationRefused: the chat format cannot write what the model has said.
+        """
+        tape, agent = self._tape, self._agent
+        try:
+            self._strategy.render_view(view, agent.tools_for_template)
+        except ChatFormatError as error:
+            raise self._explained(error, view) from error
+        limits = [tape.remaining]
+        if self._limited:
+            limits.append(max_tokens or self._sampling.max_tokens)
+        if self._limited and agent.max_sampled_tokens is not None:
+            limits.append(agent.max_sampled_tokens - tape.sampled_count)
+        if min(limits) < 1:
+            tape.mark_full()
+            return None
+        prompt = tape.prompt_ids()
+        sampling = self._sampling
+        if min(limits) != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=min(limits))
+        started = time.perf_counter()
+        try:
+            generation = await self._policy.generate(prompt, sampling, rollout_id=self._rollout_id, images=tape.images)
+        except PromptTooLong:
+            tape.mark_full()
+            return None
+        seconds = time.perf_counter() - started
+        if len(generation.ids) > sampling.max_tokens:
+            raise TokenInvariantError(
+                f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
+            )
+        place = tape.append_sampled(generation)
+        reply = self._chat.parse_reply(generation.ids)
+        stopped = generation.finish == "stop"
+        calls = self._numbers.assign_ids(self._calls_in(reply)) if stopped else ()
+        if reply.calls is None:
+            message = agent.assistant_message(reply.text, calls, opened=reply.opened)
+        else:
+            message = turn_message(reply.content, reply.reasoning, calls)
+        self._strategy.add_reply(message)
+        return AssistantTurn(
+            message=message,
+            text=reply.text,
+            content=reply.content,
+            reasoning=reply.reasoning,
+            calls=calls,
+            ended_by_model=stopped,
+            token_span=place,
+            prompt_tokens=len(prompt),
+            sampled_tokens=len(generation.ids),
+            seconds=seconds,
+        )
+
+    def _explained(self, error: ChatFormatError, view: Sequence[Message]) -> ChatFormatError:
+        """The error, which is of another type where it is for what the model has said that a view is refused."""
+        if not self._tape.sampled_count:
+            return error
+        try:
+            self._chat.render_prompt(without_words(view), self._agent.tools_for_template)
+        except ChatFormatError:
+            return error
+        return ConversationRefused(
+            f"The model said what its chat format cannot write, so that the conversation cannot go on: {error} If this "
+            "comes often, choose another chat_format or tool_call_format for the agent."
+        )
+
+    def _calls_in(self, reply: ParsedReply) -> tuple[ToolCall, ...]:
+        if reply.calls is None:
+            return self._agent.parse_calls(reply.text, first_call=self._numbers.next, opened=reply.opened)
+        return reply.calls if self._agent.tools else ()
+
+    def count_tokens(self, view: Sequence[Message]) -> int | None:
+        """The length that the sequence would have; None where it is not counted in tokens of a model."""
+        try:
+            return self._strategy.count_tokens(view, self._agent.tools_for_template) if self._limited else None
+        except ChatFormatError as error:
+            raise self._explained(error, view) from error
+
+    def finish(self) -> None:
+        """Check every invariant of the tokens, and freeze the sequences."""
+        self._tape.finish()
+
+
+class ChatTurnGenerator:
+    """Speaks by a policy that takes messages and returns one, and records the tokens where the far side tells them.
+
+    Where the far side tells no tokens there are no sequences, and limits on tokens hold per turn only.
+
+    Args:
+        agent: says whether the far side is to describe the tools and read the calls, or the tool-call format does.
+        policy: answers.
+        tape: the record.
+        put: puts a prompt that was sent on the tape: `TokenRecorder.follow`, or `TokenRecorder.begin` where every turn is a sequence.
+        sampling: how to sample; ``max_tokens`` is the limit of one turn.
+        rollout_id: the conversation's name.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        policy: ChatPolicy,
+        tape: TokenRecorder,
+        put: Callable[[RenderedTokens], None],
+        sampling: SamplingParams,
+        rollout_id: str,
+    ) -> None:
+        self._agent = agent
+        self._policy = policy
+        self._tape = tape
+        self._put = put
+        self._seen = 0
+        self._sampling = sampling
+        self._rollout_id = rollout_id
+        self._numbers = CallIdAllocator()
+
+    async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
+        """Send the view, and read what came."""
+        agent = self._agent
+        limits = [max_tokens or self._sampling.max_tokens]
+        if agent.max_sequence_tokens is not None and len(view) > self._seen:  # else it was folded, and is shorter
+            limits.append(agent.max_sequence_tokens - self._tape.length)
+        if agent.max_sampled_tokens is not None:
+            limits.append(agent.max_sampled_tokens - self._tape.sampled_count)
+        if min(limits) < 1:
+            return None
+        sampling = replace(self._sampling, max_tokens=min(limits))
+        started = time.perf_counter()
+        try:
+            generation = await self._policy.chat(view, agent.tools_for_template, sampling, rollout_id=self._rollout_id)
+        except PromptTooLong:
+            return None
+        seconds = time.perf_counter() - started
+        self._seen = len(view)
+        stopped = generation.finish_reason == "stop"
+        calls = self._numbers.assign_ids(self._calls_in(generation)) if stopped else ()
+        return AssistantTurn(
+            message=self._message(generation, calls),
+            text=generation.content,
+            content=generation.content,
+            reasoning=generation.reasoning,
+            calls=calls,
+            ended_by_model=stopped,
+            token_span=self._recorded(generation, view),
+            prompt_tokens=generation.prompt_tokens,
+            sampled_tokens=generation.sampled_tokens,
+            seconds=seconds,
+        )
+
+    def count_tokens(self, view: Sequence[Message]) -> None:
+        """Nobody can tell before it is sent."""
+
+    def finish(self) -> None:
+        """Check every invariant of the tokens that were told, and freeze the sequences."""
+        self._tape.finish()
+
+    def _calls_in(self, generation: ChatGeneration) -> tuple[ToolCall, ...]:
+        agent = self._agent
+        if agent.format.uses_chat_template:
+            return generation.calls if agent.tools else ()
+        return agent.parse_calls(generation.content, first_call=self._numbers.next)
+
+    def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
+        """The turn as it is sent back."""
+        if self._agent.format.uses_chat_template:
+            return turn_message(generation.content, generation.reasoning, calls)
+        message = self._agent.assistant_message(generation.content, calls)
+        if generation.reasoning is not None:
+            message["reasoning_content"] = generation.reasoning
+        return message
+
+    def _recorded(self, generation: ChatGeneration, view: Sequence[Message]) -> TokenSpan | None:
+        """Put the tokens on the tape, where they are told; which of them stand for images is told by nobody."""
+        if generation.prompt_ids is None or generation.ids is None:
+            return None
+        if any(images_of(message["content"]) for message in view):
+            return None
+        self._put(RenderedTokens(generation.prompt_ids))
+        self._tape.prompt_ids()
+        return self._tape.append_sampled(
+            Generation(generation.ids, generation.logprobs, generation.finish_reason, generation.version)
+        )

@@ -1,0 +1,213 @@
+"""Examples: the rows of trajectories that won, of whichever model, as the model that is to learn reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfly.agents.agent import Agent
+from agentfly.core.errors import ConfigError
+from agentfly.core.run_directory import RunDirectory
+from agentfly.core.trajectory import FinishReason, Trajectory, load_trajectories
+from agentfly.policies.policy import Tokenizer
+from agentfly.rollouts.trajectory_rendering import CannotRender, TrajectoryRenderer
+from agentfly.training.rows import Row, rows_of
+from agentfly.training.sft.config import SFTConfig
+
+Data = Iterable[Trajectory] | Sequence[Path | str] | Path | str
+"""Trajectories, or where they are: directories of runs, and files of trajectories."""
+
+
+@dataclass(frozen=True)
+class SFTDataset:
+    """What is learned from.
+
+    Attributes:
+        rows: the rows to learn from.
+        held_out: rows of other tasks, which are only scored.
+        sampled, rendered: number of trajectories whose own ids are taken, and of those that were rendered.
+        excluded: how many trajectories are in no row, by cause: ``infrastructure``, ``cancelled``, ``unscored``,
+            ``low_reward``, ``beyond_max_per_task``, ``repeated`` (all their rows are there already), ``no_tokens``
+            (under ``tokens=sampled``: no ids of this model), ``no_turns``, ``images``, ``too_long``,
+            ``other_call_format``.
+    """
+
+    rows: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+    sampled: int
+    rendered: int
+    excluded: Mapping[str, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells these rows from any others."""
+        digest = hashlib.sha256()
+        for part in (self.rows, self.held_out):
+            for row in part:
+                digest.update(repr((list(row.ids), list(row.loss_mask))).encode())
+            digest.update(b"|")
+        return digest.hexdigest()[:16]
+
+
+def load_data(data: Data) -> list[Trajectory]:
+    """The trajectories that are named, or given.
+
+    Raises:
+        ConfigError: a path is not there or holds none.
+    """
+    if isinstance(data, (str, Path)):
+        data = [data]
+    return [trajectory for one in data for trajectory in ([one] if isinstance(one, Trajectory) else _read(Path(one)))]
+
+
+def build_dataset(
+    trajectories: Iterable[Trajectory], agent: Agent, tokenizer: Tokenizer, config: SFTConfig, *, max_tokens: int
+) -> SFTDataset:
+    """Choose the trajectories that won, and make rows of them with the masks that training by reward has.
+
+    Args:
+        trajectories: all there are.
+        agent: the agent, with the model that is to learn; renders conversations that have no ids of that model.
+        tokenizer: the model's.
+        config: which are chosen, and how.
+        max_tokens: the most tokens that a row may hold.
+
+    Raises:
+        ConfigError: nothing is left to learn from; the message has the causes.
+    """
+    left_out: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    rows: dict[str, list[Row]] = {}
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    reader = _RowReader(agent, tokenizer, config, max_tokens)
+    for trajectory in _select_trajectories(trajectories, config, left_out):
+        try:
+            kind, made = reader.read(trajectory)
+        except CannotRender as refusal:
+            left_out[refusal.cause] += 1
+            continue
+        kept = []
+        for row in made:
+            content = (tuple(row.ids), tuple(row.loss_mask))
+            if not config.distinct or content not in seen:
+                seen.add(content)
+                kept.append(row)
+        if not kept:
+            left_out["repeated"] += 1
+            continue
+        counts[kind] += 1
+        rows.setdefault(trajectory.task.id, []).extend(kept)
+    if not rows:
+        raise ConfigError(_empty_message(left_out, config))
+    held_out = _held_out(rows, config)
+    return SFTDataset(
+        rows=tuple(row for task, each in rows.items() if task not in held_out for row in each),
+        held_out=tuple(row for task, each in rows.items() if task in held_out for row in each),
+        sampled=counts["sampled"],
+        rendered=counts["rendered"],
+        excluded=dict(left_out),
+    )
+
+
+class _RowReader:
+    """Makes the rows of single trajectories; the chat format is settled only if one must be rendered."""
+
+    def __init__(self, agent: Agent, tokenizer: Tokenizer, config: SFTConfig, max_tokens: int) -> None:
+        self._agent = agent
+        self._tokenizer = tokenizer
+        self._config = config
+        self._max_tokens = max_tokens
+        self._renderer: TrajectoryRenderer | None = None
+
+    def read(self, trajectory: Trajectory) -> tuple[str, list[Row]]:
+        """Which ids were taken, ``sampled`` or ``rendered``, and the rows.
+
+        Raises:
+            NotRendered: there are none.
+        """
+        wanted = self._config.tokens
+        if wanted != "rendered" and _matches_tokenizer(trajectory, self._tokenizer):
+            rows = list(rows_of(trajectory))
+            if max(map(len, rows)) > self._max_tokens:
+                raise CannotRender("too_long", "A row is longer than the model's context.")
+            if any(row.images for row in rows):
+                raise CannotRender("images", "A row holds images.")
+            return "sampled", rows
+        if wanted == "sampled":
+            raise CannotRender("no_tokens", "The trajectory holds no ids of this model.")
+        if self._renderer is None:
+            self._renderer = TrajectoryRenderer(
+                self._agent, self._tokenizer, strategy=self._config.strategy, max_tokens=self._max_tokens
+            )
+        return "rendered", list(rows_of(self._renderer.render(trajectory)))
+
+
+def _read(source: Path) -> Iterator[Trajectory]:
+    files = [source] if source.is_file() else RunDirectory(source).saved_trajectories() if source.is_dir() else []
+    if not files:
+        what = "has no trajectories" if source.is_dir() else "is not there"
+        raise ConfigError(
+            f"{source} {what}. Name the directory of a run, or a file of trajectories such as "
+            "runs/mine/trajectories/rollout-000000.jsonl."
+        )
+    for file in files:
+        yield from load_trajectories(file)
+
+
+def _select_trajectories(
+    trajectories: Iterable[Trajectory], config: SFTConfig, left_out: Counter[str]
+) -> list[Trajectory]:
+    by_task: dict[str, list[tuple[float, Trajectory]]] = {}
+    for trajectory in trajectories:
+        reward = trajectory.reward
+        if trajectory.infrastructure_failed:
+            left_out["infrastructure"] += 1
+        elif trajectory.finish is FinishReason.CANCELLED:
+            left_out["cancelled"] += 1
+        elif reward is None or not math.isfinite(reward):
+            left_out["unscored"] += 1
+        elif reward < config.min_reward:
+            left_out["low_reward"] += 1
+        else:
+            by_task.setdefault(trajectory.task.id, []).append((reward, trajectory))
+    chosen = []
+    for each in by_task.values():
+        best = sorted(each, key=lambda one: -one[0])[: config.max_per_task]
+        left_out["beyond_max_per_task"] += len(each) - len(best)
+        chosen += [trajectory for _, trajectory in best]
+    left_out += Counter()  # without causes of which there is none
+    return chosen
+
+
+def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
+    """Whether the trajectory has ids for all its turns, all of tokens, that spell its text in this tokenizer."""
+    own = [turn for turn in trajectory.turns if not turn.policy]
+    if not own or not trajectory.has_tokens or not any(one.sampled_count for one in trajectory.own_sequences):
+        return False
+    control = set(tokenizer.control_tokens.values())
+    for turn in own:
+        ids = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]
+        said = ids[:-1] if turn.stopped and ids[-1] in control else ids
+        if tokenizer.decode(said) != turn.text or any(one not in tokenizer.vocabulary_ids for one in ids):
+            return False
+    return True
+
+
+def _held_out(rows: Mapping[str, object], config: SFTConfig) -> set[str]:
+    """The tasks that are held out: a share of them, whichever order they come in; never all."""
+    count = min(round(config.held_out_share * len(rows)), len(rows) - 1)
+    drawn = sorted(rows, key=lambda task: hashlib.sha256(f"{config.seed}/{task}".encode()).digest())
+    return set(drawn[:count])
+
+
+def _empty_message(left_out: Mapping[str, int], config: SFTConfig) -> str:
+    causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(left_out.items()))
+    return (
+        f"There is nothing to learn from: of the trajectories, {causes or 'there is none'}. Those of a reward of at "
+        f"least sft.min_reward={config.min_reward} are learned from; agentfly rollout makes some, with "
+        "policy=oracle by the task's oracle."
+    )

@@ -1,0 +1,123 @@
+"""What a training run requires of agent, reward, settings and rollouts; without it the run is refused, or stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentfly.agents.agent import Agent
+from agentfly.agents.group_reward import AnyReward, GroupReward
+from agentfly.agents.reward import tool_rewards
+from agentfly.core.errors import ConfigError, UsageError, suggest_name
+from agentfly.core.task import Task
+from agentfly.rollouts.metrics import METRIC_NAMES, METRIC_PREFIXES
+from agentfly.training.advantages import Advantages
+from agentfly.training.config.train_config import TrainConfig
+from agentfly.training.rows import Row, RowBatch
+
+
+def require_rows(batch: RowBatch) -> None:
+    """Raise if there is nothing to train on: going on would look like training and be none.
+
+    Raises:
+        UsageError: no trajectory gave a row; the message has the causes.
+    """
+    if not batch.rows:
+        causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(batch.excluded.items()))
+        raise UsageError(
+            f"No rollout of this step can be trained on: {causes}. A rollout is unscored where it ended before its "
+            "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
+            "log-probs need a policy that returns them; those that are cut off need a larger max_row_tokens."
+        )
+
+
+def require_advantages(advantages: Advantages, rows: Sequence[Row], algorithm: str) -> None:
+    """Raise unless each sampled token of each row was judged by one number.
+
+    Raises:
+        UsageError: it was not.
+    """
+    wanted = [(len(row.targets),) for row in rows]
+    for judged in (advantages.values, advantages.returns):
+        shapes = wanted if judged is None else [np.shape(one) for one in judged]
+        if shapes != wanted:
+            found = next((pair for pair in zip(shapes, wanted, strict=False) if pair[0] != pair[1]), None)
+            what = (
+                f"{len(shapes)} rows of {len(wanted)}" if found is None else f"shape {found[0]} where it is {found[1]}"
+            )
+            raise UsageError(
+                f"The algorithm {algorithm!r} judged {what}. It has to return an array for each row of the evidence, "
+                "with a number for each of its sampled tokens (row.targets)."
+            )
+
+
+def require_reward_source(agent: Agent, reward: AnyReward, *, greedy: bool) -> None:
+    """Raise if no score could be learned from.
+
+    Args:
+        agent: the agent.
+        reward: scores the rollouts.
+        greedy: whether single rollouts are scored too, as baselines.
+
+    Raises:
+        ConfigError: the tools are to score the rollouts, and there are none; or single rollouts are to be scored, and
+            the reward compares those of a group.
+    """
+    if reward is tool_rewards and not agent.tools:
+        raise ConfigError(
+            "Nothing scores the rollouts: there is no reward, and the agent has no tools that could give one. "
+            "Give reward=..., a function with @reward above it."
+        )
+    if greedy and isinstance(reward, GroupReward):
+        raise ConfigError(
+            f"The algorithm's baseline is the score of one greedy rollout, and {reward.name} scores the attempts of a "
+            "group by comparing them. Give a reward that scores each rollout, or choose another algorithm."
+        )
+
+
+def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None:
+    """Raise if something asks for evaluations or looks at them, and there are none.
+
+    Raises:
+        ConfigError: it does, or ``eval_metric`` is no metric of evaluations.
+    """
+    asks = (
+        "early_stop looks at what evaluations find"
+        if config.early_stop is not None
+        else "keep_best looks at what evaluations find"
+        if config.keep_best
+        else f"eval_every_steps={config.eval_every_steps} asks for evaluations"
+        if config.eval_every_steps is not None
+        else ""
+    )
+    if asks and not eval_tasks:
+        raise ConfigError(f"{asks}, and there are no held-out tasks. Give eval_tasks.")
+    metric = config.eval_metric
+    if metric not in METRIC_NAMES and not metric.startswith(METRIC_PREFIXES):
+        known = [*METRIC_NAMES, *(f"{group}…" for group in METRIC_PREFIXES)]
+        raise ConfigError(f"eval_metric={metric!r}: evaluations have no such metric. {suggest_name(metric, known)}")
+
+
+def training_temperature(agent: Agent, config: TrainConfig) -> float:
+    """The temperature of training rollouts and of the update.
+
+    Raises:
+        ConfigError: the agent samples in a way whose log-probs an update cannot reproduce.
+    """
+    trained = [agent, *(one for one in agent.subagents if one.model == agent.model)]
+    cutting = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)
+    if cutting is not None:
+        raise ConfigError(
+            f"{'The agent' if cutting is agent else 'A subagent'} samples with top_p={cutting.top_p} and "
+            f"top_k={cutting.top_k}. Tokens that are sampled from a cut "
+            "distribution have log-probs that differ from the model's own, which would be trained as if the policy "
+            "had changed. Train with top_p=1 and top_k=0; lower the temperature instead."
+        )
+    temperature = agent.temperature if config.temperature is None else config.temperature
+    if temperature <= 0:
+        raise ConfigError(
+            "The agent's temperature is 0, so that all attempts at a task would be the same. "
+            "Set the training setting temperature, for instance to 1."
+        )
+    return temperature

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from agentfly.agents.memory import Window as Window
     from agentfly.agents.reward import reward as reward
     from agentfly.agents.reward_result import RewardResult as RewardResult
-    from agentfly.agents.tool_decorator import FromTask as FromTask
-    from agentfly.agents.tool_decorator import ToolResult as ToolResult
     from agentfly.agents.tool_decorator import tool as tool
+    from agentfly.agents.tool_result import ToolResult as ToolResult
+    from agentfly.agents.user_function import FromTask as FromTask
     from agentfly.agents.weighted_reward import weighted as weighted
     from agentfly.contexts.context import Context as Context
     from agentfly.core.errors import AgentFlyError as AgentFlyError

@@ -211,4 +211,7 @@ def test_the_instructions_are_few_words() -> None:
 
 
 def test_a_result_is_a_user_message() -> None:
-    assert FORMAT.result_message(ToolCall("call_0", "check", {}), "low") == {"role": "user", "content": "Observation: low"}
+    assert FORMAT.result_message(ToolCall("call_0", "check", {}), "low") == {
+        "role": "user",
+        "content": "Observation: low",
+    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.formats.toolcalls.code_block import CodeBlockFormat
 from agentfly.formats.toolcalls.deepseek import DeepSeekFormat
 from agentfly.formats.toolcalls.mistral import MistralFormat

@@ -16,7 +16,9 @@ import cloudpickle
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool_decorator import FromTask, Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.user_function import FromTask
 from agentfly.contexts import rollout_state
 from agentfly.contexts.context import Context
 from agentfly.core.errors import ConfigError, ResourceError, ToolDefinitionError, ToolTimeout, ToolUnavailable

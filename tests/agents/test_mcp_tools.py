@@ -33,7 +33,7 @@ from mcp.types import (
 import agentfly as af
 from agentfly.agents import mcp_tools
 from agentfly.agents.mcp_tools import _as_result
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import (
     AgentFlyError,
     ConfigError,

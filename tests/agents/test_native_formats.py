@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.core.errors import UsageError
 from agentfly.core.messages import ToolCall
 from agentfly.formats.toolcalls.deepseek import DeepSeekFormat

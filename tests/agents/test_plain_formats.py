@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.core.errors import ConfigError, UsageError
 from agentfly.core.messages import ToolCall
 from agentfly.formats.toolcalls.code_block import CodeBlockFormat

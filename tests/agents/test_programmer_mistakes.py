@@ -8,7 +8,8 @@ import logging
 
 import pytest
 
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import ToolCrashed, ToolDefinitionError, UsageError
 from agentfly.core.task import Task

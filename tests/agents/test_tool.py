@@ -12,7 +12,9 @@ import cloudpickle
 import pytest
 from pydantic import BaseModel
 
-from agentfly.agents.tool_decorator import FromTask, Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.user_function import FromTask
 from agentfly.contexts.context import Context
 from agentfly.core.errors import InvalidArguments, ToolDefinitionError
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.core.errors import UsageError
 from agentfly.formats.toolcalls.action import ActionFormat
 from agentfly.formats.toolcalls.code_block import CodeBlockFormat

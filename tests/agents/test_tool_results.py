@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import ToolDefinitionError, ToolError
 from agentfly.core.messages import Image

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import BaseModel
 
-from agentfly.agents.tool_decorator import Tool, ToolResult, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import ToolCrashed, ToolDefinitionError
 

@@ -245,9 +245,9 @@ async def test_a_start_that_is_cancelled_beside_another_server_leaves_nothing(se
     starting = asyncio.create_task(other.start())
     directory = Path(other.traces["directory"])
     async with asyncio.timeout(120):
-        while not any(
+        while not any(  # noqa: ASYNC110
             "EngineCore" in " ".join(psutil.Process(pid).cmdline()) for pid in processes_of_directory(directory)
-        ):  # noqa: ASYNC110
+        ):
             await asyncio.sleep(0.2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -274,7 +274,9 @@ class SchedulerHistory(RuleBasedStateMachine):
                     assert self.now >= self.pauses.get(spec, 0), "a start was tried in a pause"
                     self.lives[name] = Life(spec, self.now)
                     self.alive[spec] += 1
-                case GrantRequest(request=number, holding=holding) if holding.died_undelivered or self.is_found_dead(holding):
+                case GrantRequest(request=number, holding=holding) if holding.died_undelivered or self.is_found_dead(
+                    holding
+                ):
                     self.waiting[number].torn = True
                     if holding.died_undelivered:
                         continue

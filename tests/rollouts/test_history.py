@@ -161,7 +161,10 @@ def test_a_turn_has_one_block_of_thoughts_whether_or_not_the_header_opens_it(tem
 def test_thoughts_that_are_never_closed_go_on_to_the_end():
     talk = Talk(OPENING, "keep", tool)
     assert talk.chat.parse_reply(list(b"2+2 is")) == talk.chat.parse_reply(list(b"2+2 is"))
-    assert (talk.chat.parse_reply(list(b"2+2 is")).reasoning, talk.chat.parse_reply(list(b"2+2 is")).content) == ("2+2 is", "")
+    assert (talk.chat.parse_reply(list(b"2+2 is")).reasoning, talk.chat.parse_reply(list(b"2+2 is")).content) == (
+        "2+2 is",
+        "",
+    )
 
 
 CALLING = """\
@@ -191,7 +194,9 @@ def test_arguments_come_as_the_template_wants_them_in_whichever_shape_they_are_g
     called = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [user("q"), {"role": "assistant", "content": "", "tool_calls": [called]}]
     before = copy.deepcopy(messages)
-    assert f"weather {written}<|im_end|>" in tokenizer.apply_chat_template(detect_capabilities(tokenizer).adapt_messages(messages))
+    assert f"weather {written}<|im_end|>" in tokenizer.apply_chat_template(
+        detect_capabilities(tokenizer).adapt_messages(messages)
+    )
     assert messages == before
 
 

@@ -12,7 +12,8 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool_decorator import FromTask, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.user_function import FromTask
 from agentfly.agents.weighted_reward import weighted
 from agentfly.contexts.context import Context
 from agentfly.core.errors import PrerequisiteError, ToolError

@@ -7,7 +7,8 @@ import pytest
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import group_reward
 from agentfly.agents.reward import reward
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import Boundary, UsageError
 from agentfly.core.trajectory import Failure, FinishReason, Trajectory, load_trajectories, save_trajectories

@@ -11,7 +11,8 @@ from agentfly.agents.agent import Agent
 from agentfly.agents.memory import SummaryFolding
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import Boundary, ResourceStartError, ToolError
 from agentfly.core.task import Task

@@ -50,7 +50,9 @@ def test_pass_at_k_is_over_the_tasks_with_as_many_attempts():
 
 
 def test_the_interval_of_pass_at_k_stays_within_0_and_1():
-    board = EvaluationScores.from_trajectories([*attempts("a", 1.0, 1.0), *attempts("b", 1.0, 1.0), *attempts("c", 0.0, 0.0)])
+    board = EvaluationScores.from_trajectories(
+        [*attempts("a", 1.0, 1.0), *attempts("b", 1.0, 1.0), *attempts("c", 0.0, 0.0)]
+    )
     estimate = board.pass_at(2)
     assert (estimate.low, estimate.high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson's, of 2 in 3
     assert estimate.mean == pytest.approx(2 / 3)
@@ -58,7 +60,9 @@ def test_the_interval_of_pass_at_k_stays_within_0_and_1():
 
 @pytest.mark.parametrize(("reward", "interval"), [(0.0, (0.0, 0.2775)), (1.0, (0.7225, 1.0))])
 def test_no_number_is_sure_because_all_tasks_went_alike(reward, interval):
-    board = EvaluationScores.from_trajectories([one for number in range(10) for one in attempts(str(number), reward, reward)])
+    board = EvaluationScores.from_trajectories(
+        [one for number in range(10) for one in attempts(str(number), reward, reward)]
+    )
     for estimate in (board.reward(), board.success(), board.pass_at(2), board.pass_hat(2)):
         assert estimate.mean == reward
         assert (estimate.low, estimate.high) == pytest.approx(interval, abs=1e-4)
@@ -122,7 +126,10 @@ def test_pairing_takes_out_how_hard_the_tasks_are():
 
 def test_swapping_the_two_turns_the_sign_and_wins_to_losses():
     first, second = [*attempts("a", 0.0), *attempts("b", 1.0)], [*attempts("a", 0.4), *attempts("b", 1.5)]
-    there, back = EvaluationComparison.from_trajectories(first, second).reward, EvaluationComparison.from_trajectories(second, first).reward
+    there, back = (
+        EvaluationComparison.from_trajectories(first, second).reward,
+        EvaluationComparison.from_trajectories(second, first).reward,
+    )
     assert (there.wins, there.losses) == (back.losses, back.wins) == (2, 0)
     assert there.difference.low == pytest.approx(-back.difference.high)
 

@@ -8,7 +8,8 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.memory import SummaryFolding
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.core.messages import Image
 from agentfly.core.task import Task
 from agentfly.core.trajectory import Trajectory, Turn

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.core.errors import ConfigError, PromptTooLong
 from agentfly.core.messages import Image, ToolCall
 from agentfly.core.trajectory import FinishReason, ToolRecord

@@ -7,7 +7,8 @@ import pytest
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.memory import Window
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import Boundary, ConfigError, ResourceDied, ToolError
 from agentfly.core.messages import Image, images_of

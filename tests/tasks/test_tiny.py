@@ -98,7 +98,9 @@ def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int]
             unanswered.append(message)
             continue
         rendered = (
-            chat.render_continuation(unanswered, after=ids, conversation=unanswered) if ids else chat.render_prompt(unanswered)
+            chat.render_continuation(unanswered, after=ids, conversation=unanswered)
+            if ids
+            else chat.render_prompt(unanswered)
         ).ids
         said = [*ControlTokens(tokenizer).encode(message["content"]), *tokenizer.eos_ids]
         ids += [*rendered, *said]

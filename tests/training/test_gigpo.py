@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from agentfly.agents.agent import Agent
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
 from agentfly.rollouts.trajectory_recorder import anchor_hash

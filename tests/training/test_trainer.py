@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import Reward, reward
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.core.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.core.events import (

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from agentfly.agents.memory import FullHistory, Memory, SummaryFolding
 from agentfly.agents.tool import Tool
-from agentfly.agents.tool_decorator import Tool, expand_tools, tool
+from agentfly.agents.tool_decorator import expand_tools, tool
 from agentfly.contexts.context import Context
 from agentfly.core.errors import (
     ConfigError,
@@ -29,6 +29,7 @@ from agentfly.core.messages import Message, ToolCall, concat_content, image_part
 from agentfly.core.numbers import is_duration, is_finite_number, is_whole, require_number, require_whole
 from agentfly.core.task import Task
 from agentfly.core.truncation import Truncate, truncate_by_characters
+from agentfly.formats.chat.chat_format import History
 from agentfly.formats.toolcalls.registry import tool_call_format
 from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, behind, said_behind
 from agentfly.resources.spec import ResourceSpec
@@ -110,10 +111,6 @@ def subagent(agent: Agent, prompt: Callable[..., Any] | str, *, name: str | None
     made = prompt if isinstance(prompt, Tool) else tool(name=name)(prompt)
     given = {one.name: getattr(made, one.name) for one in fields(Tool) if one.init}
     return Subagent(**given, agent=agent)
-
-
-History = Literal["keep", "rewrite"]
-"""What becomes of the past of a conversation where the chat template would write it differently."""
 
 
 CHAT_FORMAT = re.compile(r"auto|template|renderers(:[\w.-]+)?")
@@ -263,10 +260,10 @@ class Agent:
     @property
     def subagents(self) -> Iterator[Agent]:
         """The agents among its tools, and among theirs."""
-        for tool in self.tools:
-            if isinstance(tool, Subagent):
-                yield tool.agent
-                yield from tool.agent.subagents
+        for one in self.tools:
+            if isinstance(one, Subagent):
+                yield one.agent
+                yield from one.agent.subagents
 
     def with_model(self, model: str | Path) -> Agent:
         """A copy with another model, which those of its subagents get too that had the same."""
@@ -353,15 +350,15 @@ class Agent:
                 raise ConfigError(f"Agent({name}={words!r:.100}): it must be a text, or None.")
 
     def _check_tools(self) -> None:
-        for tool in self.tools:
-            if isinstance(tool, Agent):
+        for one in self.tools:
+            if isinstance(one, Agent):
                 raise ConfigError(
                     "Agent(tools=…) holds an agent. Give it as a tool: other.as_tool('what it does', name=…)."
                 )
-            if not isinstance(tool, Tool):
-                name = getattr(tool, "__name__", repr(tool))
+            if not isinstance(one, Tool):
+                name = getattr(one, "__name__", repr(one))
                 raise ConfigError(f"Agent(tools=…) holds {name!r}, which is no tool. Put @agentfly.tool above it.")
-        names = [tool.name for tool in self.tools]
+        names = [one.name for one in self.tools]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"Agent(tools=…) holds two tools named {name!r}. Rename one: @agentfly.tool(name=…).")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -41,6 +40,7 @@ from agentfly.core.errors import (
     describe_error,
     error_message,
 )
+from agentfly.core.messages import TOOL_NAME
 from agentfly.core.numbers import is_duration
 from agentfly.core.threads.pool import THREAD_POOL
 from agentfly.core.trajectory import Failure
@@ -49,7 +49,6 @@ from agentfly.core.truncation import MAX_ECHO_CHARS, Truncate, truncate_by_chara
 MAX_OUTPUT_TOKENS = 4_000
 """The longest observation that a tool gives unless it says otherwise, in tokens."""
 
-TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 """What a tool may be called."""
 
 

@@ -136,7 +136,9 @@ class ToolClass:
             )
         self.parameters = self._constructor()
         self._sync = any(not inspect.iscoroutinefunction(method.function) for method in self._methods.values())
-        self.tools = tuple(replace(method.tool, instance_provider=self, name=name) for name, method in self._methods.items())
+        self.tools = tuple(
+            replace(method.tool, instance_provider=self, name=name) for name, method in self._methods.items()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_names": {}}  # what lay around the definition does not travel

@@ -180,7 +180,7 @@ def model_name(config: RunConfig) -> str | None:
 
 def _agent(config: RunConfig, base: Path) -> Agent:
     from agentfly.agents.agent import Agent
-    from agentfly.agents.tool_decorator import Tool
+    from agentfly.agents.tool import Tool
 
     named = load_reference(config.agent, base=base, field="agent")
     model = config.model

@@ -144,7 +144,6 @@ def demo(
     from importlib.resources import as_file, files
 
     from agentfly.cli.config_file import load_config
-
     from agentfly.tasks.stockroom import ABOUT
 
     overrides = [f"training.seed={seed}"]

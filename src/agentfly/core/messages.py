@@ -9,6 +9,7 @@ import base64
 import binascii
 import importlib.util
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ MAX_PIXELS = 2**25
 
 _PILLOW_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 """The kinds of pixels of Pillow that a PNG can hold."""
+
+TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+"""What a tool may be called."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import (
     AgentFlyError,
     ChatFormatError,

@@ -243,7 +243,9 @@ class EvaluationComparison(Brief):
         """
         one, other = EvaluationScores.from_trajectories(first), EvaluationScores.from_trajectories(second)
         shared = [name for name in one.tasks if name in other.tasks]
-        changed = [name for name in shared if one.tasks[name].task.canonical_json != other.tasks[name].task.canonical_json]
+        changed = [
+            name for name in shared if one.tasks[name].task.canonical_json != other.tasks[name].task.canonical_json
+        ]
         if changed:
             raise ConfigError(
                 f"The evaluations cannot be compared: {len(changed)} of {len(shared)} tasks of the same id are not the "

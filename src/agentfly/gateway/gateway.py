@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
 
-from agentfly.agents.agent import History
 from agentfly.core.errors import ConfigError, PrerequisiteError, UsageError
 from agentfly.core.installation import install_command
 from agentfly.core.json_values import score_of
 from agentfly.core.numbers import is_whole, require_whole
 from agentfly.core.task import Task, to_tasks
 from agentfly.core.trajectory import Failure, Trajectory
+from agentfly.formats.chat.chat_format import History
 from agentfly.formats.toolcalls.registry import tool_call_format as named_format
 from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat
 from agentfly.gateway.auth import host_name, is_key, new_key

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from agentfly.agents.agent import History
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import ChatFormatError
 from agentfly.core.messages import Message, PlacedImage, Role, ToolCall, concat_content, image_parts, images_of, text_of
-from agentfly.formats.chat.chat_format import ChatFormat, RenderedTokens, ToolDefinitions
+from agentfly.formats.chat.chat_format import ChatFormat, History, RenderedTokens, ToolDefinitions
 from agentfly.formats.chat.prefix_stability import ANSWER_EXCHANGE, ProbeExchange
 from agentfly.formats.chat.template_format import TemplateChatFormat
 from agentfly.formats.toolcalls.hermes import HermesFormat, HermesUserResultFormat
@@ -221,7 +220,11 @@ class RequestCodec:
                 calls = found
         message: Message = {"role": "assistant", "content": content}
         if calls:
-            told = content if reply.calls is not None else text_of(_apart(self._calls).assistant_message(content, calls)["content"])
+            told = (
+                content
+                if reply.calls is not None
+                else text_of(_apart(self._calls).assistant_message(content, calls)["content"])
+            )
             calls = tuple(
                 dataclasses.replace(call, id=call_id(number))
                 for number, call in enumerate(calls[: request.max_calls], first_call)

@@ -150,7 +150,9 @@ class ProgramSession:
         answer = self._codec.read(generation, request, first_call=question.calls)
         exchange = _exchange(question, answer, time.perf_counter() - started)
         self._tree.add(exchange)
-        self._allowance.record_bytes += size_of([*exchange.new_messages, exchange.message]) + _waiting_bytes(exchange.pending)
+        self._allowance.record_bytes += size_of([*exchange.new_messages, exchange.message]) + _waiting_bytes(
+            exchange.pending
+        )
         return exchange
 
     def mark_delivered(self, exchange: ModelCall) -> None:

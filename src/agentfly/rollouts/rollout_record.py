@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentfly.agents.agent import Agent, Subagent
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import ConfigError, PrerequisiteError
 from agentfly.core.run_directory import replace_text
 from agentfly.core.threads.run import DedicatedThread

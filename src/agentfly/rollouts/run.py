@@ -17,7 +17,7 @@ from typing import Unpack, get_args
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import ConfigError, RewardDefinitionError, ToolDefinitionError, reject_unknown_arguments
 from agentfly.core.events import RolloutsScheduled
 from agentfly.core.gc_tuning import tuned_gc

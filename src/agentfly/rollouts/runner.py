@@ -14,7 +14,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.group_reward import AnyReward, require_reward
-from agentfly.agents.tool_decorator import Tool
+from agentfly.agents.tool import Tool
 from agentfly.core.errors import ConfigError, UsageError, reject_unknown_arguments, type_of
 from agentfly.core.events import EventStream
 from agentfly.core.numbers import require_number, require_whole

@@ -100,7 +100,10 @@ class ConsoleProgress:
                 if left:
                     parts.append(f"{format_clock(left)} left")
                 return "\n".join(
-                    ["  ".join(parts), *(f"  {sentence}" for sentence in _lessons(event.metrics, state.first_scoring_error))]
+                    [
+                        "  ".join(parts),
+                        *(f"  {sentence}" for sentence in _lessons(event.metrics, state.first_scoring_error)),
+                    ]
                 )
             case EvaluationFinished():
                 return "  ".join([f"held-out tasks after step {event.step}", *_figures(event.metrics)])

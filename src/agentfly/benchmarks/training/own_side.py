@@ -17,7 +17,8 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool_decorator import Tool, tool
+from agentfly.agents.tool import Tool
+from agentfly.agents.tool_decorator import tool
 from agentfly.benchmarks.training.trl_side import peak_mib
 from agentfly.benchmarks.training.work import SideResult, score_of
 from agentfly.core import signals

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from agentfly.core.errors import ChatFormatError
 from agentfly.core.messages import Image, Message, PlacedImage, ToolCall, images_of
@@ -15,6 +15,9 @@ from agentfly.policies.policy import Tokenizer
 
 ToolDefinitions = Sequence[Mapping[str, Any]]
 """Tools as chat templates want them described: see `agentfly.agents.tool_decorator.Tool.definition`."""
+
+History = Literal["keep", "rewrite"]
+"""What becomes of the past of a conversation where the chat template would write it differently."""
 
 
 @dataclass(frozen=True, slots=True)

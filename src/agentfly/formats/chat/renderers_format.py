@@ -11,12 +11,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly.agents.agent import History
 from agentfly.core.errors import ChatFormatError, ConfigError, PrerequisiteError, describe_error
 from agentfly.core.installation import install_command
 from agentfly.core.messages import Message, ToolCall, text_of
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
-from agentfly.formats.chat.chat_format import ParsedReply, RenderedTokens, ToolDefinitions, require_no_images
+from agentfly.formats.chat.chat_format import History, ParsedReply, RenderedTokens, ToolDefinitions, require_no_images
 from agentfly.formats.chat.control_tokens import ESCAPE_MARK, ControlTokens
 from agentfly.formats.chat.prefix_stability import ProbeExchange, degenerate_exchanges
 from agentfly.formats.chat.template_capabilities import PROBE_QUESTION, PROBE_TOOL, split_parallel_calls

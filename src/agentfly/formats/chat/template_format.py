@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentfly.agents.agent import History
 from agentfly.core.errors import ChatFormatError
 from agentfly.core.messages import Message
-from agentfly.formats.chat.chat_format import ParsedReply, RenderedTokens, ToolDefinitions, expand_image_placeholders
+from agentfly.formats.chat.chat_format import (
+    History,
+    ParsedReply,
+    RenderedTokens,
+    ToolDefinitions,
+    expand_image_placeholders,
+)
 from agentfly.formats.chat.prefix_stability import (
     ANSWER_EXCHANGE,
     ProbeExchange,

@@ -156,7 +156,9 @@ def detect_end_of_turn(tokenizer: Tokenizer, control: ControlTokens, shape: Temp
     said, called = slotted_reply(0), slotted_reply(0, calls=[PROBE_CALL])
     last, inner = after_turn(said), after_turn(said, PROBE_QUESTION)
     if last is None:
-        tokenizer.apply_chat_template(shape.adapt_messages([PROBE_QUESTION, said]))  # raises: the template refuses even this
+        tokenizer.apply_chat_template(
+            shape.adapt_messages([PROBE_QUESTION, said])
+        )  # raises: the template refuses even this
         raise ChatFormatError("The model's chat template leaves an assistant's answer out of the conversation.")
     at_end = control.first_in(last)
     called_last, called_inner = after_turn(called), after_turn(called, PROBE_RESULT)
@@ -286,7 +288,9 @@ class TemplateRenderer:
 
     def _render(self, disarmed: Sequence[Message], tools: ToolDefinitions, *, opens: bool) -> str:
         described = self._described_tools(tools) if tools else []
-        return self._tokenizer.apply_chat_template(self.shape.adapt_messages(disarmed), tools=described, add_generation_prompt=opens)
+        return self._tokenizer.apply_chat_template(
+            self.shape.adapt_messages(disarmed), tools=described, add_generation_prompt=opens
+        )
 
     def _described_tools(self, tools: ToolDefinitions) -> list[Any]:
         for known in self._described:

@@ -19,7 +19,7 @@ from agentfly.formats.toolcalls.text_arguments import UnparsableCall, argument_l
 from agentfly.formats.toolcalls.tool_call_format import call_id
 
 if TYPE_CHECKING:
-    from agentfly.agents.tool_decorator import Tool
+    from agentfly.agents.tool import Tool
 
 _PREFIX = re.compile(rf"\s*{label_pattern('action')}\s*", re.IGNORECASE)
 _OBSERVATION = re.compile(rf"\s*{label_pattern('observation')}", re.IGNORECASE)

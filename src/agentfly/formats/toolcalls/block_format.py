@@ -10,14 +10,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import UsageError
 from agentfly.core.messages import Message, ToolCall
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 from agentfly.formats.reasoning import REASONING_MARKER, Thinking, is_inside, read_thinking
 from agentfly.formats.toolcalls.tool_call_format import call_id, message_with_calls, tool_message
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _NAMED = re.compile(
     r"""\b(?:name|tool|tool_name|function|function_name|action)["']?\s*:\s*["']([^"'\s]{1,64})["']""", re.IGNORECASE
@@ -76,7 +78,7 @@ def _is_near(named: re.Match[str], places: list[int]) -> bool:
     return following < len(places) and places[following] < named.end() + _AROUND
 
 
-ToolsByName = Mapping[str, Tool]
+ToolsByName: TypeAlias = "Mapping[str, Tool]"
 """The agent's tools by name."""
 
 _UNCLEAR = (

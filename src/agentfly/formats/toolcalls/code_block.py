@@ -6,9 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import ConfigError, UsageError
 from agentfly.core.messages import Message, ToolCall
 from agentfly.formats.toolcalls.block_format import (
@@ -23,6 +22,9 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.text_arguments import bare_argument
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _OPENING = re.compile(rf"{LINE_START}(`{{3,}})[ \t]*([^\s`]*)[^\n`]*(?:\n|\Z)", re.MULTILINE)
 _FENCE = re.compile(r"^[ \t]*(`{3,})([^\n]*)$", re.MULTILINE)

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import UsageError
 from agentfly.core.lenient_json import InvalidJSON, decode_value
 from agentfly.formats.toolcalls.block_format import (
@@ -21,6 +20,9 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import malformed_json_arguments
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -9,9 +9,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.lenient_json import InvalidJSON
 from agentfly.core.messages import Message, ToolCall
 from agentfly.formats.reasoning import REASONING_MARKER
@@ -24,6 +23,9 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import call_from_json, decode_objects, find_tool_name, malformed_json_call
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

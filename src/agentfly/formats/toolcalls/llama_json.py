@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.lenient_json import InvalidJSON, NestingTooDeep, decode_value
 from agentfly.core.messages import Message, ToolCall
 from agentfly.formats.reasoning import REASONING_MARKER
@@ -21,6 +20,9 @@ from agentfly.formats.toolcalls.block_format import (
     end_of_malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import call_from_json, find_tool_name, malformed_json_call
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _MEMBER = r"[\"']?(?:name|type|id|parameters|arguments)[\"']?\s*:"
 _OPENING = re.compile(

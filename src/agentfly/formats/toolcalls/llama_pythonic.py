@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import UsageError
 from agentfly.core.messages import Message, ToolCall
 from agentfly.formats.reasoning import REASONING_MARKER
@@ -23,6 +22,9 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.python_calls import InvalidPythonCall, PythonCall, read_calls, write_value
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _OPENING = re.compile(
     rf"<\|(?:python_tag|python_start|tool_call_start)\|>\s*|{LINE_START}(?=\[\s*([^\W\d][\w.-]*)\s*\()", re.MULTILINE

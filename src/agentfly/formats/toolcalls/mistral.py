@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import UsageError
 from agentfly.core.lenient_json import InvalidJSON
 from agentfly.formats.reasoning import REASONING_MARKER
@@ -27,6 +26,9 @@ from agentfly.formats.toolcalls.json_calls import (
     malformed_json_arguments,
     malformed_json_call,
 )
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import UsageError
 from agentfly.core.json_schema import UntypedText
 from agentfly.formats.reasoning import REASONING_MARKER
@@ -24,6 +23,9 @@ from agentfly.formats.toolcalls.block_format import (
 )
 from agentfly.formats.toolcalls.json_calls import dump_escaped
 from agentfly.formats.toolcalls.text_arguments import UnparsableCall
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _OPENING = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 _NEXT_CALL = re.compile(f"{_OPENING.pattern}|{REASONING_MARKER.pattern}")

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import ConfigError, suggest_name
 from agentfly.core.messages import Message, ToolCall
 from agentfly.formats.toolcalls.action import ActionFormat
@@ -24,6 +23,9 @@ from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
 from agentfly.formats.toolcalls.react import ReActFormat
 from agentfly.formats.toolcalls.tags import TagsFormat
 from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, message_with_calls, tool_message
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 
 @dataclass(frozen=True)

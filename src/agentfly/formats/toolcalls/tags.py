@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool import TOOL_NAME
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.errors import ConfigError
 from agentfly.core.json_schema import UntypedText
-from agentfly.core.messages import Message, ToolCall
+from agentfly.core.messages import TOOL_NAME, Message, ToolCall
 from agentfly.formats.toolcalls.block_format import (
     BlockFormat,
     CallBlock,
@@ -30,6 +28,9 @@ from agentfly.formats.toolcalls.text_arguments import (
     object_example,
     single_text_argument,
 )
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _OPENING = re.compile(r"<([A-Za-z_][\w-]*)(?=[\s/>])")
 _CLOSING = re.compile(r"</([A-Za-z_][\w-]*)\s*>")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentfly.agents.tool_decorator import Tool
 from agentfly.core.lenient_json import InvalidJSON, decode_value
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 _MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from agentfly.agents.tool import TOOL_NAME
-from agentfly.agents.tool_decorator import Tool
-from agentfly.core.messages import Message, ToolCall
+from agentfly.core.messages import TOOL_NAME, Message, ToolCall
+
+if TYPE_CHECKING:
+    from agentfly.agents.tool import Tool
 
 
 @runtime_checkable

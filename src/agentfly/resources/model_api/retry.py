@@ -134,7 +134,9 @@ class RetryingCaller:
         if tries > self._told or now >= self._told_at + _TOLD_AGAIN_S:
             said = "The call failed in the same way again." if str(failure) == self._said else str(failure)
             self._told, self._told_at, self._said = max(tries, self._told), now, str(failure)
-            logger.warning("%s (Try %d of %d; the next in %.1f s.)", said, tries, self._retries.max_retries + 1, pause_s)
+            logger.warning(
+                "%s (Try %d of %d; the next in %.1f s.)", said, tries, self._retries.max_retries + 1, pause_s
+            )
 
 
 async def _report_outcome(sending: Awaitable[C], passage: Permit) -> C:

@@ -168,7 +168,11 @@ class WaitGraph:
         there are none, for a place to start, and every start ends.
         """
         pool, before = waiter.pool, self._instances_before(waiter)
-        if pool.backoff.blocks_waiters or pool.becoming_ready() or (pool.is_full() and pool.counts[InstanceState.STOPPING]):
+        if (
+            pool.backoff.blocks_waiters
+            or pool.becoming_ready()
+            or (pool.is_full() and pool.counts[InstanceState.STOPPING])
+        ):
             return []
         if any(instance.state in BECOMING_READY for instance in before):
             return []

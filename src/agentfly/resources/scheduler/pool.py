@@ -398,4 +398,6 @@ class InstancePool:
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost if the pool were forgotten."""
-        return not (self.instances or self.queue or self.holds_by_owner or self.is_prewarmed or self.backoff.blocks_prewarming)
+        return not (
+            self.instances or self.queue or self.holds_by_owner or self.is_prewarmed or self.backoff.blocks_prewarming
+        )

@@ -135,7 +135,11 @@ class Provisioner:
         if self.closed or self._start_queues[False].peek() is not None:
             return
         short = self._start_queues[True].peek() is not None
-        for pool in self._books.prewarmed_pools if not short else [one for one in self._books.prewarmed_pools if not one.uses_budget]:
+        for pool in (
+            self._books.prewarmed_pools
+            if not short
+            else [one for one in self._books.prewarmed_pools if not one.uses_budget]
+        ):
             while pool.prewarm_starts_wanted() > 0 and not self._starts_are_full(pool) and self.account.fits(pool.cost):
                 self._start(pool, now)
 

@@ -409,7 +409,9 @@ class Scheduler:
         ]
         if not letting_go:
             return False
-        others = [one for partners in self._books.multi_requests.values() for one in partners if one not in first.siblings]
+        others = [
+            one for partners in self._books.multi_requests.values() for one in partners if one not in first.siblings
+        ]
         for waiter in others:
             waiter.yielding = True
         for waiter in letting_go:

@@ -9,7 +9,8 @@ from typing import Any
 
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.tasks.depot.environment import Depot

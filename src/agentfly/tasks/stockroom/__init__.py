@@ -24,7 +24,7 @@ __all__ = [
     "order",
     "stockroom_reward",
     "thoughtful_agent",
+    "thoughtful_train_tasks",
     "train_tasks",
     "train_tasks_with_examples",
-    "train_tasks_with_thoughts",
 ]

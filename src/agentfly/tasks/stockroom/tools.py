@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from agentfly.agents.reward import reward
 from agentfly.agents.reward_result import RewardResult
-from agentfly.agents.tool_decorator import ToolResult, tool
+from agentfly.agents.tool_decorator import tool
+from agentfly.agents.tool_result import ToolResult
 from agentfly.contexts.context import Context
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec

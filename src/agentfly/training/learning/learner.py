@@ -165,9 +165,9 @@ class Learner:
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
-        tokens, mismatch = FlatBatch.from_rows(rows, advantages.values, scores, self._model.device).with_rollout_correction(
-            config.correction
-        )
+        tokens, mismatch = FlatBatch.from_rows(
+            rows, advantages.values, scores, self._model.device
+        ).with_rollout_correction(config.correction)
         step = _StepInputs(rows, tokens, self._rate(), stop)
         if self._penalty is not None and scores.token_rewards is not None:
             penalties = flatten(scores.token_rewards, torch.device("cpu"))

@@ -15,9 +15,14 @@ from typing import Any
 from agentfly.core.errors import PrerequisiteError
 from agentfly.resources.containers import image_store
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap import launcher as capabilities
-from agentfly.resources.containers.bubblewrap.launcher import ROOT_MOUNTS_MISSING
-from agentfly.resources.containers.bubblewrap.launcher import BubblewrapCapabilities, Launcher, Tier
+from agentfly.resources.containers.bubblewrap.launcher import (
+    BASH_MISSING,
+    PROGRAM_MISSING,
+    ROOT_MOUNTS_MISSING,
+    BubblewrapCapabilities,
+    Launcher,
+    Tier,
+)
 from agentfly.resources.containers.bubblewrap.program import find_program
 from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
@@ -39,7 +44,7 @@ def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher
     """
     program = find_program()
     if program is None or not Path("/bin/bash").exists():
-        lacking = capabilities.PROGRAM_MISSING if program is None else capabilities.BASH_MISSING
+        lacking = PROGRAM_MISSING if program is None else BASH_MISSING
         return BubblewrapCapabilities(available=False, tier=Tier.NONE, missing=(lacking,))
     home = writable_cgroup_parent() if cgroups else None
     missing: list[str] = []
@@ -50,7 +55,7 @@ def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher
         except PrerequisiteError as error:
             missing.append(str(error))
         except OSError as error:
-            missing.append(capabilities.ROOT_MOUNTS_MISSING.format(reason=error))
+            missing.append(ROOT_MOUNTS_MISSING.format(reason=error))
         else:
             found = launcher.capabilities
             launcher.capabilities = replace(found, missing=(*missing, *found.missing))

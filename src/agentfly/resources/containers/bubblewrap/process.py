@@ -141,7 +141,9 @@ class BubblewrapProcess:
         assert self.processes is not None
         group = self.cgroup
         try:
-            await self._run_to_completion(group.thaw if group is not None and group.can_freeze else self.processes.resume)
+            await self._run_to_completion(
+                group.thaw if group is not None and group.can_freeze else self.processes.resume
+            )
         finally:
             self.frozen = False
 

@@ -186,7 +186,7 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_half_written(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-FILES = ("config.json", "model.safetensors", "trainer/place.json", "trainer/learner.pt", "SHA256SUMS")
+FILES = ("config.json", "model.safetensors", "trainer/state.json", "trainer/learner.pt", "SHA256SUMS")
 
 
 def saved_checkpoints(directory: Path, *steps: int) -> Checkpoints:
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp
 def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
     path = saved_checkpoints(tmp_path, 1).current
     read = {
-        "trainer/place.json": read_trainer_state,
+        "trainer/state.json": read_trainer_state,
         "trainer/learner.pt": read_learner_state,
         "model.safetensors": lambda path: load_weights(small_model(), path),
         "config.json": lambda path: load_weights(small_model(), path),
@@ -255,11 +255,11 @@ def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
 
 
 @settings(max_examples=scaled(25, 5_000))
-@given(content=st.binary(max_size=400), name=st.sampled_from(["place.json", "sft.json", "learner.pt"]))
-@example(content=b"[]", name="place.json")
-@example(content=b'{"format": 4, "standing": 5}', name="place.json")
-@example(content=b'{"format": 3}', name="place.json")
-@example(content=b'{"format": 3}', name="sft.json")
+@given(content=st.binary(max_size=400), name=st.sampled_from(["state.json", "sft.json", "learner.pt"]))
+@example(content=b"[]", name="state.json")
+@example(content=b'{"format": 5, "evaluations": 5}', name="state.json")
+@example(content=b'{"format": 4}', name="state.json")
+@example(content=b'{"format": 4}', name="sft.json")
 @example(content=b'{"format": 4, "model": "m", "examples": "", "config": {}, "more": 1}', name="sft.json")
 @example(content=b'{"model": "m", "examples": "", "config": {}}', name="sft.json")
 @example(content=b"\x80\x04.", name="learner.pt")
@@ -268,7 +268,7 @@ def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, con
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
     readers = {
-        "place.json": read_trainer_state,
+        "state.json": read_trainer_state,
         "sft.json": partial(require_same, now=ABOUT, config=SFTConfig()),
         "learner.pt": read_learner_state,
     }

@@ -163,7 +163,7 @@ def test_settings_of_a_call_replace_those_of_its_configuration_under_any_name():
 def test_a_synonym_is_no_setting_itself_and_names_one_that_there_is(of):
     for name, meant in of.SYNONYMS.items():
         assert name not in of.model_fields
-        assert name not in of.EXPLAINED
+        assert name not in of.SETTING_HINTS
         require_setting(of, meant)
 
 

@@ -94,7 +94,7 @@ async def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_befor
     settings = SETTINGS["adapters"] | {"checkpoint_every_steps": 1}
     whole = await trained(tmp_path / "whole", steps=3, **settings)
     await trained(tmp_path / "broken", steps=2, **settings)
-    place = tmp_path / "broken" / "checkpoints" / "step-000002" / "trainer" / "place.json"
+    place = tmp_path / "broken" / "checkpoints" / "step-000002" / "trainer" / "state.json"
     place.write_text("")
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('5\n{"kind": "train"}\n')

@@ -11,6 +11,7 @@ GUIDE = ROOT / "docs" / "guides" / "metrics.md"
 SOURCES = [
     *(ROOT / "src" / "agentfly" / "training").rglob("*.py"),
     *(ROOT / "src" / "agentfly" / "rollouts").glob("*.py"),
+    *(ROOT / "src" / "agentfly" / "evaluation").glob("*.py"),
 ]
 NAME = re.compile(r"[a-z_]+(/[a-z_0-9<>]+)+")
 

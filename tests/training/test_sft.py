@@ -123,7 +123,7 @@ def test_a_run_that_was_killed_goes_on_as_one_that_never_was(tmp_path, monkeypat
     learn = SFTLearner.learn
 
     def killed(self, rows):
-        if self.done == 3:
+        if self.updates_done == 3:
             raise Stopped
         return learn(self, rows)
 

@@ -175,7 +175,7 @@ class RunConfig(BaseModel):
     def _reject_misplaced_keys(cls, values: Any) -> Any:
         """Say of a key below ``training`` that it belongs beside it."""
         training = values.get("training") if isinstance(values, dict) else None
-        below = [*TrainConfig.model_fields, *TrainConfig.SYNONYMS, *TrainConfig.EXPLAINED]
+        below = [*TrainConfig.model_fields, *TrainConfig.SYNONYMS, *TrainConfig.SETTING_HINTS]
         for key in training if isinstance(training, dict) else ():
             near = None if key in below else nearest_name(str(key), [*cls.model_fields, *below])
             if near is not None and near not in below:

@@ -56,7 +56,7 @@ def greedy_baselines(groups: Iterable[RolloutGroup], config: TrainConfig) -> dic
 def has_learning_signal(group: RolloutGroup, config: TrainConfig) -> bool:
     """Whether the algorithm, asked about a group alone, leaves any of its tokens an advantage.
 
-    Only algorithms with ``judges_groups`` can be asked.
+    Only algorithms with ``supports_dynamic_sampling`` can be asked.
     """
     algorithm = config.chosen_algorithm
     rows = make_rows(group.trajectories, config).rows

@@ -21,7 +21,7 @@ from agentfly.core.run_directory import numbered
 from agentfly.policies.embedded.loading import has_adapters, load_adapters, quiet_transformers, save_adapters
 from agentfly.training.evaluator import EvaluationHistory
 
-FORMAT = 4
+FORMAT = 5
 """Version of the trainer's files in a checkpoint."""
 
 CHECKSUM_FILE = "SHA256SUMS"
@@ -242,7 +242,7 @@ def write_trainer_state(path: Path, place: TrainerState, learner: dict[str, Any]
         place: how far the run has come.
         learner: state of the learner, tensors and plain values.
     """
-    write_state_files(path, "place.json", asdict(place), learner)
+    write_state_files(path, "state.json", asdict(place), learner)
 
 
 def write_state_files(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ def read_trainer_state(path: Path) -> TrainerState:
     Raises:
         ConfigError: the directory is no checkpoint of this version of AgentFly.
     """
-    return read_state(path, "place.json", trainer_state_from)
+    return read_state(path, "state.json", trainer_state_from)
 
 
 def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) -> T:
@@ -294,7 +294,7 @@ def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) ->
 
 def trainer_state_from(value: dict[str, Any]) -> TrainerState:
     """A place from its plain values, as `dataclasses.asdict` gives them."""
-    return TrainerState(**{**value, "standing": EvaluationHistory(**value["standing"])})
+    return TrainerState(**{**value, "evaluations": EvaluationHistory(**value["evaluations"])})
 
 
 def read_learner_state(path: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Journal:
 
     @property
     def _manifest_file(self) -> Path:
-        return self._directory / "begun.json"
+        return self._directory / "manifest.json"
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:

@@ -115,7 +115,7 @@ SFT_SYNONYMS: Mapping[str, str] = {
 }
 """Settings of a warm start by what they are called elsewhere; both mean the same number in the same unit."""
 
-SFT_EXPLAINED: Mapping[str, str] = {
+SFT_SETTING_HINTS: Mapping[str, str] = {
     **{
         name: SETTING_HINTS[name]
         for name in ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size_per_gpu")
@@ -205,7 +205,7 @@ class BaseConfig(BaseModel):
     """What the group is called among the training settings, such as ``kl``; empty for the training settings."""
     SYNONYMS: ClassVar[Mapping[str, str]] = {}
     """The settings by what other frameworks call them; they are taken under these names too."""
-    EXPLAINED: ClassVar[Mapping[str, str]] = {}
+    SETTING_HINTS: ClassVar[Mapping[str, str]] = {}
     """What to set in place of settings of other frameworks that have no counterpart of the same meaning."""
 
     @field_validator("*", mode="before")
@@ -229,7 +229,7 @@ class BaseConfig(BaseModel):
         try:
             return validate(value)
         except ValidationError as error:
-            raise ConfigError("\n".join(map(cls._complaint, error.errors()))) from None
+            raise ConfigError("\n".join(map(cls._error_message, error.errors()))) from None
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class BaseConfig(BaseModel):
         Raises:
             ConfigError: there is such an argument; the message has the one that was likely meant.
         """
-        settings = [*cls.model_fields, *cls.SYNONYMS, *cls.EXPLAINED]
+        settings = [*cls.model_fields, *cls.SYNONYMS, *cls.SETTING_HINTS]
         arguments = [name for name in signature(function).parameters if name != "settings"]
         for name in given:
             near = None if name in settings else nearest_name(name, [*arguments, *settings])
@@ -269,8 +269,8 @@ class BaseConfig(BaseModel):
     def _unknown(cls, name: str) -> str:
         """What to do about a setting that there is not."""
         within, spellings = f"{cls.GROUP}." if cls.GROUP else "", cls._spellings()
-        if name in cls.EXPLAINED:
-            return cls.EXPLAINED[name]
+        if name in cls.SETTING_HINTS:
+            return cls.SETTING_HINTS[name]
         if name in cls.SYNONYMS:  # which is given under its own name, too
             return f"It is called {within + cls.SYNONYMS[name]!r} here."
         near = nearest_name(name, spellings)
@@ -279,7 +279,7 @@ class BaseConfig(BaseModel):
         return f"There are: {', '.join(within + one for one in sorted(cls.model_fields))}."
 
     @classmethod
-    def _complaint(cls, detail: ErrorDetails) -> str:
+    def _error_message(cls, detail: ErrorDetails) -> str:
         parts = [str(part) for part in detail["loc"]]
         name = ".".join(([cls.GROUP] if cls.GROUP else []) + parts)
         if detail["type"] == "extra_forbidden":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from agentfly.core.errors import ConfigError
-from agentfly.training.config.base import SFT_EXPLAINED, SFT_SYNONYMS, BaseConfig
+from agentfly.training.config.base import SFT_SETTING_HINTS, SFT_SYNONYMS, BaseConfig
 from agentfly.training.config.groups import LoRAConfig
 
 
@@ -21,7 +21,7 @@ class SFTConfig(BaseConfig):
 
     GROUP: ClassVar[str] = "sft"
     SYNONYMS: ClassVar[Mapping[str, str]] = SFT_SYNONYMS
-    EXPLAINED: ClassVar[Mapping[str, str]] = SFT_EXPLAINED
+    SETTING_HINTS: ClassVar[Mapping[str, str]] = SFT_SETTING_HINTS
 
     min_reward: float = 1.0
     """Trajectories of at least this reward are learned from."""

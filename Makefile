@@ -18,6 +18,10 @@ TORCH  ?= torch==2.13.0
 # pytest would rewrite every test again: a third of the time of collecting them.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Install exactly the packages with which the tests last passed: make LOCKED=1 check
+LOCKED ?=
+PINNED := $(if $(LOCKED),--constraint requirements-dev.lock)
+
 # Which kernels PyTorch computes with; those of older processors round otherwise: make test KERNELS=avx2
 KERNELS ?=
 ifneq ($(KERNELS),)
@@ -62,13 +66,13 @@ $(BIN)/python:
 
 $(VENV)/train.stamp: pyproject.toml | $(BIN)/python
 	@echo "Installing AgentFly and PyTorch into $(VENV) (some minutes, the first time) ..."
-	@$(PIP) install $(TORCH)
-	@$(PIP) install --editable '.[train]'
+	@$(PIP) install $(PINNED) $(TORCH)
+	@$(PIP) install $(PINNED) --editable '.[train]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/train.stamp
 	@echo "Installing what the tests need into $(VENV) ..."
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install $(PINNED) --editable '.[dev]'
 	@touch $@
 
 oracles: $(ORACLES)/stamp  ## verl, whose advantages and losses the tests compare with

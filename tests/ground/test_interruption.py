@@ -179,7 +179,7 @@ def test_ctrl_c_that_is_held_back_comes_after_the_clean_up():
 def test_a_fork_of_a_program_ends_by_the_signal_as_if_nothing_were_set():
     program = """
         import asyncio, os, signal
-        from agentfly import interruption
+        from agentfly.core.signals import run_until_signal
 
         async def main():
             if (child := os.fork()) == 0:
@@ -187,6 +187,6 @@ def test_a_fork_of_a_program_ends_by_the_signal_as_if_nothing_were_set():
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
-        interruption.run(main())
+        run_until_signal(main())
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

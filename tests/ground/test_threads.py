@@ -255,10 +255,10 @@ def test_the_end_of_the_process_waits_for_no_call_that_hangs() -> None:
     program = """
 import asyncio, threading
 from agentfly.core.threads.run import DedicatedThread
-from agentfly.core.threads.pool import THREADS
+from agentfly.core.threads.pool import THREAD_POOL
 
 async def main():
-    for caller in (THREADS, DedicatedThread()):
+    for caller in (THREAD_POOL, DedicatedThread()):
         try:
             async with asyncio.timeout(0.01):
                 await caller.call(threading.Event().wait, {})

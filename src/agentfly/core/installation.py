@@ -49,7 +49,7 @@ def _install_source() -> str | None:
 
 def _checkout() -> str | None:
     """The checkout that this module lies in; None if it lies among installed packages."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return str(root) if (root / "pyproject.toml").is_file() else None
 
 

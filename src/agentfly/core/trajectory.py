@@ -37,7 +37,7 @@ _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 def _not_users() -> tuple[str, ...]:
     """How the names of files begin that no user has written: AgentFly's, Python's and installed packages'."""
     installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return ("<", *(f"{directory}{os.sep}" for directory in (Path(__file__).parent, *installed)))
+    return ("<", *(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], *installed)))
 
 
 class FinishReason(StrEnum):

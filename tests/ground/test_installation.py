@@ -48,5 +48,7 @@ def test_a_checkout_is_extended_by_its_path(monkeypatch, recorded):
 
 def test_a_copy_from_the_index_is_extended_by_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(metadata, "distribution", lambda name: Recorded(None))
-    monkeypatch.setattr("agentfly.core.installation.__file__", str(tmp_path / "site-packages" / "agentfly" / "core" / "x.py"))
+    monkeypatch.setattr(
+        "agentfly.core.installation.__file__", str(tmp_path / "site-packages" / "agentfly" / "core" / "x.py")
+    )
     assert install_command("mcp") == "pip install 'agentfly-rl[mcp]'"

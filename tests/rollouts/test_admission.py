@@ -299,11 +299,15 @@ def test_a_limit_that_makes_a_run_slower_is_told(tmp_path, caplog):
 
 
 def test_a_limit_of_which_nobody_knows_whether_it_matters_is_told_by_the_metrics_alone(tmp_path, caplog):
+    @reward
+    async def finished(trajectory) -> float:
+        return 1.0
+
     async def scene(engine):
         agent = agent_with(using(spec("box", capacity=99)))
         tasks = [Task(f"t{number}") for number in range(20)]
         settings = {"policy": calling(agent, "use"), "engine": engine, "max_concurrent_rollouts": 2}
-        return (await run(agent, tasks, **settings)).metrics
+        return (await run(agent, tasks, reward=finished, **settings)).metrics
 
     assert in_virtual_time(scene, tmp_path)["concurrency/held_by_limit"] > 0.5
     assert not caplog.records

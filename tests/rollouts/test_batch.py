@@ -70,7 +70,7 @@ def test_more_can_be_added_while_what_there_is_runs_and_comes_later(tmp_path):
                 order.append(trajectory.rollout_id)
                 if len(order) == 1:
                     batch.add(tasks(1), attempts=2)
-            assert batch.state == BatchProgress(waiting=0, running=0, ready=0, delivered=4, cancelled=0)
+            assert batch.progress == BatchProgress(waiting=0, running=0, ready=0, delivered=4, cancelled=0)
             batch.add(tasks(1))  # also after the iteration has ended
             order += [trajectory.rollout_id async for trajectory in batch]
         return order
@@ -82,7 +82,7 @@ def test_the_first_groups_to_become_whole_are_enough_and_the_rest_comes_first_ne
     async def scene(runner):
         async with runner.batch(tasks(5, 1, 9, 2), attempts=2, label="b") as batch:
             first = await batch.take(groups=2)
-            state = batch.state
+            state = batch.progress
             batch.add(tasks(2))
             second = await batch.take(groups=2)
             rest = await batch.take(groups=10)
@@ -90,7 +90,7 @@ def test_the_first_groups_to_become_whole_are_enough_and_the_rest_comes_first_ne
 
     taken, state = in_virtual_time(scene, tmp_path)
     assert taken == [["b-1.0", "b-1.1", "b-3.0", "b-3.1"], ["b-4.0", "b-4.1", "b-0.0", "b-0.1"], ["b-2.0", "b-2.1"]]
-    assert (state.running, state.ready, state.delivered, state.kept) == (4, 0, 4, 4)
+    assert (state.running, state.ready, state.delivered, state.unclaimed) == (4, 0, 4, 4)
 
 
 def test_what_is_more_than_enough_can_be_cancelled_and_is_never_trained(tmp_path):
@@ -98,7 +98,7 @@ def test_what_is_more_than_enough_can_be_cancelled_and_is_never_trained(tmp_path
         async with runner.batch(tasks(1, 60, 60), attempts=2, label="b") as batch:
             taken = await batch.take(groups=1, rest="cancel")
             took = asyncio.get_running_loop().time()
-            return taken, took, batch.state
+            return taken, took, batch.progress
 
     taken, took, state = in_virtual_time(scene, tmp_path, max_concurrent_rollouts=5)
     assert took < 2
@@ -106,7 +106,7 @@ def test_what_is_more_than_enough_can_be_cancelled_and_is_never_trained(tmp_path
     assert [trajectory.rollout_id for trajectory in taken] == begun
     assert [trajectory.finish for trajectory in taken] == [FinishReason.ANSWERED] * 2 + [FinishReason.CANCELLED] * 4
     assert not any(trajectory.trainable for trajectory in taken[2:])
-    assert (state.waiting, state.cancelled, state.kept) == (0, 4, 0)
+    assert (state.waiting, state.cancelled, state.unclaimed) == (0, 4, 0)
 
 
 def test_groups_come_whole_each_once_and_in_the_order_of_their_attempts(tmp_path):
@@ -212,7 +212,7 @@ def test_leaving_the_iteration_keeps_the_rest_running_and_leaving_the_block_ends
             async for _ in batch:
                 break
             await asyncio.sleep(10)
-            assert batch.state.ready == 1
+            assert batch.progress.ready == 1
         with pytest.raises(UsageError, match="closed"):
             batch.add(tasks(1))
         return [trajectory.rollout_id async for trajectory in batch]
@@ -294,7 +294,7 @@ def test_tasks_are_read_as_they_are_needed_and_there_may_be_no_end_of_them(tmp_p
     async def scene(runner):
         async with runner.batch((Task(f"task {number}", {"seconds": 1}) for number in read), label="b") as batch:
             taken = [await anext(batch) for _ in range(50)]
-            assert batch.state.waiting is None
+            assert batch.progress.waiting is None
             assert next(read) <= 50 + 8 + 2 * 8 + 1
             return {trajectory.group_id for trajectory in taken}
 

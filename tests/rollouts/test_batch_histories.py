@@ -51,7 +51,7 @@ class History:
         if self.chance.random() < 0.7:
             rest = [trajectory async for trajectory in batch]
             self.take(rest)
-            state = batch.state
+            state = batch.progress
             assert (state.waiting, state.running, state.ready) == (0, 0, 0)
             assert state.delivered == sum(count for who, count in self.taken.items() if who.startswith(name))
 

@@ -84,10 +84,10 @@ class FixedChat:
     def __init__(self, prompt_tokens, observation_tokens):
         self._prompt, self._observation = [1] * prompt_tokens, [2] * observation_tokens
 
-    def prompt(self, messages, tools=()):
+    def render_prompt(self, messages, tools=()):
         return RenderedTokens(self._prompt)
 
-    def continuation(self, messages, *, after, conversation, tools=()):
+    def render_continuation(self, messages, *, after, conversation, tools=()):
         return RenderedTokens(self._observation)
 
 
@@ -124,7 +124,7 @@ def test_a_view_that_does_not_go_on_from_what_was_said_begins_a_new_sequence():
 
 def test_a_format_that_would_rewrite_what_was_sent_begins_a_new_sequence():
     class Rewriting(FixedChat):
-        def continuation(self, messages, *, after, conversation, tools=()):
+        def render_continuation(self, messages, *, after, conversation, tools=()):
             return None
 
     talk = Conversation(chat=Rewriting(2, 0))

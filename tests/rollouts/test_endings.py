@@ -86,9 +86,9 @@ def chat() -> ChatFormat:
 def test_a_control_token_ends_the_turn_and_ordinary_text_is_said_and_then_ended(chat, end, said, closed):
     assert chat.stop_ids == (END, OTHER_END, ord("}"))
     sampled = [*b"{1", end]
-    assert chat.reply(sampled).text == said
+    assert chat.parse_reply(sampled).text == said
     answers = [{"role": "user", "content": "2"}]
     talk = [{"role": "user", "content": "0"}, {"role": "assistant", "content": said}, *answers]
-    following = list(chat.continuation(answers, after=sampled, conversation=talk).ids)
+    following = list(chat.render_continuation(answers, after=sampled, conversation=talk).ids)
     header = [ord("\n"), 256, *b"user\n2", END, ord("\n"), 256, *b"assistant\n"]
     assert following == (header if closed else [END, *header])

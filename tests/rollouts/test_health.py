@@ -18,7 +18,7 @@ def rollout(*, spoiled):
 def stopped_after(health, fates, rollouts):
     """How many rollouts have ended when the run is stopped, and what is said; None if it never is."""
     for number, spoiled in enumerate(fates, start=1):
-        if error := health.count(rollout(spoiled=spoiled), rollouts=rollouts):
+        if error := health.record(rollout(spoiled=spoiled), rollouts=rollouts):
             return number, str(error)
     return None
 

@@ -151,9 +151,9 @@ def test_a_template_that_forgets_old_answers_is_followed_if_history_is_to_be_rew
 )
 def test_a_turn_has_one_block_of_thoughts_whether_or_not_the_header_opens_it(template, sampled):
     talk = Talk(template, "keep", tool).turn(user("2+2?"), sampled)
-    reply = talk.chat.reply([*sampled.encode(), IM_END])
+    reply = talk.chat.parse_reply([*sampled.encode(), IM_END])
     assert (reply.reasoning, reply.content, reply.text) == ("2+2 is 4.", "Answer: 4", sampled)
-    again = talk.tokenizer.decode(talk.chat.prompt([*talk.view, tool("ok")]).ids)
+    again = talk.tokenizer.decode(talk.chat.render_prompt([*talk.view, tool("ok")]).ids)
     assert again.count("<think>\n2+2 is 4.\n</think>\n\nAnswer: 4<|im_end|>") == 1
     assert again.count("</think>") == 1
 
@@ -208,7 +208,7 @@ def test_user_messages_in_a_row_are_one_where_the_template_wants_them_to_alterna
     )
     talk = Talk(alternating, "keep").turn(user("a?"), "1")
     both = [user("result 0"), user("result 1")]
-    ids = talk.chat.continuation(both, after=[IM_END], conversation=[*talk.view, *both]).ids
+    ids = talk.chat.render_continuation(both, after=[IM_END], conversation=[*talk.view, *both]).ids
     assert talk.tokenizer.decode(ids).startswith("\n<|im_start|>user\nresult 0\n\nresult 1<|im_end|>")
 
 
@@ -221,8 +221,8 @@ def test_the_tools_that_a_template_describes_count_in_the_prompt():
 
 def test_drift_from_the_whole_is_shown_where_it_begins():
     talk = Talk(THINKING, "keep").turn(user("a?"), "<think>a</think>1").turn(user("b?"), "2")
-    whole = talk.chat.prompt([*talk.view, user("c?")]).ids
+    whole = talk.chat.render_prompt([*talk.view, user("c?")]).ids
     assert drift_from_whole(talk.chat, talk.tokenizer, whole, [*talk.view, user("c?")]) is None
-    following = talk.chat.continuation([user("c?")], after=talk.tape.ids, conversation=[*talk.view, user("c?")])
+    following = talk.chat.render_continuation([user("c?")], after=talk.tape.ids, conversation=[*talk.view, user("c?")])
     drift = drift_from_whole(talk.chat, talk.tokenizer, [*talk.tape.ids, *following.ids], [*talk.view, user("c?")])
     assert "Sent: 'sistant\\n<think>" in drift

@@ -234,12 +234,12 @@ def chat_for(family, way):
 def continued(chat, turns, opening, exchanges, tools):
     """The ids sent and sampled turn by turn, and the conversation."""
     conversation = list(opening)
-    ids = list(chat.prompt(conversation, tools).ids)
+    ids = list(chat.render_prompt(conversation, tools).ids)
     for turn, answers in exchanges:
         conversation.append(turn)
         ids += said_by_template(turns, conversation, tools)
         conversation += answers
-        ids += chat.continuation(answers, after=ids, conversation=conversation, tools=tools).ids
+        ids += chat.render_continuation(answers, after=ids, conversation=conversation, tools=tools).ids
     return ids, conversation
 
 
@@ -290,9 +290,9 @@ def test_text_of_tasks_tools_and_users_brings_no_control_token_wherever_it_stand
         turn = assistant("", call(0, arguments={word: [word]})) if tools else assistant("answer")
         answers = [result(0, word)] if tools else [user(word)]
         conversation = [*start, turn, *answers]
-        after = [*chat.prompt(start, described).ids, chat.stop_ids[0]]
-        following = chat.continuation(answers, after=after, conversation=conversation, tools=described)
-        return [*after, *following.ids], chat.prompt(conversation, described).ids
+        after = [*chat.render_prompt(start, described).ids, chat.stop_ids[0]]
+        following = chat.render_continuation(answers, after=after, conversation=conversation, tools=described)
+        return [*after, *following.ids], chat.render_prompt(conversation, described).ids
 
     for evil, harmless in zip(sent(text), sent("harmless"), strict=True):
         assert control_ids(tokenizer, evil) == control_ids(tokenizer, harmless)
@@ -317,7 +317,7 @@ def test_ordinary_text_is_encoded_as_transformers_encodes_it(family, asked, answ
     tokenizer = tokenizer_of(family)
     tools = TOOLS if TABLE[family][3] in (STABLE, DROPS) else []
     conversation = [user(asked), assistant("Well."), user(answer)]
-    ids = chat_for(family, "words")[0].prompt(conversation, tools).ids
+    ids = chat_for(family, "words")[0].render_prompt(conversation, tools).ids
     text = tokenizer.hf.apply_chat_template(
         conversation, tools=tools or None, add_generation_prompt=True, tokenize=False
     )

@@ -227,10 +227,10 @@ async def test_calls_that_the_chat_format_reads_get_ids_and_stand_as_such_in_the
 
         stop_ids = (257,)
 
-        def prompt(self, messages, tools=()):
+        def render_prompt(self, messages, tools=()):
             return RenderedTokens([1, 2, 3])
 
-        def reply(self, ids):
+        def parse_reply(self, ids):
             text = bytes(ids[:-1]).decode()
             calls = tuple(ToolCall("", "move", {"direction": word[1:-1]}) for word in text.split() if word[0] == "<")
             return ParsedReply(text, text.partition("<")[0].strip(), "thoughts", calls)

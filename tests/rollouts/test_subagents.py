@@ -316,7 +316,7 @@ async def test_every_conversation_has_a_name_of_its_own_at_the_policy_which_forg
 
         def release_rollout(self, rollout_id):
             self.forgotten.append(rollout_id)
-            super().forget(rollout_id)
+            super().release_rollout(rollout_id)
 
     policy = Naming(script(boss=[ASK, ASK, "ok"], researcher=["blue"]))
     await play(boss(research()), policy)

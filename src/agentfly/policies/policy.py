@@ -247,9 +247,9 @@ def enforces_token_limits(policy: object) -> bool:
     """Whether an agent's limits on tokens are limits for a policy.
 
     They are made for the tokens of a model. A policy whose tokens are others, such as the bytes of a script, says so by
-    a true attribute ``unmetered``, and nothing that it says is cut.
+    a true attribute ``ignores_token_limits``, and nothing that it says is cut.
     """
-    return not getattr(policy, "unmetered", False)
+    return not getattr(policy, "ignores_token_limits", False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

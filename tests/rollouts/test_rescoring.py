@@ -96,7 +96,11 @@ async def test_what_cannot_be_scored_is_unscored_and_counted_by_cause(stored):
     assert [one.reward for one in again] == [None] * 4
     assert "has given it back" in again[3].reward_failure.message
     assert world.history == [], "no empty box is taken for the one that the agent left"
-    assert ScoreChange.between(stored, again).unscored == {"machine/OSError": 1, "no turn": 1, "resource/LeaseExpired": 2}
+    assert ScoreChange.between(stored, again).unscored == {
+        "machine/OSError": 1,
+        "no turn": 1,
+        "resource/LeaseExpired": 2,
+    }
 
 
 async def test_a_score_that_failed_is_tried_again(stored):

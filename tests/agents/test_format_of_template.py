@@ -124,7 +124,7 @@ def test_the_model_own_format_is_asked_for_by_name_and_known_with_its_template()
 
 
 def test_a_template_that_describes_no_tools_is_not_left_to_describe_them() -> None:
-    with pytest.raises(ConfigError, match=r"MistralFormat\(in_template=False\)"):
+    with pytest.raises(ConfigError, match=r"MistralFormat\(uses_chat_template=False\)"):
         resolve_format(MistralFormat(), "{{ messages }}", "some-model")
     assert resolve_format(MistralFormat(uses_chat_template=False), "{{ messages }}", "some-model")
     assert resolve_format(MistralFormat(), "{{ tools }}", "some-model") == MistralFormat()

@@ -150,10 +150,10 @@ async def test_a_failure_is_placed_at_the_users_line_and_not_at_agentflys(call):
 def test_one_spec_where_a_list_of_them_is_wanted_is_named_by_its_type():
     declaring = tool(name="work", resources=lambda task: BOX)(documented(no_such_method))
     with pytest.raises(ToolDefinitionError, match=r"this is one FakeSpec: put it in a list, \[FakeSpec\(…\)\]\.$"):
-        declaring.needs(Task("do it"))
+        declaring.resources_for(Task("do it"))
 
 
 def test_a_function_that_asks_for_a_field_that_the_task_lacks_is_told_the_fields_there_are():
     declaring = tool(name="work", resources=lambda task: task["topic"])(documented(no_such_method))
     with pytest.raises(ToolDefinitionError, match=r"the task t7 has no field 'topic', only \['subject'\]"):
-        declaring.needs(Task("do it", {"subject": "maths"}, id="t7"))
+        declaring.resources_for(Task("do it", {"subject": "maths"}, id="t7"))

@@ -26,7 +26,7 @@ class Half:
     """A format of one's own that lacks some members."""
 
     name = "half"
-    in_template = False
+    uses_chat_template = False
 
     def instructions(self, tools):
         return ""
@@ -58,7 +58,7 @@ class Broken(HermesFormat):
         ({"tools": add}, r"Write tools=\[add\]"),
         ({"tools": Half}, r"Write tools=\[Half\]"),
         ({"system_prompt": 3}, r"system_prompt=3\): it must be a text"),
-        ({"tool_call_format": Half()}, "it lacks said, result"),
+        ({"tool_call_format": Half()}, "it lacks assistant_message, result_message"),
         ({"tool_call_format": HermesFormat}, r"HermesFormat is a class. Make an instance"),
     ],
 )

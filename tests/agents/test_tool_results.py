@@ -145,11 +145,11 @@ async def test_a_tool_says_how_many_tokens_of_it_the_model_is_given(context: Con
         return ["x" * 1000, PNG]
 
     cut = TokenTruncator(Bytes())
-    result = await dump.call({"fails": False}, context, cut=cut)
+    result = await dump.call({"fails": False}, context, truncate=cut)
     assert result.observation == "xxxxx\n[... 990 characters left out ...]\nxxxxx"
     assert result.images == (PNG,)  # the text is cut, and its image stays with it
     with pytest.raises(ToolError, match=r"^yyyyy\n\[... 990 characters left out ...\]\nyyyyy$"):
-        await dump.call({"fails": True}, context, cut=cut)
+        await dump.call({"fails": True}, context, truncate=cut)
     assert len((await dump.call({"fails": False}, context)).observation) < 100
 
 

@@ -1,7 +1,4 @@
-"""Subagent: an agent given to another one as a tool.
-
-Agent: model, system prompt, tools, tool-call format and limits.
-"""
+"""The Agent (model, system prompt, tools, tool-call format, memory and limits), and agents as tools of other agents."""
 
 from __future__ import annotations
 
@@ -39,9 +36,9 @@ from agentfly.resources.spec import ResourceSpec
 class Subagent(Tool):
     """A tool whose calls are answered by an agent. Made by `Agent.as_tool`.
 
-    The function makes the agent's prompt of the call's arguments. The rollout layer then has the agent converse in the
-    same rollout, and what it answers in the end is the observation. ``max_output_tokens`` bounds that; the prompt is
-    never cut. ``timeout_s`` and ``retries`` are for the function; the agent has ``max_wall_seconds``.
+    The function builds the agent's prompt from the call's arguments. The rollout layer then runs the agent in the same
+    rollout, and its final answer is the observation. ``max_output_tokens`` limits the answer; the prompt is never
+    truncated. ``timeout_s`` and ``retries`` apply to the function; ``max_wall_seconds`` limits the agent.
 
     Attributes:
         agent: the agent.
@@ -53,53 +50,54 @@ class Subagent(Tool):
         return f"<subagent {self.name}>"
 
     def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """What the prompt's function and the agent's tools have declared that they need for a task."""
+        """The resources that the prompt function and the agent's tools declare for a task."""
         return tuple(dict.fromkeys((*super().resources_for(task), *self.agent.resources_for(task))))
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The fields that the prompt's function and the agent's tools need each task to have."""
+        """The task fields that the prompt function and the agent's tools require."""
         return tuple(
             dict.fromkeys((*super().task_fields, *(one for tool in self.agent.tools for one in tool.task_fields)))
         )
 
     async def prompt(
-        self, arguments: Mapping[str, Any], context: Context, *, cut: Truncate = truncate_by_characters
+        self, arguments: Mapping[str, Any], context: Context, *, truncate: Truncate = truncate_by_characters
     ) -> Message:
-        """What the agent is asked in a call, in full, as the message of a user. It may show images.
+        """Return the agent's full prompt for a call, as a user message. It may contain images.
 
         Args:
-            arguments: what the calling model gave.
+            arguments: the arguments that the calling model gave.
             context: the rollout's context for this call.
-            cut: cuts what the function raises, which the calling model is told.
+            truncate: truncates the message of an error that the function raises.
 
         Raises:
-            ToolDefinitionError: the function returned a `ToolResult` that says what no prompt can.
-            Exception: further ones as of `Tool.call`.
+            ToolDefinitionError: the function returned a `ToolResult` with fields that a prompt cannot have.
+            Exception: as in `Tool.call`.
         """
-        made = await self._call(arguments, context, cut)
-        lost = [name for name in ("reward", "done", "state", "info") if getattr(made, name) not in (None, False, {})]
-        if lost:
+        made = await self._call(arguments, context, truncate)
+        unused = [name for name in ("reward", "done", "state", "info") if getattr(made, name) not in (None, False, {})]
+        if unused:
             raise ToolDefinitionError(
                 f"The function that makes the prompt of the subagent {self.name!r} returned ToolResult("
-                f"{'=…, '.join(lost)}=…), but a prompt is text and images alone. Return those, and have the subagent's "
-                "tools say the rest."
+                f"{'=…, '.join(unused)}=…), but a prompt is text and images alone. Return those, and have the "
+                "subagent's tools say the rest."
             )
         images = image_parts(made.images)
         return {"role": "user", "content": concat_content(made.observation, images) if images else made.observation}
 
 
 def subagent(agent: Agent, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
-    """A tool that an agent answers.
+    """Make a tool that an agent answers.
 
     Args:
         agent: the agent.
-        prompt: a function that makes the agent's prompt of the call's arguments, described as a tool's is; or what
-            the caller is told that the agent does. The calls then have one argument, ``request``, which is the prompt.
-        name: what the calling model calls it.
+        prompt: a function that builds the agent's prompt from the call's arguments, documented like a tool; or a
+            description of the agent for the caller. With a description, calls have one argument, ``request``, which
+            is the prompt.
+        name: the name by which the model calls it.
 
     Raises:
-        ToolDefinitionError: the function cannot become a tool, or the name cannot be called.
+        ToolDefinitionError: the function cannot become a tool, or the name is not valid.
     """
     if isinstance(prompt, str):
 
@@ -114,51 +112,51 @@ def subagent(agent: Agent, prompt: Callable[..., Any] | str, *, name: str | None
 
 
 CHAT_FORMAT = re.compile(r"auto|template|renderers(:[\w.-]+)?")
-"""How an agent may say which chat format it wants."""
+"""The values that `Agent.chat_format` accepts."""
 
 UNLIMITED = ("max_sequence_tokens", "max_sampled_tokens", "max_tool_calls")
-"""The limits of an agent that may be None."""
+"""The limits of an agent that may be None, for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What acts: a model with a system prompt, tools, a way of calling them, and limits.
+    """A model with a system prompt, tools, a tool-call format and limits.
 
-    Everything is checked when the agent is made. `dataclasses.replace` makes a changed copy, checked again.
+    The constructor validates all fields. `dataclasses.replace` makes a changed copy and validates it again.
 
     Args:
-        model: the model: a name that AgentFly ships, a Hugging Face id, or a local directory.
-        tools: what the model can call: what `@tool` was put on, functions, methods of an instance, and classes, of
-            which each rollout gets an instance of its own; and other agents, made tools by `as_tool`.
-        system_prompt: what the model is told first; the tools are described after it.
-        tool_call_format: how calls are written: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
-            models), ``"model"`` (as the model was trained to), another name (see docs/guides/tool-calls.md), or a
-            format of one's own.
-        tool_prompt: what the model is told of its tools; None for the format's own words, ``""`` for nothing.
-        memory: what of the conversation the model sees at each turn: everything (`FullHistory`), the last turns
-            (`Window`), a summary of what came before (`SummaryFolding`), or what an object of one's own recalls.
-        history: what becomes of the past where the model's chat template would write it differently later on, as many
-            do with old thoughts: ``"keep"`` goes on after what was sampled, ``"rewrite"`` follows the template and
-            begins a new token sequence there.
-        chat_format: how conversations become token ids: ``"auto"`` takes the hand-written format of the ``renderers``
-            package where that is installed and knows the model, and the model's own chat template otherwise;
-            ``"template"`` and ``"renderers"`` take that one; ``"renderers:NAME"`` says which of the package's formats.
-        max_turns: the most turns of a rollout; those in which memory is written are not counted.
-        max_tokens_per_turn: the most tokens sampled in one turn.
-        max_sequence_tokens: the most tokens of one token sequence: prompt, sampled and observations together. That is
-            the whole conversation under the strategy ``chain``, until memory folds it, and each turn with its prompt
-            under ``step``. None for as many as the policy's context holds, which bounds it in any case.
-        max_sampled_tokens: the most tokens sampled in a rollout: all turns of the agent together, those of its
-            subagents not counted, which have limits of their own; None for any number.
-        max_tool_calls: the most tool calls of a rollout; None for any number.
-        max_wall_seconds: the longest that a rollout may take, waiting for resources included; None for any time.
-        max_consecutive_invalid_calls: a rollout ends after this many calls in a row that could not be executed.
+        model: the name of a model that AgentFly ships, a Hugging Face id, or a local directory.
+        tools: the tools that the model can call: results of `@tool`, functions, methods of an instance, classes, and
+            other agents (see `as_tool`). Each rollout gets its own instance of a class.
+        system_prompt: text at the start of the system message; the description of the tools follows it.
+        tool_call_format: how the model writes calls: ``"hermes"`` (JSON in tags), ``"action"`` (plain lines, for small
+            models), ``"model"`` (the format that the model was trained on), another name (see
+            docs/guides/tool-calls.md), or a `ToolCallFormat`.
+        tool_prompt: description of the tools for the model; None for the format's own text, ``""`` for none.
+        memory: the part of the conversation that the model sees at each turn: everything (`FullHistory`), the last
+            turns (`Window`), a summary of older turns (`SummaryFolding`), or any object with the `Memory` protocol.
+        history: what to do where the chat template later renders past turns differently, for instance without their
+            reasoning. ``"keep"`` continues after the sampled tokens. ``"rewrite"`` follows the template and begins a
+            new token sequence.
+        chat_format: how conversations become token ids. ``"auto"`` uses the ``renderers`` package where it is installed
+            and supports the model, and the model's chat template otherwise. ``"template"`` and ``"renderers"`` force
+            one of them; ``"renderers:NAME"`` selects one of the package's formats.
+        max_turns: maximum number of turns in a rollout, without turns that write memory.
+        max_tokens_per_turn: maximum number of tokens sampled in one turn.
+        max_sequence_tokens: maximum length of one token sequence: prompt, sampled tokens and observations. Under the
+            strategy ``chain`` that is the whole conversation, until memory folds it. Under ``step`` it is one turn with
+            its prompt. None for the policy's context length, which is a limit in any case.
+        max_sampled_tokens: maximum number of tokens sampled in a rollout, over all turns of the agent. Subagents have
+            their own limits and do not count. None for no limit.
+        max_tool_calls: maximum number of tool calls in a rollout; None for no limit.
+        max_wall_seconds: maximum duration of a rollout in seconds, waiting for resources included; None for no limit.
+        max_consecutive_invalid_calls: a rollout ends after this many consecutive calls that could not be executed.
         temperature: divides the logits when sampling; 0 takes the most likely token.
         top_p: share of probability mass to sample from; 1 samples from all of it.
         top_k: number of most likely tokens to sample from; 0 samples from all of them.
 
     Raises:
-        ConfigError: a field has a value that it cannot have, or two contradict each other.
+        ConfigError: a field has an invalid value, or two fields contradict each other.
     """
 
     model: str | Path
@@ -181,7 +179,7 @@ class Agent:
     top_k: int = 0
 
     def __new__(cls, *values: object, **named: object) -> Self:
-        """Refuse what is not a field before the dataclass does, whose words do not name the nearest."""
+        """Reject unknown arguments with a hint, which the error of a dataclass would lack."""
         known = [one.name for one in fields(cls)]
         reject_unknown_arguments(cls.__name__, named, known)
         if values:
@@ -194,7 +192,7 @@ class Agent:
         return super().__new__(cls)
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
-        """What `__new__` asks for when an agent is copied or unpickled."""
+        """The arguments for `__new__` when an agent is copied or unpickled."""
         return (), {"model": self.model}
 
     def __post_init__(self) -> None:
@@ -204,7 +202,7 @@ class Agent:
         object.__setattr__(
             self, "tools", tuple(tool for given in self.tools for tool in expand_tools(given) or [given])
         )
-        self._check_words()
+        self._check_texts()
         self._check_tools()
         self._check_limits()
         self._check_memory()
@@ -212,7 +210,7 @@ class Agent:
 
     @cached_property
     def format(self) -> ToolCallFormat:
-        """The tool-call format itself."""
+        """The resolved tool-call format."""
         return tool_call_format(self.tool_call_format)
 
     @cached_property
@@ -220,10 +218,10 @@ class Agent:
         return {tool.name: tool for tool in self.tools}
 
     def tool(self, name: str) -> Tool:
-        """The tool of this name.
+        """Return the tool with this name.
 
         Raises:
-            UnknownTool: the agent has none of this name; the message names those it has.
+            UnknownTool: the agent has no such tool; the message lists its tools.
         """
         try:
             return self._tools_by_name[name]
@@ -233,25 +231,25 @@ class Agent:
             raise UnknownTool(f"There is no tool {str(name)[:100]!r}. {known}") from None
 
     def as_tool(self, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
-        """This agent as a tool of another one.
+        """Make this agent a tool of another agent.
 
-        A call begins a conversation of its own in the same rollout: the agent's own prompt, tools, memory and limits,
-        but the rollout's context, task and resources. Its turns stand in the same trajectory, in sequences of their
-        own, and its answer is the observation. If it ends for a limit, the caller is told which.
+        Each call starts a new conversation in the same rollout. It uses the agent's own prompt, tools, memory and
+        limits, and the rollout's context, task and resources. Its turns are in the same trajectory, in separate token
+        sequences. Its answer is the observation. If a limit ends the conversation, the caller is told which.
 
-        The agent reads its prompt in full. Of an answer that is longer than the tool's ``max_output_tokens`` the caller
-        gets head and tail, as of any observation; the conversation keeps all of it.
+        The agent reads its prompt in full. An answer longer than the tool's ``max_output_tokens`` is truncated for the
+        caller like any observation; the record keeps all of it.
 
         Args:
-            prompt: what the caller is told that the agent does: ``agent.as_tool("Finds facts.", name="research")``. The
-                calls then have one argument, ``request``, which the agent is given. Or a function that makes the
-                agent's prompt of other arguments, with a docstring and type hints as a tool has. ``@tool`` above it
-                may set ``max_output_tokens``.
-            name: what the calling model calls it; the function's name if there is one.
+            prompt: a description of the agent for the caller: ``agent.as_tool("Finds facts.", name="research")``.
+                Calls then have one argument, ``request``, which is the prompt. Or a function, with a docstring and
+                type hints like a tool, that builds the prompt from other arguments. ``@tool`` on it may set
+                ``max_output_tokens``.
+            name: the name by which the model calls it; by default the function's name.
 
         Raises:
             ConfigError: there is no name.
-            ToolDefinitionError: the function cannot become a tool, or nobody could call it by that name.
+            ToolDefinitionError: the function cannot become a tool, or the name is not valid.
         """
         if isinstance(prompt, str) and name is None:
             raise ConfigError(f"as_tool({prompt[:40]!r}): a name is needed, for the model to call: as_tool(…, name=…).")
@@ -259,14 +257,14 @@ class Agent:
 
     @property
     def subagents(self) -> Iterator[Agent]:
-        """The agents among its tools, and among theirs."""
+        """The agents among the tools, recursively."""
         for one in self.tools:
             if isinstance(one, Subagent):
                 yield one.agent
                 yield from one.agent.subagents
 
     def with_model(self, model: str | Path) -> Agent:
-        """A copy with another model, which those of its subagents get too that had the same."""
+        """Return a copy with another model. Subagents that had the same model get the new one too."""
         return self._with_models(lambda one: model if one == self.model else one)
 
     def _with_models(self, other: Callable[[str | Path], str | Path]) -> Agent:
@@ -277,77 +275,78 @@ class Agent:
         return replace(self, model=other(self.model), tools=tools)
 
     def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """The resources that its tools have declared for a task, each once.
+        """Return the resources that the tools declare for a task, without duplicates.
 
         Raises:
-            ToolDefinitionError: a tool's function that says so failed for this task.
+            ToolDefinitionError: a tool's ``resources`` function failed for this task.
         """
         return tuple(dict.fromkeys(spec for tool in self.tools for spec in tool.resources_for(task)))
 
     def system_message(self) -> str:
-        """What the model is told before the task: the system prompt and the description of the tools."""
-        told = self.tool_prompt
-        if told is None:
-            told = self.format.instructions(self.tools) if self.tools and not self.format.uses_chat_template else ""
-        return "\n\n".join(part for part in (self.system_prompt, told) if part)
+        """Return the system message: the system prompt and the description of the tools."""
+        described = self.tool_prompt
+        if described is None:
+            in_message = self.tools and not self.format.uses_chat_template
+            described = self.format.instructions(self.tools) if in_message else ""
+        return "\n\n".join(part for part in (self.system_prompt, described) if part)
 
     @cached_property
     def tools_for_template(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the model's chat template is to describe; none where the system message describes them."""
+        """Definitions for the model's chat template; empty where the system message describes the tools."""
         return tuple(tool.definition for tool in self.tools) if self.format.uses_chat_template else ()
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall], *, opened: str = "") -> Message:
-        """The message that stands for a turn of the model in the conversation.
+        """Return the conversation message for a turn of the model.
 
         Args:
-            text: the turn.
+            text: the text of the turn.
             calls: the calls in it.
-            opened: the marker by which the prompt had opened thinking; empty where it had not.
+            opened: the marker with which the prompt opened reasoning; empty if it did not.
         """
         return said_behind(opened, self.format, text, calls)
 
     def parse_calls(self, text: str, *, first_call: int = 0, opened: str = "") -> tuple[ToolCall, ...]:
-        """The tool calls in the text of a turn. An agent without tools makes none.
+        """Parse the tool calls in the text of a turn. Without tools there are none.
 
         Args:
-            text: the turn.
+            text: the text of the turn.
             first_call: number of the first call.
-            opened: the marker by which the prompt had opened thinking; empty where it had not.
+            opened: the marker with which the prompt opened reasoning; empty if it did not.
 
         Raises:
-            UsageError: the tool-call format, one of the user's own, failed or gave no calls.
+            UsageError: a user's tool-call format raised or returned something other than calls.
         """
         if not self.tools:
             return ()
-        called = f"The tool-call format {self.format.name!r} ({type(self.format).__name__})"
+        label = f"The tool-call format {self.format.name!r} ({type(self.format).__name__})"
         try:
             found = self.format.parse(behind(opened, text), self.tools, first_call=first_call)
         except Exception as error:
             raise UsageError(
-                f"{called} could not read a turn: its parse raised {describe_error(error)}. It must not raise for any text: a "
-                "malformed call is a ToolCall with an error."
+                f"{label} could not read a turn: its parse raised {describe_error(error)}. It must not raise for any "
+                "text: a malformed call is a ToolCall with an error."
             ) from error
         if not isinstance(found, (tuple, list)) or not all(isinstance(call, ToolCall) for call in found):
             raise UsageError(
-                f"{called} could not read a turn: its parse returned {found!r:.100}. It must return a tuple of "
+                f"{label} could not read a turn: its parse returned {found!r:.100}. It must return a tuple of "
                 "ToolCall, an empty one where there is no call."
             )
         return tuple(found)
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """The message that hands a call's observation to the model."""
+        """Return the message that shows a call's observation to the model."""
         return self.format.result_message(call, observation)
 
-    def _check_words(self) -> None:
+    def _check_texts(self) -> None:
         if not isinstance(self.model, str | Path) or not str(self.model):
             raise ConfigError(
                 f"Agent(model={self.model!r:.100}): it must be the name of a model, such as 'tiny', a Hugging Face id, "
                 "or a directory. A policy is given to the run: af.run(agent, tasks, policy=…)."
             )
         for name in ("system_prompt", "tool_prompt"):
-            words = getattr(self, name)
-            if words is not None and not isinstance(words, str):
-                raise ConfigError(f"Agent({name}={words!r:.100}): it must be a text, or None.")
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise ConfigError(f"Agent({name}={text!r:.100}): it must be a text, or None.")
 
     def _check_tools(self) -> None:
         for one in self.tools:
@@ -364,9 +363,9 @@ class Agent:
                 raise ConfigError(f"Agent(tools=…) holds two tools named {name!r}. Rename one: @agentfly.tool(name=…).")
         if self.tool_prompt and not self.tools:
             raise ConfigError("Agent(tool_prompt=…) describes tools, but there are none. Give tools, or leave it out.")
-        written = tool_call_format(self.tool_call_format)
+        call_format = tool_call_format(self.tool_call_format)
         if self.tools:
-            written.instructions(self.tools)  # a format that cannot serve these tools says so
+            call_format.instructions(self.tools)  # raises if the format does not support these tools
         if self.history not in get_args(History):
             known = " or ".join(map(repr, get_args(History)))
             raise ConfigError(f"Agent(history={self.history!r}): it must be {known}.")

@@ -1,4 +1,4 @@
-"""GroupReward: what scores all attempts at a task together, made from a function by `@group_reward`."""
+"""GroupReward: scores all attempts at a task together. `@group_reward` makes one from a function."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 from agentfly.resources.variables import EnvironmentVariables
 
 ScoreOutcome = RewardResult | Exception | None
-"""What a group reward made of one attempt: its score, why what it returned is none, or nothing to say."""
+"""Result of a group reward for one attempt: a score, the error in the returned value, or None for no score."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupReward(RewardFunction):
-    """What scores all attempts at a task together. Made by `@group_reward`; still callable as its function.
+    """A reward that scores all attempts at a task together. Made by `@group_reward`; still callable as its function.
 
     Attributes:
-        after: scores each attempt first, while what it leased is still there.
+        after: scores each attempt first, while its leases are still held.
     """
 
     after: Reward | None = None
@@ -35,19 +35,19 @@ class GroupReward(RewardFunction):
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The fields that it asks every task for, those of what comes first included."""
+        """The task fields that it and `after` require."""
         return tuple(dict.fromkeys([*super().task_fields, *(self.after.task_fields if self.after is not None else ())]))
 
     async def score(self, trajectories: Sequence[Trajectory], context: Context) -> list[ScoreOutcome]:
-        """Score the attempts of a group, each of which has ended and is sound.
+        """Score the finished, valid attempts of a group.
 
         Returns:
-            What came of each trajectory, in their order. One that got no score takes none from the others.
+            One outcome for each trajectory, in order. An attempt without a score does not affect the others.
 
         Raises:
-            RewardDefinitionError: the function returned no list, or one of another length, so that it is not known
-                whose the scores are; or it asks for a field that the task does not have.
-            RewardError, UsageError, AgentFlyError: as of `Reward.score`.
+            RewardDefinitionError: the function did not return a list of the right length, or requires a field that the
+                task does not have.
+            RewardError, UsageError, AgentFlyError: as in `Reward.score`.
         """
         shown = [one.copy() for one in trajectories] if self._shows_record else list(trajectories)
         task = shown[0].task
@@ -72,19 +72,19 @@ class GroupReward(RewardFunction):
             return None
         try:
             return parse_reward_result(score, self.name, len(trajectory.turns))
-        except Exception as error:  # also of what was returned, when it is looked at
+        except Exception as error:  # the returned object's own code may raise too
             return error
 
 
 AnyReward = Reward | GroupReward
-"""Whatever scores rollouts: one by one, or all attempts at a task together."""
+"""A reward for single rollouts, or for all attempts at a task together."""
 
 
 def require_reward(reward: object) -> None:
-    """Raise unless ``reward`` is one: a function is easily given without its decorator.
+    """Raise unless ``reward`` is a reward; a common mistake is a function without its decorator.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not a reward.
     """
     if not isinstance(reward, AnyReward):
         what = f"The function {function_name(reward)}" if callable(reward) else f"What was given, {type_of(reward)},"
@@ -120,27 +120,27 @@ def group_reward(
     memory: int | str = 0,
     env: EnvironmentVariables = (),
 ) -> GroupReward | Callable[[Callable[..., Any]], GroupReward]:
-    """Make a reward of a function that sees all attempts at a task: ``@group_reward``, for instance to rank them.
+    """Make a reward from a function that sees all attempts at a task, for instance to rank them: ``@group_reward``.
 
-    It is called once, when all attempts of the group have ended, with what it asks for by the names of its parameters:
-    ``trajectories`` (a list, in the order of the attempts), ``responses`` (the texts of their last turns), ``task``,
-    ``prompt``, ``context``, and any field of the task. It returns a list with one score for each trajectory, each a
-    number, a `RewardResult` or a dict as of `reward`, or None where there is nothing to say.
+    The function is called once, when all attempts of the group have ended. The names of its parameters select its
+    arguments: ``trajectories`` (a list, in the order of the attempts), ``responses`` (the texts of their last turns),
+    ``task``, ``prompt``, ``context``, and any field of the task. It returns a list with one score for each trajectory:
+    a number, a `RewardResult`, a dict as in `reward`, or None for no score.
 
-    Attempts that infrastructure spoiled, that were cancelled or that had no turn are not among the trajectories: they
-    stay unscored, and no score can go to the wrong attempt.
+    Attempts that failed because of infrastructure, were cancelled or had no turn are not in ``trajectories``. They stay
+    unscored.
 
-    The attempts' own resources have been given back by then. What the context acquires is shared (``scope="global"``)
-    or new, for this call (``scope="call"``, `Context.lease`).
+    The attempts' own resources have been released by then. The context acquires shared resources (``scope="global"``)
+    or new ones for this call (``scope="call"``, `Context.lease`).
 
     Args:
         function: a sync or async function.
-        name: its name, for messages and records; the function's name if it is not given.
-        timeout_s: seconds that it may take for a group, waiting for resources not counted; None for any time.
-        after: scores each attempt as it ends, while what the agent left is still there. Its scores are the rewards of
-            the trajectories that the function is given, and a metric under its name; what the function returns is the
-            score. An attempt that it gives no score is none of the group.
-        process, workers, memory, env: as of `reward`.
+        name: its name in messages and records; by default the function's name.
+        timeout_s: time limit per group in seconds, without waiting for resources; None for no limit.
+        after: a reward that scores each attempt as it ends, while its resources are still held. Its scores are the
+            rewards of the trajectories that the function gets, and a metric under its name. The function's result is
+            the final score. An attempt without a score from ``after`` is left out of the group.
+        process, workers, memory, env: as in `reward`.
 
     Raises:
         RewardDefinitionError: the function cannot become a group reward.

@@ -1,4 +1,4 @@
-"""Invocation: how a user's function is called, so that it can neither block the event loop nor end the process."""
+"""Calls of user functions that can neither block the event loop nor end the process."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ T = TypeVar("T")
 
 
 class ThreadCaller(Protocol):
-    """Calls functions that may block, on threads: `Threads`, or a `DedicatedThread`."""
+    """Calls functions that may block, on threads: a `ThreadPool` or a `DedicatedThread`."""
 
     async def call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
-        """Call a function with arguments by name, and return what it returns."""
+        """Call a function with keyword arguments, and return its result."""
         ...
 
 
 FIRST_RETRY_DELAY_S = 0.5
-"""The longest pause before the second try of a function; it doubles with each further one, up to `MAX_RETRY_DELAY_S`."""
+"""Maximum delay before the first retry, in seconds. It doubles with each retry, up to `MAX_RETRY_DELAY_S`."""
 
 MAX_RETRY_DELAY_S = 8.0
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 0.02  # while a function waits for a resource its time stands still, and is looked at this often
+_POLL_S = 0.02  # how often the timeout is checked again while a wait for a resource stops its clock
 
 
 class FunctionTimeout(Exception):
-    """A function took longer than it may."""
+    """A function exceeded its timeout."""
 
 
 class FunctionFailed(Exception):
@@ -49,12 +49,12 @@ class FunctionFailed(Exception):
         self.error = error
 
     def reraise_for(self, function: str) -> NoReturn:
-        """Raise what ``function`` raised, or a UsageError where that would end more than a rollout."""
+        """Raise the error of ``function``, or a UsageError if that error would end more than one rollout."""
         if isinstance(self.error, Exception):
             raise self.error from self.error.__cause__
         raise UsageError(
-            f"{function[:1].upper()}{function[1:]} raised {describe_error(self.error)}, which would end more than one rollout. "
-            "Raise an Exception."
+            f"{function[:1].upper()}{function[1:]} raised {describe_error(self.error)}, which would end more than one "
+            "rollout. Raise an Exception."
         ) from self.error
 
 
@@ -67,56 +67,54 @@ async def call_user_function(
     retries: int = 0,
     caller: ThreadCaller = THREAD_POOL,
 ) -> Any:
-    """Call a sync or async function and wait for what it returns.
+    """Call a sync or async function and wait for its result.
 
-    A sync function runs on a thread, with the caller's context variables. When it overruns or the caller is cancelled,
-    it is left alone: a thread cannot be stopped, but nobody waits for it, at exit neither. An async one is cancelled;
-    one that takes no notice of that and returns all the same has overrun nevertheless.
+    A sync function runs on a thread, with the caller's context variables. A thread cannot be stopped: after a timeout
+    or a cancellation of the caller the thread is abandoned, and nothing waits for it, not even the exit of the process.
+    An async function is cancelled. One that ignores the cancellation and returns has timed out nevertheless.
 
     Args:
-        function: what to call.
+        function: the function.
         arguments: its arguments, by name.
-        timeout_s: seconds that the function may take with all its tries, what it waits for resources not counted; None
-            for any time.
-        context: the call's context, whose `Context.waits` are this call's alone.
-        retries: how often it is called again after failures that may pass (see `is_retryable`), after pauses of random
-            length.
+        timeout_s: time limit in seconds for all tries together, without waiting for resources; None for no limit.
+        context: the call's context, whose `Context.waits` belong to this call alone.
+        retries: number of retries after transient failures (see `is_retryable`), with random delays.
         caller: calls sync functions.
 
     Raises:
-        Overrun: the function took longer than ``timeout_s``.
-        FunctionFailed: the function raised; ``error`` says what. An attempt to end the process, and a cancellation
-            that nobody asked for, count as failures of the function.
+        FunctionTimeout: the function took longer than ``timeout_s``.
+        FunctionFailed: the function raised ``error``. An attempt to end the process, and a cancellation that nobody
+            requested, count as failures of the function.
     """
     limit = None if timeout_s is None else asyncio.timeout(None)
     task = asyncio.current_task()
-    asked = _requests_to_end(task)
+    cancels_before = _cancel_requests(task)
     result, failure = None, None
     try:
         if limit is None or timeout_s is None:
-            result = await _call_until_it_works(function, arguments, retries, caller)
+            result = await _call_with_retries(function, arguments, retries, caller)
         else:
             async with limit, _TimeoutExcludingWaits(limit, timeout_s, context):
                 with context.waits.count_all():
-                    result = await _call_until_it_works(function, arguments, retries, caller)
-    except BaseException as error:  # SystemExit, and what other languages' bindings raise, too
+                    result = await _call_with_retries(function, arguments, retries, caller)
+    except BaseException as error:  # also SystemExit, and exceptions of bindings to other languages
         if should_propagate(error, task):
             raise
         failure = error
-    if isinstance(failure, asyncio.CancelledError) and _requests_to_end(task) > asked:
+    if isinstance(failure, asyncio.CancelledError) and _cancel_requests(task) > cancels_before:
         raise failure
-    if limit is not None and limit.expired():  # whatever the function has made of being cancelled
+    if limit is not None and limit.expired():  # however the function reacted to its cancellation
         raise FunctionTimeout
     if failure is not None:
         raise FunctionFailed(failure.error if isinstance(failure, ThreadExit) else failure)
     return result
 
 
-def _requests_to_end(task: asyncio.Task[Any] | None) -> int:
+def _cancel_requests(task: asyncio.Task[Any] | None) -> int:
     return 0 if task is None else task.cancelling()
 
 
-async def _call_until_it_works(
+async def _call_with_retries(
     function: Callable[..., Any], arguments: Mapping[str, Any], retries: int, caller: ThreadCaller
 ) -> Any:
     for retry in range(retries):
@@ -133,16 +131,16 @@ async def _call_until_it_works(
 
 
 async def call_once(function: Callable[..., Any], arguments: Mapping[str, Any], caller: ThreadCaller) -> Any:
-    """What a function returns, called once: an async one in the event loop, a sync one by ``caller``."""
+    """Call a function once: an async one in the event loop, a sync one by ``caller``."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = await function(**arguments)
     else:
         result = await caller.call(function, arguments)
-    return await result if inspect.isawaitable(result) else result  # as of `return box.run(command)`
+    return await result if inspect.isawaitable(result) else result  # a sync function may `return box.run(command)`
 
 
 class _TimeoutExcludingWaits:
-    """Lets ``limit`` expire once the time spent, without that spent waiting for resources, reaches ``timeout_s``."""
+    """Expires ``limit`` after ``timeout_s`` seconds, not counting time spent waiting for resources."""
 
     def __init__(self, limit: asyncio.Timeout, timeout_s: float, context: Context) -> None:
         self._limit = limit
@@ -152,15 +150,15 @@ class _TimeoutExcludingWaits:
 
     async def __aenter__(self) -> None:
         self._started = self._loop.time() - self._context.waited_seconds
-        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._timer = self._loop.call_later(self._timeout_s, self._check)
 
     async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         spent = self._loop.time() - self._context.waited_seconds - self._started
         left = self._timeout_s - spent
         if left > 0:
-            self._timer = self._loop.call_later(max(left, _LOOK_AGAIN_S), self._look)
+            self._timer = self._loop.call_later(max(left, _POLL_S), self._check)
         else:
             self._limit.reschedule(self._loop.time())

@@ -1,7 +1,4 @@
-"""Definition: what a function's signature and docstring say of the tool that it can be.
-
-Tool: something that the model can call.
-"""
+"""Tool: a function that the model can call, and its description read from signature and docstring."""
 
 from __future__ import annotations
 
@@ -47,14 +44,14 @@ from agentfly.core.trajectory import Failure
 from agentfly.core.truncation import MAX_ECHO_CHARS, Truncate, truncate_by_characters, truncate_middle
 
 MAX_OUTPUT_TOKENS = 4_000
-"""The longest observation that a tool gives unless it says otherwise, in tokens."""
+"""Default maximum length of an observation, in tokens."""
 
-"""What a tool may be called."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSettings:
-    """What is written in the brackets of ``@tool(…)``; see there."""
+    """The arguments of ``@tool(…)``; see there."""
 
     name: str | None = None
     timeout_s: float | None = None
@@ -63,10 +60,10 @@ class ToolSettings:
     resources: DeclaredResources = ()
 
     def check(self, name: str) -> None:
-        """See that a tool can be like that.
+        """Validate the settings.
 
         Raises:
-            ToolDefinitionError: a setting has a value that cannot be.
+            ToolDefinitionError: a setting has an invalid value.
         """
         if self.timeout_s is not None and not is_duration(self.timeout_s):
             raise ToolDefinitionError(
@@ -87,12 +84,12 @@ class ToolSettings:
 
 @dataclass(frozen=True)
 class FunctionDescription:
-    """What a function says of the tool that it can be.
+    """The description of a tool, read from its function.
 
     Attributes:
-        description: what the model is told that it does: the docstring without its sections.
+        description: the docstring without its sections, shown to the model.
         schema: the arguments that the model gives.
-        injected_parameters: the parameters that the context and the task fill in.
+        injected_parameters: the parameters filled in from the context and the task.
     """
 
     description: str
@@ -103,12 +100,12 @@ class FunctionDescription:
 def describe_function(
     function: Callable[..., Any], name: str, names: Mapping[str, Any], *, method: bool = False
 ) -> FunctionDescription:
-    """Read a function.
+    """Read a tool's description from its function.
 
     Args:
         function: the function.
         name: the tool's name, for messages.
-        names: names that are local to the place of definition, which annotations written as text may use.
+        names: local names at the definition, which annotations written as text may use.
         method: whether its first parameter is the instance.
 
     Raises:
@@ -136,10 +133,10 @@ def describe_function(
 
 
 def require_name(name: str) -> None:
-    """See that a model can call a tool by this name.
+    """Raise unless a tool may have this name.
 
     Raises:
-        ToolDefinitionError: it cannot.
+        ToolDefinitionError: the name is not valid.
     """
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ToolDefinitionError(
@@ -173,36 +170,33 @@ def _schema(name: str, parameters: Sequence[Parameter], documented: Mapping[str,
         ) from error
 
 
-logger = logging.getLogger(__name__)
-
-
 class ToolInstanceProvider(Protocol):
-    """Where the instance lives whose method a tool is."""
+    """Provides the instance of a tool that is a method."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """What the instance is made with: the context, and fields of the task."""
+        """The constructor's parameters: the context, and fields of the task."""
         ...
 
     async def instance(self, context: Context) -> tuple[object, ThreadCaller]:
-        """The rollout's instance, and what calls its sync methods."""
+        """Return the rollout's instance, and the caller for its sync methods."""
         ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tool(UserFunction):
-    """Something that the model can call. Made by `@tool`; still callable as the function it was made from.
+    """A function that the model can call. Made by `@tool`; still callable as the function it was made from.
 
     Attributes:
         function: the function.
-        name: what the model calls it.
-        description: what the model is told that it does: the docstring without its sections.
+        name: the name by which the model calls it.
+        description: the docstring without its sections, shown to the model.
         schema: the arguments that the model gives.
-        injected_parameters: the parameters that the context and the task fill in.
-        timeout_s: seconds that a call may take, waiting for resources not counted; None for any time.
-        max_output_tokens: an observation longer than this keeps its head and tail only, and says so.
-        retries: how often a call is made again that the machine or the network made fail.
-        instance_provider: gives the instance whose method the function is; None for a function of its own.
+        injected_parameters: the parameters filled in from the context and the task.
+        timeout_s: time limit of a call in seconds, without waiting for resources; None for no limit.
+        max_output_tokens: a longer observation is truncated to its head and tail, with a note.
+        retries: number of retries after failures of the machine or the network.
+        instance_provider: provides the instance if the function is a method; None otherwise.
     """
 
     description: str
@@ -212,65 +206,60 @@ class Tool(UserFunction):
     max_output_tokens: int = MAX_OUTPUT_TOKENS
     retries: int = 0
     instance_provider: ToolInstanceProvider | None = None
-    _reported_locations: set[str] = field(
-        default_factory=set, init=False
-    )  # the places of crashes that the author was told of
+    _reported_locations: set[str] = field(default_factory=set, init=False)  # crash locations logged so far
 
     _kind: ClassVar[str] = "tool"
     _mistake: ClassVar[type[UsageError]] = ToolDefinitionError
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON schema of the arguments that the model gives."""
+        """JSON schema of the arguments that the model gives."""
         return self.schema.json_schema
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool as chat templates and model APIs want it described."""
+        """The tool's definition for chat templates and model APIs."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The fields that it needs each task to have: what it, or its instance, asks for and has no default for."""
+        """The task fields that the tool, or the constructor of its instance, requires."""
         own = [one for one in self.injected_parameters if one.source is ParameterSource.TASK_FIELD]
-        of_home = (
-            []
-            if self.instance_provider is None
-            else [one for one in self.instance_provider.parameters if one.source is not ParameterSource.CONTEXT]
-        )
-        return tuple(one.name for one in (*own, *of_home) if one.required)
+        constructor = () if self.instance_provider is None else self.instance_provider.parameters
+        of_instance = [one for one in constructor if one.source is not ParameterSource.CONTEXT]
+        return tuple(one.name for one in (*own, *of_instance) if one.required)
 
     def __repr__(self) -> str:
         return f"<tool {self.name}({', '.join(argument.name for argument in self.schema.arguments)})>"
 
     async def call(
-        self, arguments: Mapping[str, Any], context: Context, *, cut: Truncate = truncate_by_characters
+        self, arguments: Mapping[str, Any], context: Context, *, truncate: Truncate = truncate_by_characters
     ) -> ToolResult:
         """Call the tool on behalf of a rollout, with the model's arguments.
 
-        A sync function runs on a thread, so that it never holds up other rollouts.
+        A sync function runs on a thread, so that it does not block other rollouts.
 
         Args:
-            arguments: what the model gave.
+            arguments: the arguments that the model gave.
             context: the rollout's context for this call.
-            cut: cuts what is longer than ``max_output_tokens``: a `TokenCutter` of the policy's tokenizer.
+            truncate: truncates texts longer than ``max_output_tokens``: a `TokenTruncator` of the policy's tokenizer.
 
         Raises:
             InvalidArguments: the arguments do not fit the schema.
             ToolTimeout: the call took longer than ``timeout_s``.
-            ToolError: the tool says that the call did not work, or `ToolCrashed`: its code failed with an exception
-                of another kind. The message of each of these is what the model should be told.
+            ToolError: the tool raised it, or its code crashed with another exception (`ToolCrashed`). The message is
+                meant for the model.
             ToolUnavailable: the tool's code failed because of the machine or the network (see `find_transient_error`).
-            AgentFlyError: anything else that the model is not to blame for: a resource that could not be had, a task
-                that lacks a field, a definition that is wrong.
+            AgentFlyError: any other failure that the model did not cause: an unavailable resource, a task without a
+                required field, a wrong definition.
         """
-        result = await self._call(arguments, context, cut)
-        told = cut(result.observation, self.max_output_tokens)
-        return result if told == result.observation else replace(result, observation=told)
+        result = await self._call(arguments, context, truncate)
+        observation = truncate(result.observation, self.max_output_tokens)
+        return result if observation == result.observation else replace(result, observation=observation)
 
-    async def _call(self, arguments: Mapping[str, Any], context: Context, cut: Truncate) -> ToolResult:
-        """What the function returns, in full. What it raises is cut."""
+    async def _call(self, arguments: Mapping[str, Any], context: Context, truncate: Truncate) -> ToolResult:
+        """Return the function's result in full. Messages of its errors are truncated."""
         given = self.schema.validate(arguments)
         for parameter in self.injected_parameters:
             given[parameter.name] = self._inject(parameter, context)
@@ -282,13 +271,13 @@ class Tool(UserFunction):
         except FunctionTimeout:
             raise ToolTimeout(f"The call of {self.name!r} was stopped after {self.timeout_s:g} s.") from None
         except FunctionFailed as failed:
-            self._raise_failure(failed, cut)
+            self._raise_failure(failed, truncate)
         try:
             return to_tool_result(self.name, value, self._reported_locations)
         except AgentFlyError:
             raise
-        except Exception as error:  # of the value's own code, when it is asked what it reads as
-            self._raise_failure(FunctionFailed(error), cut)
+        except Exception as error:  # raised by the value's own code while it is converted to text
+            self._raise_failure(FunctionFailed(error), truncate)
 
     async def _callable(self, context: Context) -> tuple[Callable[..., Any], ThreadCaller]:
         if self.instance_provider is None:
@@ -307,39 +296,38 @@ class Tool(UserFunction):
                 "a default, or add the field to the tasks."
             ) from None
 
-    def _raise_failure(self, failed: FunctionFailed, cut: Truncate) -> NoReturn:
+    def _raise_failure(self, failed: FunctionFailed, truncate: Truncate) -> NoReturn:
         error = failed.error
         if isinstance(error, ToolError):
-            said = error_message(error)
-            if (told := cut(said, self.max_output_tokens)) != said:
-                raise ToolError(told) from error
+            message = error_message(error)
+            if (truncated := truncate(message, self.max_output_tokens)) != message:
+                raise ToolError(truncated) from error
         if isinstance(error, AgentFlyError):
             raise error from error.__cause__
         message = truncate_middle(describe_error(error), MAX_ECHO_CHARS)
-        outage = find_transient_error(error)
-        if outage is None:
+        transient = find_transient_error(error)
+        if transient is None:
             self._log_crash_once(error, message)
             raise ToolCrashed(message) from error
-        behind = (
-            ""
-            if outage is error
-            else f" (because of {type(outage).__name__}: {truncate_middle(error_message(outage), MAX_ECHO_CHARS)})"
-        )
+        cause = ""
+        if transient is not error:
+            reason = truncate_middle(error_message(transient), MAX_ECHO_CHARS)
+            cause = f" (because of {type(transient).__name__}: {reason})"
         raise ToolUnavailable(
-            f"The tool {self.name!r} failed with {message}{behind}. The machine or the network is to blame for that, "
+            f"The tool {self.name!r} failed with {message}{cause}. The machine or the network is to blame for that, "
             "so the rollout gets no reward: see that what the tool uses is there. If the model can cause it by what it "
             "asks for, catch the exception in the tool and raise agentfly.ToolError, which the model is told."
         ) from error
 
     def _log_crash_once(self, error: BaseException, message: str) -> None:
-        """Log a crash, once for each place: the model may have caused it, but as likely it is a mistake in the tool."""
-        place = Failure.of(error).place
-        if place not in self._reported_locations:
-            self._reported_locations.add(place)
+        """Log a crash once per location. The model may have caused it, or it is a bug in the tool."""
+        location = Failure.of(error).place
+        if location not in self._reported_locations:
+            self._reported_locations.add(location)
             logger.warning(
                 "The tool %r crashed with %s, at %s. The model is told and the rollout goes on; this place is not "
                 "reported again. If the model can cause it, raise agentfly.ToolError with what it should know.",
                 self.name,
                 message,
-                place or "an unknown place",
+                location or "an unknown place",
             )

@@ -48,7 +48,7 @@ def weighted(parts: Mapping[Reward, float], *, name: str | None = None) -> Rewar
         names.add(part.name)
     total = _WeightedSum(tuple(parts.items()))
     name = name or " + ".join(f"{weight:g} {part.name}" for part, weight in parts.items())
-    return make_reward(name=name, resources=total.needs)(total)
+    return make_reward(name=name, resources=total.resources_for)(total)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _WeightedSum:
     def task_fields(self) -> tuple[str, ...]:
         return tuple(name for part, _ in self.parts for name in part.task_fields)
 
-    def needs(self, task: Task) -> Sequence[ResourceSpec[Any]]:
+    def resources_for(self, task: Task) -> Sequence[ResourceSpec[Any]]:
         return tuple(dict.fromkeys(spec for part, _ in self.parts for spec in part.resources_for(task)))
 
     def _sum(self, results: Sequence[RewardResult]) -> RewardResult:

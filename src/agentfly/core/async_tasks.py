@@ -1,7 +1,4 @@
-"""Together: calls made at the same time, of which the first failure is the failure of all.
-
-The one event loop in which an object may be used.
-"""
+"""Helpers for asyncio: concurrent calls with one failure, and the check of an object's event loop."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ T = TypeVar("T")
 
 
 async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What calls come to that are made at the same time, in their order.
+    """Run coroutines concurrently and return their results in order.
 
-    The first failure cancels the others, and is raised as it is: with its cause, and in no group.
+    The first failure cancels the others. It is raised as it is, with its cause, and not in an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -29,14 +26,14 @@ async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def require_running_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
-    """See that ``loop`` is the one that runs here.
+    """Raise unless ``loop`` is the event loop that runs here.
 
     Args:
-        loop: where the object was entered.
-        what: what the object is, for the message.
+        loop: the loop in which the object was entered.
+        what: name of the object's kind, for the message.
 
     Raises:
-        UsageError: another one runs, or none, or it is closed; the message says which, and what to do.
+        UsageError: another loop runs, no loop runs, or ``loop`` is closed. The message says which, and what to do.
     """
     try:
         running = asyncio.get_running_loop()

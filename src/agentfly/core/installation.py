@@ -1,7 +1,4 @@
-"""How this copy of AgentFly was installed, and so how to add an extra to it.
-
-What the package's extras bring: whether it is installed.
-"""
+"""How this copy of AgentFly was installed, and checks of its optional packages."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ _DISTRIBUTION = "agentfly-rl"
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra, such as ``train``, to this copy of AgentFly.
+    """Return the command that adds an extra, such as ``train``, to this copy of AgentFly.
 
-    It names the checkout or the wheel that this copy came from, because the name alone would ask the package index.
+    It names the checkout or wheel of this copy, because the package name alone would refer to the package index.
     """
     source = _install_source()
     if source is None:
@@ -30,7 +27,7 @@ def install_command(extra: str) -> str:
 
 
 def _install_source() -> str | None:
-    """The directory of an editable checkout, or the URL of a wheel or repository; None if the index had it."""
+    """Return the directory of an editable checkout, or the URL of a wheel or repository; None for the package index."""
     try:
         recorded = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -48,16 +45,16 @@ def _install_source() -> str | None:
 
 
 def _checkout() -> str | None:
-    """The checkout that this module lies in; None if it lies among installed packages."""
+    """Return the checkout that contains this module; None if it is among installed packages."""
     root = Path(__file__).resolve().parents[3]
     return str(root) if (root / "pyproject.toml").is_file() else None
 
 
 def require_training_packages() -> None:
-    """Check that what runs and trains models is installed, without importing it.
+    """Check that the packages for running and training models are installed, without importing them.
 
     Raises:
-        PrerequisiteError: names what is missing and how to get it.
+        PrerequisiteError: a package is missing; the message says how to install it.
     """
     require_packages("Running a model in this process", "torch", "transformers", "safetensors")
 
@@ -66,11 +63,11 @@ def require_packages(what: str, *names: str) -> None:
     """Check that packages of the extra ``train`` are installed, without importing them.
 
     Args:
-        what: what needs them, to begin the message with.
+        what: the feature that needs them; the message begins with it.
         names: the packages.
 
     Raises:
-        PrerequisiteError: names what is missing and how to get it.
+        PrerequisiteError: a package is missing; the message says how to install it.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:

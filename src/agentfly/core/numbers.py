@@ -1,7 +1,4 @@
-"""Numbers that users give: durations, counts and shares, checked where they are given.
-
-Sizes in bytes, as people write them.
-"""
+"""Validation of numbers from users: durations, counts, shares and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from agentfly.core.errors import ConfigError
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number. A bool is none, nor is a number in quotes."""
+    """Whether a value is a finite number. Booleans and numbers in quotes are not numbers."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -28,14 +25,14 @@ def is_duration(value: object) -> TypeGuard[float]:
 
 
 def require_durations(of: str, **given: object) -> None:
-    """See that settings are numbers of seconds above 0.
+    """Raise unless settings are finite numbers of seconds above 0.
 
     Args:
-        of: what has them, for the message.
+        of: owner of the settings, for the message.
         given: the settings by name.
 
     Raises:
-        ConfigError: one is not. ``math.inf`` is none either: a limit that never comes is no limit.
+        ConfigError: a setting is not a duration. ``math.inf`` is not accepted either.
     """
     for name, value in given.items():
         if not is_duration(value):
@@ -43,20 +40,20 @@ def require_durations(of: str, **given: object) -> None:
 
 
 def is_whole(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether a value is a whole number, of at least so much. A bool is none, nor is a number in quotes."""
+    """Whether a value is an integer of at least ``least``. Booleans and numbers in quotes are not integers."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def require_whole(of: str, *, least: int | None = 1, **given: object) -> None:
-    """See that settings are whole numbers.
+    """Raise unless settings are integers.
 
     Args:
-        of: what has them, for the message.
-        least: the least that they may be; None for any number.
+        of: owner of the settings, for the message.
+        least: minimum value; None for any integer.
         given: the settings by name.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a setting is not an integer of at least ``least``.
     """
     for name, value in given.items():
         if not is_whole(value, least):
@@ -65,7 +62,7 @@ def require_whole(of: str, *, least: int | None = 1, **given: object) -> None:
 
 
 def require_number(of: str, *, least: float, most: float | None = None, **given: object) -> None:
-    """See that settings are finite numbers within a range. Arguments and errors: as of `require_whole`."""
+    """Raise unless settings are finite numbers within a range. Arguments and errors as in `require_whole`."""
     for name, value in given.items():
         if not is_finite_number(value) or value < least or (most is not None and value > most):
             wanted = f"a finite number of at least {least:g}"
@@ -97,7 +94,7 @@ _UNITS = {
 
 
 def parse_byte_size(size: int | str) -> int:
-    """Bytes of a size such as ``"512MiB"``, ``"2GB"``, ``"1Gi"`` or ``1024``.
+    """Return the number of bytes of a size such as ``"512MiB"``, ``"2GB"``, ``"1Gi"`` or ``1024``.
 
     Raises:
         ConfigError: the text is not a size.

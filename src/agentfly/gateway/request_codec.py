@@ -121,7 +121,7 @@ class RequestCodec:
 
     Args:
         chat: the model's chat format.
-        calls: the tool-call format. Where its ``in_template`` says so, the model's template describes the tools and
+        calls: the tool-call format. Where its ``uses_chat_template`` says so, the model's template describes the tools and
             writes the calls; otherwise a system message does, and calls and results are texts.
         no_tools: why the chat format cannot carry conversations with tools, if it cannot.
     """
@@ -299,8 +299,10 @@ _TOLD: Message = {"role": "system", "content": "You can use tools."}
 
 def _apart(calls: ToolCallFormat) -> ToolCallFormat:
     """The format as it tells what was said from the calls."""
-    if dataclasses.is_dataclass(calls) and any(field.name == "in_template" for field in dataclasses.fields(calls)):
-        return dataclasses.replace(calls, in_template=True)
+    if dataclasses.is_dataclass(calls) and any(
+        field.name == "uses_chat_template" for field in dataclasses.fields(calls)
+    ):
+        return dataclasses.replace(calls, uses_chat_template=True)
     return calls
 
 

@@ -46,17 +46,17 @@ class ToolExecutor:
         agent: has the tools.
         context: the rollout's context.
         events: where events go.
-        cut: cuts observations that are too long.
+        truncate: truncates observations that are too long.
         delegate: answers the calls of subagents.
     """
 
     def __init__(
-        self, agent: Agent, context: Context, events: EventStream, cut: Truncate, delegate: RunSubagent
+        self, agent: Agent, context: Context, events: EventStream, truncate: Truncate, delegate: RunSubagent
     ) -> None:
         self._agent = agent
         self._context = context
         self._events = events
-        self._cut = cut
+        self._truncate = truncate
         self._delegate = delegate
         self._subagents = {tool.name for tool in agent.tools if isinstance(tool, Subagent)}
 
@@ -103,7 +103,7 @@ class ToolExecutor:
         if isinstance(tool, Subagent):
             return replace(await self._delegate(tool, call), seconds=time.perf_counter() - started)
         async with self._context.call() as call_context:
-            result = await tool.call(call.arguments, call_context, cut=self._cut)
+            result = await tool.call(call.arguments, call_context, truncate=self._truncate)
         return ToolRecord(
             call=call,
             observation=result.observation,
@@ -293,7 +293,7 @@ class AgentLoop:
     async def _delegate(self, tool: Subagent, call: ToolCall) -> ToolRecord:
         """Have a subagent answer a call in a conversation of its own."""
         async with self._context.call() as call_context:
-            prompt = await tool.prompt(call.arguments or {}, call_context, cut=self._voice.truncate)
+            prompt = await tool.prompt(call.arguments or {}, call_context, truncate=self._voice.truncate)
         name = "/".join(filter(None, (self._name, call.id)))
         part = AgentLoop(
             self._voice.subagents[tool.name],

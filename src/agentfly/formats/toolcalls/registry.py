@@ -93,7 +93,7 @@ _FORMATS: dict[str, Callable[[], ToolCallFormat]] = {
     "react": ReActFormat,
     "tags": TagsFormat,
 }
-_MEMBERS = ("name", "in_template", "instructions", "parse", "write", "said", "result")
+_MEMBERS = ("name", "uses_chat_template", "instructions", "parse", "write", "assistant_message", "result_message")
 _DESCRIBES_TOOLS = re.compile(r"\btools\b")
 _HERMES_CALL = re.compile(r"[\"']name\\?[\"']\s*:|[\"']arguments\\?[\"']\s*:")
 _OTHER_CALLS = re.compile(r"<arg_key>|<tool_calls>")  # of GLM and Apriel
@@ -126,7 +126,7 @@ def tool_call_format(asked: str | ToolCallFormat) -> ToolCallFormat:
 def detect_format(template: str) -> ToolCallFormat | None:
     """The format of which a model's chat template speaks; None if it is none that is known here.
 
-    ``in_template`` of the format says whether the template both describes tools and writes calls. Where it does not,
+    ``uses_chat_template`` of the format says whether the template both describes tools and writes calls. Where it does not,
     the format's own instructions describe them, as for DeepSeek V3.
 
     Args:
@@ -176,7 +176,7 @@ def resolve_format(asked: ToolCallFormat, template: str | None, model: str) -> T
     if asked.uses_chat_template and not (template and _DESCRIBES_TOOLS.search(template)):
         raise ConfigError(
             f"tool_call_format={asked.name!r} leaves it to the model's chat template to describe the tools, but that "
-            f"of {model!r} does not. Have the format describe them, by {type(asked).__name__}(in_template=False), or "
-            "use another one."
+            f"of {model!r} does not. Have the format describe them, by "
+            f"{type(asked).__name__}(uses_chat_template=False), or use another one."
         )
     return asked

@@ -47,7 +47,7 @@ class ToolCallFormat(Protocol):
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
         """The message that stands for a turn of the model in the conversation.
 
-        Where the chat template writes the calls (`in_template`), that is what was said without them, with the calls as
+        Where the chat template writes the calls (`uses_chat_template`), that is what was said without them, with the calls as
         ``tool_calls``; otherwise, and where a call is malformed, the text as it stands.
 
         Args:

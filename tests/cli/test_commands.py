@@ -210,10 +210,10 @@ class NotInstalled:
 sys.meta_path.insert(0, NotInstalled())
 from agentfly.cli import main as cli
 from agentfly.core.errors import ConfigError
-from agentfly.testing.fake_openai_server import FarSide, says
+from agentfly.testing.fake_openai_server import FakeOpenAIServer, says
 
 async def serve():
-    async with FarSide() as far_side:
+    async with FakeOpenAIServer() as far_side:
         far_side.always = says("low")
         asking = asyncio.to_thread(evaluate, far_side.url)
         await asking

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfly.core.errors import AcquireTimeout, APIMalformed, APIRateLimited, APIRefused, APIUnavailable, UsageError
-from agentfly.resources.apis.limits import RateLimits
 from agentfly.resources.credentials import Credentials
 from agentfly.resources.model_api import shared_usage
 from agentfly.resources.model_api.client import ModelClient
@@ -24,7 +23,7 @@ from agentfly.resources.model_api.rate_limiter import RateLimiter
 from agentfly.resources.model_api.responses import ChatCompletion, Usage
 from agentfly.resources.model_api.retry import MAX_RETRY_AFTER_S, RetryingCaller, RetryPolicy
 from agentfly.resources.model_api.shared_usage import HostUsageRegistry, SharedUsage
-from agentfly.resources.model_api.usage_window import InFlightCall, UsageWindow
+from agentfly.resources.model_api.usage_window import InFlightCall, RateLimits, UsageWindow
 from agentfly.testing.fake_openai_server import FakeOpenAIServer, delayed_reply, text_reply
 from agentfly.testing.virtual_time import run_in_virtual_time
 
@@ -452,17 +451,17 @@ def test_a_file_that_is_not_whole_is_begun_anew(tmp_path, spoilt):
 
 CALLS = """
 import asyncio, pathlib, sys
-from agentfly.resources.apis import account
-from agentfly.resources.model_api.shared_usage import Account
-from agentfly.resources.model_api.retry import Caller, Retries
+from agentfly.resources.model_api import shared_usage
 from agentfly.resources.model_api.client import ModelClient
-from agentfly.resources.model_api.rate_limiter import Gate
-from agentfly.resources.apis.limits import Limits
-from agentfly.resources.model_api.usage_window import OpenCall, Traffic
+from agentfly.resources.model_api.rate_limiter import RateLimiter
+from agentfly.resources.model_api.retry import RetryPolicy, RetryingCaller
+from agentfly.resources.model_api.shared_usage import SharedUsage
+from agentfly.resources.model_api.usage_window import InFlightCall, RateLimits, UsageWindow
 
 async def main(url, path, calls):
-    limits = Limits(max_concurrency=3, requests=6, tokens=40, window_s=0.5)
-    caller = Caller(Gate(Account(pathlib.Path(path), "boot"), limits, "m"), Retries(3, 60.0, 60.0))
+    limits = RateLimits(max_concurrency=3, requests=6, tokens=40, window_s=0.5)
+    limiter = RateLimiter(SharedUsage(pathlib.Path(path), "boot"), limits, "m")
+    caller = RetryingCaller(limiter, RetryPolicy(3, 60.0, 60.0))
     async with ModelClient(url, model="m") as client:
         send = lambda left: client.chat([{"role": "user", "content": "hello"}], call_timeout_s=left)
         await asyncio.gather(*(caller.call(send, 10) for _ in range(calls)))

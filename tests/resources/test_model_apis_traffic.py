@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfly.resources.apis.limits import DEFAULT_COMPLETION_TOKENS, IMAGE_TOKENS, RateLimits, estimate_tokens
-from agentfly.resources.model_api.usage_window import MAX_TRANSIT_S, UsageWindow
+from agentfly.resources.model_api.model_api import DEFAULT_COMPLETION_TOKENS, IMAGE_TOKENS, estimate_tokens
+from agentfly.resources.model_api.usage_window import MAX_TRANSIT_S, RateLimits, UsageWindow
 from agentfly.resources.process.procfs import ProcessIdentity
 
 LIMITS = RateLimits(max_concurrency=8, requests=None, tokens=None, window_s=60.0)

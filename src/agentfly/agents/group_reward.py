@@ -14,7 +14,7 @@ from agentfly.contexts.context import Context
 from agentfly.core.errors import RewardDefinitionError, UsageError, type_of
 from agentfly.core.trajectory import Trajectory
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
-from agentfly.resources.variables import EnvironmentVariables
+from agentfly.resources.spec import EnvironmentVariables
 
 ScoreOutcome = RewardResult | Exception | None
 """Result of a group reward for one attempt: a score, the error in the returned value, or None for no score."""

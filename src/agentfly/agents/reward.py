@@ -14,7 +14,7 @@ from agentfly.contexts.context import Context
 from agentfly.core.async_tasks import gather_or_raise
 from agentfly.core.errors import RewardDefinitionError
 from agentfly.core.trajectory import Trajectory, Turn
-from agentfly.resources.variables import EnvironmentVariables
+from agentfly.resources.spec import EnvironmentVariables
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -41,8 +41,7 @@ from agentfly.core.numbers import is_duration
 from agentfly.core.task import Task
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import EnvironmentVariables
+from agentfly.resources.spec import EnvironmentVariables, ResourceSpec
 
 
 @dataclass(frozen=True, kw_only=True)

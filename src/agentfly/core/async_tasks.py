@@ -1,14 +1,20 @@
-"""Helpers for asyncio: concurrent calls with one failure, and the check of an object's event loop."""
+"""Helpers for asyncio tasks: run several, wait with a deadline, cancel, and require one event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from agentfly.core.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+CANCEL_GRACE_S = 5.0
+"""Seconds that an operation has to end after it was cancelled. After that nobody waits for it."""
 
 
 async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -23,6 +29,52 @@ async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first = failures.exceptions[0]
         raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def wait_at_most(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
+    """Wait for ``work``, at most for a time, also if it takes no notice of being cancelled.
+
+    Raises:
+        TimeoutError: it took longer; it has been cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+    except asyncio.CancelledError:
+        await cancel_and_wait(task)
+        raise
+    if not task.done():
+        await cancel_and_wait(task)
+        raise TimeoutError(f"{what} took longer than its limit of {limit_s:g} s")
+    return task.result()
+
+
+async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end, but not for ever."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if not task.done():
+        logger.error("%r takes no notice of being cancelled and is left to itself.", task)
+        task.add_done_callback(retrieve_exception)
+    else:
+        retrieve_exception(task)
+
+
+def retrieve_exception(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # nobody waits for it; marked as seen, so that it is not reported as forgotten
+
+
+async def wait_uninterrupted(tasks: set[asyncio.Task[Any]]) -> None:
+    """Wait until every task is done, those too that are added meanwhile, however often the waiter is cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def require_running_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:

@@ -10,12 +10,11 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import datetime, time
 from decimal import Decimal
 from numbers import Integral
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
-from agentfly.core.errors import ConfigError, suggest_name
+from agentfly.core.errors import ConfigError, suggest_name, type_of
 from agentfly.core.numbers import is_duration, is_finite_number, parse_byte_size
 from agentfly.resources.resource import Resource
-from agentfly.resources.variables import repr_without_env_values
 
 _BY_REPR = (float, complex, Decimal, datetime, time)
 """Types of which different values are equal, such as -0.0 and 0.0, or the same moment in two time zones."""
@@ -51,6 +50,9 @@ def _typed_fields(value: Any) -> Iterator[Hashable]:
             continue
         yield key
 
+
+EnvironmentVariables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
+"""A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
 
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
@@ -268,3 +270,42 @@ class ResourceSpec(Generic[R_co]):
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         return parse_byte_size(self.memory)
+
+
+def normalize_env(spec: Any) -> None:
+    """Give a spec's ``env`` its one form, so that specs that mean the same are equal.
+
+    Raises:
+        ConfigError: something in it is no environment variable. No message has a value, which may be a secret.
+    """
+    given, where = spec.env, f"{type(spec).__name__}(env=…)"
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise ConfigError(f"{where} is {type_of(given)}: write a mapping, for instance {{'THREADS': '1'}}.")
+    variables: dict[str, str] = {}
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
+            raise ConfigError(
+                f"{where}: its item {number} is not a pair of texts. Write a name and a value, for instance "
+                "{'THREADS': '1'}: numbers too are text there."
+            )
+        name, value = pair
+        if not name or "=" in name or "\0" in name:
+            raise ConfigError(f"{where}: {name!r} cannot be the name of an environment variable.")
+        if "\0" in value:
+            raise ConfigError(f"{where}: the value of {name} holds a NUL, which no variable can.")
+        variables[name] = value
+    object.__setattr__(spec, "env", tuple(sorted(variables.items())))
+
+
+def repr_without_env_values(spec: Any) -> str:
+    """A spec as text, with the names of its variables and without their values, which may be secrets."""
+    shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.repr}
+    if "env" in shown:
+        try:
+            names = [*dict(spec.env)]
+        except (TypeError, ValueError):  # a kind's own, of another form
+            shown["env"] = "…"
+        else:
+            shown["env"] = "{" + ", ".join(f"{name!r}: …" for name in names) + "}"
+    return f"{type(spec).__qualname__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

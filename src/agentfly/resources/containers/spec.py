@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from agentfly.core.errors import ConfigError
 from agentfly.core.numbers import parse_byte_size
 from agentfly.resources.kind import register
-from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import EnvironmentVariables, normalize_env
+from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.containers.container import Container  # noqa: F401  (named in the base class)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from agentfly.core.async_tasks import CANCEL_GRACE_S, cancel_and_wait, wait_uninterrupted
 from agentfly.core.errors import ResourceDied, ResourceError, describe_error
 from agentfly.core.events import (
     ResourceFailed,
@@ -21,7 +22,6 @@ from agentfly.core.events import (
 )
 from agentfly.resources.engine.instances import LiveInstances
 from agentfly.resources.engine.preparation import EmitResourceEvent, Preparer
-from agentfly.resources.instances.work import CANCEL_GRACE_S, BackgroundOperation, wait_uninterrupted
 from agentfly.resources.resource import Status
 from agentfly.resources.scheduler.decisions import BackOffStarts, Decision
 from agentfly.resources.scheduler.scheduler import Scheduler
@@ -44,6 +44,63 @@ WARN_INTERVAL_S = 600.0
 """Seconds for which it is not told again that a pool's starts fail, or, whatever the pool, that a disk is full."""
 
 Spec = ResourceSpec[Any]
+
+
+Operation = Callable[[], Coroutine[Any, Any, None]]
+Report = Callable[[BaseException | None], None]
+"""Called with None when all went well, and otherwise with what went wrong."""
+
+
+class BackgroundOperation:
+    """A start or a reset under way.
+
+    Args:
+        operation: what to do.
+        limit_s: seconds it may take. It is cancelled then; it is given up if it takes no notice.
+        what: what it is called in messages.
+        report: called exactly once, unless `cancel` comes first.
+    """
+
+    def __init__(self, operation: Operation, limit_s: float, what: str, report: Report) -> None:
+        loop = asyncio.get_running_loop()
+        self._operation = operation
+        self._limit_s = limit_s
+        self._what = what
+        self._report: Report | None = report
+        self._overdue: TimeoutError | None = None
+        self._timer = loop.call_later(limit_s, self._expire)
+        self.task = loop.create_task(self._run(), name=what)
+
+    async def cancel(self) -> None:
+        """Have it end without a report; return when it has, or takes no notice."""
+        self._timer.cancel()
+        self._report = None
+        await cancel_and_wait(self.task)
+
+    async def _run(self) -> None:
+        try:
+            await self._operation()
+        except BaseException as error:
+            self._tell(self._overdue or error)
+            if not isinstance(error, Exception) and self._overdue is None:
+                raise
+        else:
+            self._tell(None)
+
+    def _tell(self, error: BaseException | None) -> None:
+        self._timer.cancel()
+        report, self._report = self._report, None
+        if report is not None:
+            report(error)
+
+    def _expire(self) -> None:
+        self._overdue = TimeoutError(f"{self._what} took longer than its limit of {self._limit_s:g} s")
+        self.task.cancel()
+        self._timer = asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        logger.error("%s takes no notice of being cancelled and is left to itself.", self._what)
+        self._tell(self._overdue)
 
 
 class InstanceController:

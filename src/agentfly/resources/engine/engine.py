@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from agentfly.core.async_tasks import require_running_loop
+from agentfly.core.async_tasks import require_running_loop, wait_uninterrupted
 from agentfly.core.errors import ConfigError, ResourceError, UsageError, error_message
 from agentfly.core.events import EventStream, LeaseGranted, LeaseRefused, LeaseReleased, LeaseRequested, ResourceEvent
 from agentfly.core.numbers import is_finite_number
@@ -26,7 +26,6 @@ from agentfly.resources.engine.preparation import Preparer
 from agentfly.resources.engine.status import EngineSnapshot, take_snapshot
 from agentfly.resources.engine.status_socket import StatusSocket
 from agentfly.resources.engine.usage import ActiveCall, ActiveCalls, Occupancy
-from agentfly.resources.instances.work import wait_uninterrupted
 from agentfly.resources.kind import validate_spec
 from agentfly.resources.process.ledger import Ledger, state_directory
 from agentfly.resources.resource import Resource, Scope, Status

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from agentfly.core.async_tasks import cancel_and_wait, wait_at_most
 from agentfly.core.errors import ResourceDied, describe_error
-from agentfly.resources.instances.work import cancel_and_wait, wait_at_most
 from agentfly.resources.resource import Resource
 
 logger = logging.getLogger(__name__)

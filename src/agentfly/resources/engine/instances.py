@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from agentfly.core.async_tasks import wait_at_most
 from agentfly.core.errors import ResourceDied, ResourceError, ResourceResetError, UsageError, describe_error
 from agentfly.core.threads.pool import THREAD_POOL
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.status_socket import StatusSocket
 from agentfly.resources.engine.usage import InstanceUsage, LeaseUsage, Occupancy
-from agentfly.resources.instances.work import wait_at_most
 from agentfly.resources.kind import create_resource, freeze_not_supported, import_object, kind_of
 from agentfly.resources.process.ledger import Ledger, LedgerEntry
 from agentfly.resources.resource import Resource, Status

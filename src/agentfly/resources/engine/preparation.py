@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, Protocol
 
+from agentfly.core.async_tasks import CANCEL_GRACE_S, wait_at_most
 from agentfly.core.errors import AgentFlyError, ResourceStartError, describe_error
 from agentfly.core.events import ResourceEvent, ResourcePrepared, ResourcePreparing
-from agentfly.resources.instances.work import CANCEL_GRACE_S, wait_at_most
 from agentfly.resources.kind import kind_of, prepare, validate_spec
 from agentfly.resources.spec import ResourceSpec, typed_key
 

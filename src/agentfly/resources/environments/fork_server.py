@@ -20,10 +20,9 @@ from agentfly.resources.environments.pickling import dumps
 from agentfly.resources.environments.private_directory import PrivateDirectory
 from agentfly.resources.environments.process_supervisor import SupervisorConfig
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.process.child import python_command, search_path
+from agentfly.resources.process.child import minimal_environment, python_command, search_path
 from agentfly.resources.process.procfs import start_time
 from agentfly.resources.spec import typed_key
-from agentfly.resources.variables import minimal_environment
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from agentfly.resources.environments.wire_types import DeclaredTypes, MalformedD
 from agentfly.resources.environments.worker import ProcessContext, SimulatorSpec
 from agentfly.resources.environments.worker_process import WorkerProcess
 from agentfly.resources.process.cgroups import writable_cgroup_parent
-from agentfly.resources.process.child import describe_exit, search_path
+from agentfly.resources.process.child import describe_exit, minimal_environment, search_path
 from agentfly.resources.process.memory_limit import MemoryLimit
-from agentfly.resources.variables import minimal_environment
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from agentfly.resources.environments import simulator
 from agentfly.resources.environments.pickling import dumps
 from agentfly.resources.environments.wire_types import DeclaredTypes
 from agentfly.resources.kind import register
-from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import EnvironmentVariables, normalize_env
+from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.environments.environment import Environment  # noqa: F401  (in the base's brackets)
@@ -48,7 +47,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
             libraries that cannot be forked.
         env: environment variables of a ``process``, as a mapping or as pairs. Of this process's it has only what
-            programs need in order to run (`agentfly.resources.variables.INHERITED_VARIABLES`), and so none that holds a secret.
+            programs need in order to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), and so none that holds a secret.
             Their values are not shown where the spec is.
         workdir: the directory that a ``process`` works in; by default one of its own, empty at first, which is removed
             when it is gone. Temporary files are always in one of its own.

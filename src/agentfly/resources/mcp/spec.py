@@ -13,8 +13,7 @@ from agentfly.core.errors import ConfigError
 from agentfly.resources.credentials import normalize_credentials
 from agentfly.resources.kind import register
 from agentfly.resources.model_api.validation import parse_address
-from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import EnvironmentVariables, normalize_env
+from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.mcp.server import MCPServer  # noqa: F401  (named in the base class)

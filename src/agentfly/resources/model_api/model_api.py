@@ -6,13 +6,13 @@ ModelAPI: a live model API, and what a tool or reward calls.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentfly.core.errors import ResourceDied, UsageError
 from agentfly.core.threads.pool import run_in_thread
-from agentfly.resources.apis.limits import RateLimits, estimate_tokens
 from agentfly.resources.credentials import Credentials, normalize_credentials
 from agentfly.resources.kind import register
 from agentfly.resources.model_api.client import ModelClient, load_certificates
@@ -21,6 +21,7 @@ from agentfly.resources.model_api.rate_limiter import EndpointUse, RateLimiter
 from agentfly.resources.model_api.responses import ChatCompletion, TextCompletion
 from agentfly.resources.model_api.retry import RetryingCaller, RetryPolicy
 from agentfly.resources.model_api.shared_usage import HOST_USAGE
+from agentfly.resources.model_api.usage_window import RateLimits
 from agentfly.resources.model_api.validation import check_parameter_names, parse_base_url
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
@@ -30,6 +31,15 @@ _PER_CALL_FIELDS = {"messages", "prompt", "model", "stream"}
 
 SPEC_ONLY_FIELDS = {"call_timeout_s", "wait_timeout_s", "retries", "connect_timeout_s", "read_timeout_s", "extra_body"}
 """Fields of the spec that are easily taken for parameters of a call."""
+
+
+BYTES_PER_TOKEN = 3
+"""Of text, at least: tokenizers of today make four of English and three of code, and the guess must not be too low."""
+
+MESSAGE_TOKENS = 8
+IMAGE_TOKENS = 1_500
+DEFAULT_COMPLETION_TOKENS = 1_024
+"""What an answer is guessed to take when the call does not limit it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,3 +255,37 @@ class ModelAPI(Resource, Judge):
         if self._client is None or self._caller is None:
             raise ResourceDied(f"{self!r} ({self.instance}) cannot be called: it was released, or never started.")
         return self._client, self._caller
+
+
+def estimate_tokens(body: Mapping[str, Any]) -> int:
+    """The most tokens that a request is likely to take: its prompt, and as many as it allows each answer.
+
+    Raises:
+        UsageError: a number of tokens or answers is none, or the prompt has no end.
+    """
+    prompt = body.get("messages", body.get("prompt", ""))
+    named = next((name for name in ("max_completion_tokens", "max_tokens") if body.get(name)), "")
+    answers = _whole(body, "n", 1) * _whole(body, named, DEFAULT_COMPLETION_TOKENS)
+    try:
+        return _tokens_in(prompt) + _tokens_in(body.get("tools", "")) + answers
+    except RecursionError:
+        raise UsageError("The messages, the prompt or the tools of a call are nested too deeply to be sent.") from None
+
+
+def _whole(body: Mapping[str, Any], name: str, otherwise: int) -> int:
+    try:
+        return max(0, operator.index(body.get(name) or otherwise))
+    except TypeError:
+        raise UsageError(f"{name}={body[name]!r}: write a whole number, without quotes.") from None
+
+
+def _tokens_in(part: Any) -> int:
+    if isinstance(part, str):
+        return -(-len(part.encode("utf-8", errors="replace")) // BYTES_PER_TOKEN)
+    if isinstance(part, Mapping):
+        if "image" in str(part.get("type", "")):
+            return IMAGE_TOKENS
+        return MESSAGE_TOKENS + sum(_tokens_in(name) + _tokens_in(value) for name, value in part.items())
+    if isinstance(part, Sequence) and not isinstance(part, bytes):
+        return sum(map(_tokens_in, part))
+    return 1  # a token id, a number

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 
 from agentfly.core.errors import AcquireTimeout, APIRefused
 from agentfly.core.shared_file import FileLocked
-from agentfly.resources.apis.limits import RateLimits
 from agentfly.resources.model_api.shared_usage import SharedUsage, wakeups
-from agentfly.resources.model_api.usage_window import AdmissionDelay, CallOutcome, UsageWindow
+from agentfly.resources.model_api.usage_window import AdmissionDelay, CallOutcome, RateLimits, UsageWindow
 from agentfly.resources.process.procfs import ProcessIdentity
 
 POLL_S = 0.05

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from agentfly.resources.apis.limits import RateLimits
 from agentfly.resources.process.procfs import ProcessIdentity
 
 MAX_TRANSIT_S = 5.0
@@ -30,6 +29,23 @@ WINDOW_BUCKETS = 60
 """Parts of a window that what is past is counted by, each rounded up."""
 
 CallOutcome = Literal["done", "slow down", "failed"]
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """What may be used of an endpoint.
+
+    Attributes:
+        max_concurrency: calls that are open at a time.
+        requests: requests in any window; None for any number.
+        tokens: tokens of prompts and answers in any window; None for any number.
+        window_s: the length of a window, in seconds.
+    """
+
+    max_concurrency: int
+    requests: int | None = None
+    tokens: int | None = None
+    window_s: float = 60.0
 
 
 @dataclass

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentfly.resources.kind import register
-from agentfly.resources.spec import ResourceSpec
-from agentfly.resources.variables import EnvironmentVariables, normalize_env
+from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
     from agentfly.resources.model_server.server import ModelServer  # noqa: F401  (named in the base class)

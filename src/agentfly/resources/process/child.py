@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from agentfly.resources.process.procfs import children
@@ -89,6 +90,15 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
+INHERITED_VARIABLES = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "LANGUAGE"),
+        *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
+        *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONUTF8"),
+    }
+)
+"""What programs and interpreters need in order to be found and to start; further ``LC_…``, for the locale."""
+
 # The path is set before anything of AgentFly is imported, so that both sides run the same code.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -106,6 +116,11 @@ def python_command(address: str, *arguments: int | str) -> list[str]:
     module, _, function = address.partition(":")
     boot = _BOOT.format(module=module, function=function)
     return [sys.executable, "-c", boot, json.dumps(search_path()), json.dumps(arguments)]
+
+
+def minimal_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process is given of this one's environment that is not to have the secrets in it."""
+    return {name: value for name, value in environment.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
 
 
 def search_path() -> list[str]:

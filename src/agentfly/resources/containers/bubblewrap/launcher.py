@@ -24,6 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from agentfly.core.async_tasks import wait_uninterrupted
 from agentfly.core.errors import PrerequisiteError
 from agentfly.core.threads.run import run_in_cancellable_thread
 from agentfly.core.tree_removal import remove_tree
@@ -59,7 +60,6 @@ from agentfly.resources.containers.runtime_directory import (
 from agentfly.resources.containers.sandbox_processes import PidNamespace, kill_with_children
 from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import HOST_IMAGE, SHELL_MOUNT, ContainerSpec, SnapshotImage
-from agentfly.resources.instances.work import wait_uninterrupted
 from agentfly.resources.process.cgroups import CgroupParent
 from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
 

@@ -11,13 +11,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from agentfly.core.async_tasks import wait_uninterrupted
 from agentfly.core.errors import ResourceStartError
 from agentfly.resources.containers.bubblewrap.launcher import LaunchedSandbox, Launcher
 from agentfly.resources.containers.image_store import rootfs_path
 from agentfly.resources.containers.runtime_directory import SHELL_DIRECTORY, remove_sandbox_directory
 from agentfly.resources.containers.sandbox_processes import InitProcess, PidNamespace, kill_with_children
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.instances.work import wait_uninterrupted
 from agentfly.resources.process.cgroups import Cgroup
 from agentfly.resources.process.procfs import has_exited
 

@@ -1,4 +1,0 @@
-"""Models behind a server of this machine.
-
-From the outside in: spec, server, server_run.
-"""

@@ -47,34 +47,34 @@ def traces(state: Path) -> list[dict[str, Any]]:
 
 MOMENTS = {
     "a sandbox is tried": """
-        from agentfly.resources.containers.bubblewrap import launcher, tiers
-        launcher._answer = here
-        tiers.probe()
+        from agentfly.resources.containers.bubblewrap import backend, launcher
+        launcher._run_briefly = here
+        backend.probe()
     """,
     "a control group is tried": """
         import os
-        from agentfly.resources import cgroups
+        from agentfly.resources.process import cgroups
         os.access = here
-        cgroups.cgroup_home()
+        cgroups.writable_cgroup_parent()
     """,
     "enroot is tried": """
         import shutil
-        from agentfly.resources.containers.enroot import trial
+        from agentfly.resources.containers.enroot import backend
         shutil.which = lambda *_: "/bin/true"
-        trial._make_namespaces = here
-        trial.try_out("/bin/true")
+        backend._make_namespaces = here
+        backend.probe_enroot("/bin/true")
     """,
     "an image is unpacked": """
         import asyncio
-        from agentfly.resources.containers import images
+        from agentfly.resources.containers import image_store
         from agentfly.resources.containers.spec import ContainerSpec
-        images.Unpacker.finish = here
-        asyncio.run(images.prepare(ContainerSpec(image=sys.argv[1])))
+        image_store.Unpacker.remove_escaping_links = here
+        asyncio.run(image_store.prepare_rootfs(ContainerSpec(image=sys.argv[1])))
     """,
     "weights are passed on": """
         from pathlib import Path
-        from agentfly.policies.vllm.weight_sync import Exchange
-        exchange = Exchange(Path("/"), Path(sys.argv[1]).parent)
+        from agentfly.policies.vllm.weight_sync import WeightTransferDirectory
+        exchange = WeightTransferDirectory(Path("/"), Path(sys.argv[1]).parent)
         (exchange._new() / "weights").touch()
         here()
     """,
@@ -108,8 +108,8 @@ def paths(entry: dict[str, Any]) -> list[str]:
 
 def test_what_is_tried_leaves_nothing_when_it_ends(state: Path) -> None:
     program = """
-from agentfly.resources.containers.bubblewrap import tiers
-tiers.probe()
+from agentfly.resources.containers.bubblewrap import backend
+backend.probe()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert not [*state.glob("*.ledger")]

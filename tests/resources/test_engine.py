@@ -668,7 +668,7 @@ def test_an_instance_that_is_checked_while_it_goes_is_not_said_to_have_broken(pl
     with events.subscribed(lambda event: told.append(type(event).__name__)):
         play(scene, events=events)
     assert "ResourceStopped" in told
-    assert "ResourceBroke" not in told
+    assert "ResourceFailed" not in told
 
 
 def test_a_spec_that_cannot_say_what_it_has_prepared_fails_its_request_only_and_leaves_nothing(play):
@@ -950,7 +950,7 @@ def test_every_request_and_instance_can_be_followed_in_the_events(play):
     assert told == [
         *("LeaseRequested", "ResourceStarting", "ResourceStarted", "LeaseGranted"),
         *("LeaseRequested", "LeaseRequested", "LeaseRefused", "LeaseRefused"),
-        *("LeaseReleased", "ResourceReset", "ResourceBroke", "ResourceStopped"),
+        *("LeaseReleased", "ResourceReset", "ResourceFailed", "ResourceStopped"),
     ]
 
 

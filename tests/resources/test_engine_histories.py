@@ -156,8 +156,8 @@ class History:
         assert sum(self.by_name[kind].cpus * number for kind, number in alive.items()) <= BUDGET.cpus
         self.check_leases()
         for pool in pools.values():
-            assert pool.turn() is None, "somebody waits for what is free"
-        answers, waiters = self.engine._answers, self.engine._scheduler._books.waiters
+            assert pool.next_grant() is None, "somebody waits for what is free"
+        answers, waiters = self.engine._pending, self.engine._scheduler._books.waiters
         assert {number for number, answer in answers.items() if not answer.is_settled} <= waiters.keys()
         assert waiters.keys() <= answers.keys(), "something is waited for by nobody"
 

@@ -320,8 +320,8 @@ def test_a_spare_directory_that_others_can_write_is_not_trusted(tmp_path, spare)
 FORKS = """
 import asyncio, os, sys
 from pathlib import Path
-from agentfly.resources import ledger
 from agentfly.resources.engine.engine import ResourceEngine
+from agentfly.resources.process import ledger
 from agentfly.testing.fake_resource import FakeSpec
 
 state = Path(sys.argv[1])
@@ -329,7 +329,7 @@ state = Path(sys.argv[1])
 async def child():
     async with ResourceEngine(ledger=state) as engine:
         await engine.acquire(FakeSpec(), "child")
-        owners = sorted(ledger.read(path)[0].pid for path in state.glob("*.ledger"))
+        owners = sorted(ledger.read_ledger(path)[0].pid for path in state.glob("*.ledger"))
         assert owners == sorted([os.getpid(), os.getppid()]), owners
 
 async def parent():
@@ -340,7 +340,7 @@ async def parent():
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         (path,) = state.glob("*.ledger")
-        assert len(ledger.read(path)[1]) == 1
+        assert len(ledger.read_ledger(path)[1]) == 1
 
 asyncio.run(parent())
 assert not list(state.iterdir())

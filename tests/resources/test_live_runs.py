@@ -104,7 +104,7 @@ async def test_any_number_may_look_at_once_and_who_reads_nothing_holds_up_nobody
         await engine.acquire(FakeSpec(name="box"), "owner")
         looks = await asyncio.gather(*(find_runs(tmp_path) for _ in range(10)))
         assert [run.no_answer_reason for (run,) in looks] == [""] * 10
-        monkeypatch.setattr(engine._lifecycle._window, "_look", lambda: {"pools": [], "much": "x" * 2**22})
+        monkeypatch.setattr(engine._lifecycle._window, "_snapshot", lambda: {"pools": [], "much": "x" * 2**22})
         (path,) = tmp_path.glob("*.sock")
         with contextlib.ExitStack() as sockets:
             for _ in range(3):
@@ -167,7 +167,7 @@ def test_what_dead_processes_left_where_no_engine_listens_is_two_lines_however_m
             with socket.socket(socket.AF_UNIX) as closed:
                 closed.bind(str(address))
         traces = {"address": f"unix://{address}"}
-        kinds = ("own_images:reap_images", traces), ("backend:reap", {"docker": traces | {"instance": "box"}})
+        kinds = ("images:reap_images", traces), ("backend:reap", {"docker": traces | {"instance": "box"}})
         book = Ledger(tmp_path)
         for kind, left in kinds:
             place = "agentfly.resources.containers" + (".docker" if "images" in kind else "")

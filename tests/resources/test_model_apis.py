@@ -200,7 +200,7 @@ async def test_all_leases_of_an_endpoint_share_its_limits_whatever_pool_or_engin
             await api_of(other, far_side, max_concurrency=3),
         ]
         calls = [asyncio.create_task(api.chat(HELLO)) for api in apis for _ in range(5)]
-        await far_side.until(lambda: far_side.open == 3)
+        await far_side.wait_until(lambda: far_side.open == 3)
         assert [api.use().open_calls for api in apis] == [3, 3, 3]
         go.set()
         await asyncio.gather(*calls)
@@ -218,11 +218,11 @@ async def test_fifty_calls_that_are_cancelled_leave_nothing_open_on_either_side(
     far_side.default_reply = behaviour.never_replies
     api = await api_of(engine, far_side, max_concurrency=50)
     calls = [asyncio.create_task(api.chat(HELLO)) for _ in range(50)]
-    await far_side.until(lambda: far_side.open == 50)
+    await far_side.wait_until(lambda: far_side.open == 50)
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
-    await far_side.until(lambda: far_side.open == 0)
+    await far_side.wait_until(lambda: far_side.open == 0)
     assert api.use().open_calls == 0
 
 

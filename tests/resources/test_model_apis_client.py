@@ -198,7 +198,7 @@ async def test_a_deadline_ends_a_call_whatever_the_far_side_does(far_side, answe
     async with client_of(far_side) as client:
         with pytest.raises(APIUnavailable, match=r"within 0\.3 s \(call_timeout_s\)"):
             await client.chat(HELLO, call_timeout_s=0.3)
-    await far_side.until(lambda: far_side.open == 0)
+    await far_side.wait_until(lambda: far_side.open == 0)
 
 
 @pytest.mark.parametrize("answer", [behaviour.never_replies, behaviour.stalls_in_body])
@@ -243,7 +243,7 @@ async def test_a_huge_answer_is_read_only_so_far(far_side, status):
 
     error = await failure_of(far_side, floods, max_answer_bytes=100_000)
     assert type(error) is (APIMalformed if status == 200 else APIUnavailable)
-    await far_side.until(lambda: far_side.open == 0)
+    await far_side.wait_until(lambda: far_side.open == 0)
     assert len(sent) < 50_000_000
 
 
@@ -278,10 +278,10 @@ async def test_fifty_calls_that_are_cancelled_leave_no_request_open(far_side):
     far_side.default_reply = behaviour.never_replies
     async with client_of(far_side) as client:
         calls = [asyncio.create_task(client.chat(HELLO)) for _ in range(50)]
-        await far_side.until(lambda: far_side.open == 50)
+        await far_side.wait_until(lambda: far_side.open == 50)
         for call in calls:
             call.cancel()
-        await far_side.until(lambda: far_side.open == 0)
+        await far_side.wait_until(lambda: far_side.open == 0)
         assert all(call.cancelled() for call in calls)
         far_side.default_reply = text_reply("still there")
         assert (await client.chat(HELLO)).text == "still there"

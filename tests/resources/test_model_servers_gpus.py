@@ -50,8 +50,9 @@ async def test_servers_that_say_so_share_a_device_and_leave_the_others_free(dire
 
 async def test_what_a_dead_process_had_is_free(directory: Path) -> None:
     program = (
-        "import asyncio, sys; from pathlib import Path; from agentfly.resources.model_server.gpu_allocator import GPUs; "
-        "asyncio.run(GPUs(Path(sys.argv[1]), ('0',)).claim('a', 1, 1))"
+        "import asyncio, sys; from pathlib import Path; "
+        "from agentfly.resources.model_server.gpu_allocator import GPUAllocator; "
+        "asyncio.run(GPUAllocator(Path(sys.argv[1]), ('0',)).allocate('a', 1, 1))"
     )
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program, str(directory)], check=True)
     assert await GPUAllocator(directory, ("0",)).allocate("b", 1, 1) == ("0",)

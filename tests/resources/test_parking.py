@@ -241,7 +241,7 @@ def test_a_frozen_instance_that_dies_is_noticed_by_its_check_without_a_thaw(play
 def test_a_shared_instance_is_frozen_only_when_none_of_its_owners_is_in_a_call(play):
     async def scene(engine, spec):
         leases = [await engine.acquire(spec, owner, scope=Scope.GLOBAL) for owner in "ab"]
-        with engine.calling("b"):
+        with engine.active_call("b"):
             await leases[0].resource.use()
             await asyncio.sleep(A_MOMENT)
             assert not spec.world.frozen
@@ -330,7 +330,7 @@ def test_held_and_busy_time_are_measured_for_each_lease_instance_and_pool(play):
         (pool,) = engine.snapshot().pools
         (instance,) = pool.instances
         assert (instance.held_seconds, instance.busy_seconds) == pytest.approx((11, 4))
-        with engine.calling("a"):
+        with engine.active_call("a"):
             await asyncio.sleep(3)
         await engine.release(lease)
         await asyncio.sleep(5)
@@ -424,7 +424,7 @@ async def live_through(seed, directory):
     async def rollout(engine, owner):
         with contextlib.suppress(ResourceDied, LeaseExpired, ResourceStartError):
             for _ in range(draw.randrange(1, 5)):
-                with engine.calling(owner) if draw.random() < 0.7 else contextlib.nullcontext():
+                with engine.active_call(owner) if draw.random() < 0.7 else contextlib.nullcontext():
                     lease = await engine.acquire(spec, owner)
                     uses = [asyncio.create_task(lease.resource.use()) for _ in range(draw.randrange(1, 3))]
                     if draw.random() < 0.2:

@@ -366,7 +366,9 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert self.now >= wait.request.deadline
             for spec in wait.wanted:
                 if spec.label in str(error) and self.alive[spec] == spec.capacity:
-                    holders = [h.owner for h in self.held.values() if h.instance.pool.spec == spec and not h.death]
+                    holders = [
+                        h.owner for h in self.held.values() if h.instance.pool.spec == spec and not h.death_error
+                    ]
                     assert all(f"{owner} has {spec.name}" in str(error) for owner in holders)
         if isinstance(error, DeadlockBroken):
             holds = any(holding.owner == wait.request.owner for holding in self.held.values())

@@ -33,15 +33,15 @@ def test_a_writing_that_was_cut_leaves_what_was_there_before(tmp_path: Path, wri
 
 COUNT = """
 import pathlib, sys, time
-from agentfly.core.shared_file import Busy, hold
+from agentfly.core.shared_file import FileLocked, lock_file
 
 left = int(sys.argv[2])
 while left:
     try:
-        with hold(pathlib.Path(sys.argv[1])) as file:
+        with lock_file(pathlib.Path(sys.argv[1])) as file:
             file.write(b"%d" % (int(file.read() or 0) + 1) + b" " * 20000)
         left -= 1
-    except Busy:
+    except FileLocked:
         time.sleep(0.0001)
 """
 

@@ -54,9 +54,7 @@ def as_ordinary_user(place: Path, source: str) -> None:
     for directory, folders, files in os.walk(place.parent):
         for name in (*folders, *files, "."):
             os.chown(Path(directory) / name, 65534, 65534)
-    drop = (
-        "import os; from agentfly.resources import tree_removal; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
-    )
+    drop = "import os; from agentfly.core import tree_removal; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
     reachable = f"import os; os.chdir({str(place.parent)!r}); "
     relative = source.replace(repr(str(place)), repr(place.name))
     subprocess.run([sys.executable, "-c", reachable + drop + relative], check=True)

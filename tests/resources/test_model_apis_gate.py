@@ -417,8 +417,8 @@ async def test_a_stopped_process_that_holds_the_file_is_not_waited_for(tmp_path,
     path = tmp_path / "x.traffic"
     program = (
         "import sys, pathlib, signal, os\n"
-        "from agentfly.core.shared_file import hold\n"
-        "with hold(pathlib.Path(sys.argv[1])):\n"
+        "from agentfly.core.shared_file import lock_file\n"
+        "with lock_file(pathlib.Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
     )

@@ -1,4 +1,4 @@
-"""A stand-in for a model server: speaks the protocol of `agentfly.resources.model_server.vllm_command`, and misbehaves as told.
+"""A fake model server: speaks the protocol of `agentfly.resources.model_server.vllm_command`, and can misbehave.
 
     python stand_in_model_server.py LISTENER OPTION...
 

@@ -227,7 +227,7 @@ async def live_through(seed, steps, directory):
 class Inline:
     """Stands for threads and for the disk, neither of which these histories are about."""
 
-    def begin(self, function, /, *args, **kwargs):
+    def start(self, function, /, *args, **kwargs):
         future = asyncio.get_running_loop().create_future()
         future.set_result(None)
         return future

@@ -204,7 +204,7 @@ async def test_all_leases_of_an_endpoint_share_its_limits_whatever_pool_or_engin
         assert [api.use().open_calls for api in apis] == [3, 3, 3]
         go.set()
         await asyncio.gather(*calls)
-    assert far_side.most_open == 3
+    assert far_side.max_open == 3
 
 
 async def test_any_number_of_owners_share_one_instance(engine, far_side):

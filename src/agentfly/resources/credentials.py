@@ -1,4 +1,4 @@
-"""Credentials: what a far side wants to see in its headers, taken from the environment and shown to nobody else."""
+"""Credentials: authentication headers for a server, read from the environment and never shown."""
 
 from __future__ import annotations
 

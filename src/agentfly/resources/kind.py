@@ -1,7 +1,7 @@
-"""Which resource a spec describes, and how an orphan of it is removed.
+"""ResourceKind: the resource that a spec describes, and the function that removes its orphans.
 
-A kind of resource is a spec, a resource, a name, and a function that removes what a dead process left of it. Each may
-be given as itself or as ``"module:Name"``, which is imported when it is first needed.
+A kind consists of a spec class, a resource class, a name, and a function that removes what a dead process has left.
+Each may be given as an object or as ``"module:Name"``, which is imported when it is first needed.
 """
 
 from __future__ import annotations

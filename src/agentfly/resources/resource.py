@@ -1,7 +1,4 @@
-"""Resource: a live instance of a spec.
-
-Scope: how long a lease lasts.
-"""
+"""Resource: a live instance of a spec; and Scope: how long a lease of it lasts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What makes two specs the same: equal values of the same types, however deep they lie.
+"""ResourceSpec: a frozen, typed description of something that a tool or reward needs.
 
-ResourceSpec: a frozen, typed description of something that a tool or reward needs.
+Two specs are the same if their fields have equal values of equal types, at any depth.
 """
 
 from __future__ import annotations

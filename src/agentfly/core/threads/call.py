@@ -1,4 +1,4 @@
-"""ThreadCall: a call that is made on a thread, and how what comes of it gets to an event loop."""
+"""ThreadCall: one call made on a thread, and the delivery of its result to an event loop or future."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class ThreadExit(Exception):
-    """A function on a thread raised ``error``, which in an event loop would end more than the call of this function."""
+    """A function on a thread raised ``error``, which would end more than this call if it reached the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -25,40 +25,40 @@ class FutureLike(Protocol[T_contra]):
     """A future, of asyncio or of threads."""
 
     def done(self) -> bool:
-        """Whether nothing can be told to it any more."""
+        """Whether it already has a result or an exception."""
         ...
 
     def set_result(self, result: T_contra, /) -> None:
-        """Tell what came of the call."""
+        """Set the result of the call."""
         ...
 
     def set_exception(self, exception: BaseException, /) -> None:
-        """Tell why nothing came of it."""
+        """Set the exception of the call."""
         ...
 
 
 class CompletionSink(Protocol):
-    """Where threads tell what came of calls."""
+    """Delivers the results of calls that threads have made."""
 
     def put(self, call: ThreadCall[Any]) -> None:
-        """Have a call settled. Runs on any thread."""
+        """Schedule the delivery of a finished call. Runs on any thread."""
         ...
 
 
 class ThreadCall(Generic[T]):
-    """A call to be made on a thread, with the context variables of the task that asks for it.
+    """A call to be made on a thread, with the context variables of the task that requests it.
 
     Args:
-        mailbox: of the one who asks.
-        outcome: what is to be told what comes of it.
-        function: what is called, with ``arguments`` and ``keywords``.
-        counts_toward_limit: whether the thread that makes it counts against a limit.
+        sink: delivers the result to the requester.
+        outcome: the future that gets the result.
+        function: the function to call with ``arguments`` and ``keywords``.
+        counts_toward_limit: whether the thread that makes the call counts toward the limit.
 
     Attributes:
         counted: whether its thread counts as working.
-        counted_as_abandoned: whether its thread counts as lost, because nobody waits for the call any more and it has not returned.
-        started: whether a thread has it.
-        abandoned: whether nobody waits for it any more.
+        counted_as_abandoned: whether its thread counts as abandoned: no one waits for the call any more.
+        started: whether a thread has taken it.
+        abandoned: whether no one waits for it any more.
         ended: whether it has returned or raised.
     """
 
@@ -67,9 +67,9 @@ class ThreadCall(Generic[T]):
         "_error",
         "_function",
         "_keywords",
-        "_mailbox",
         "_outcome",
         "_result",
+        "_sink",
         "_variables",
         "abandoned",
         "counted",
@@ -81,15 +81,15 @@ class ThreadCall(Generic[T]):
 
     def __init__(
         self,
-        mailbox: CompletionSink,
+        sink: CompletionSink,
         outcome: FutureLike[T],
         function: Callable[..., T],
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
         *,
-        bounded: bool = False,
+        counts_toward_limit: bool = False,
     ) -> None:
-        self._mailbox = mailbox
+        self._sink = sink
         self._function = function
         self._arguments = arguments
         self._keywords = keywords
@@ -97,12 +97,12 @@ class ThreadCall(Generic[T]):
         self._result: Any = None
         self._error: BaseException | None = None
         self._outcome = outcome
-        self.counts_toward_limit = bounded
+        self.counts_toward_limit = counts_toward_limit
         self.counted = self.counted_as_abandoned = self.started = self.abandoned = self.ended = False
 
     @property
     def name(self) -> str:
-        """What the function calls itself."""
+        """The qualified name of the function."""
         function = getattr(self._function, "func", self._function)
         return str(getattr(function, "__qualname__", type(function).__name__))
 
@@ -115,16 +115,16 @@ class ThreadCall(Generic[T]):
         self.ended = True
 
     def publish(self) -> None:
-        """Tell what came of it. Runs on the thread."""
-        self._mailbox.put(self)
+        """Pass the finished call to its sink. Runs on the thread."""
+        self._sink.put(self)
 
     def reject(self, error: Exception) -> None:
-        """It will not be made. Runs on any thread."""
+        """Fail the call without making it. Runs on any thread."""
         self._error = error
-        self._mailbox.put(self)
+        self._sink.put(self)
 
     def settle(self) -> None:
-        """Hand over what came of it. Runs where the outcome lives."""
+        """Set the result or exception of the future. Runs where the future lives."""
         outcome, error, result = self._outcome, self._error, self._result
         self._error = self._result = None
         if outcome.done():
@@ -138,7 +138,7 @@ class ThreadCall(Generic[T]):
 
 
 class LoopCompletionSink:
-    """What threads have to tell to one event loop, which is woken once for all that has come."""
+    """Delivers results to one event loop, which is woken once for all pending results."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -146,7 +146,7 @@ class LoopCompletionSink:
         self._woken = False
 
     def put(self, call: ThreadCall[Any]) -> None:
-        """Have a call settled by the loop. Runs on any thread."""
+        """Have the loop settle a call. Runs on any thread."""
         self._ended.append(call)
         if self._woken:
             return
@@ -155,7 +155,7 @@ class LoopCompletionSink:
         try:
             if loop is not None:
                 loop.call_soon_threadsafe(self._settle)
-        except RuntimeError:  # the loop was closed meanwhile, so nobody waits any more
+        except RuntimeError:  # the loop is closed, so no one waits any more
             self._woken = False
             self._ended.clear()
 
@@ -166,7 +166,7 @@ class LoopCompletionSink:
 
 
 class InlineCompletionSink:
-    """Settles calls on the threads that made them, for those who wait without an event loop."""
+    """Settles calls on the threads that made them, for callers without an event loop."""
 
     def put(self, call: ThreadCall[Any]) -> None:
         """Settle a call."""

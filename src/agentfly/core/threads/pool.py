@@ -1,8 +1,8 @@
-"""Threads: the threads for what may block, which are used again.
+"""ThreadPool: reusable daemon threads for work that may block.
 
-Starting a thread holds up the event loop until the new thread has had the interpreter's lock, and asyncio's own threads
-are too few for functions of users, which may hold them for long. So calls go to idle threads, and a new one is started
-where there is none. All are daemons: the end of the process waits for none of them.
+Starting a thread holds up the event loop until the new thread has acquired the interpreter lock. asyncio's own thread
+pool is too small for users' functions, which may block for long. Calls therefore go to idle threads, and a new thread
+is started only if none is idle. All threads are daemons: the end of the process does not wait for them.
 """
 
 from __future__ import annotations
@@ -27,99 +27,100 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LIMIT_VARIABLE = "AGENTFLY_MAX_THREADS"
-"""The environment variable that says how many threads may be at users' functions."""
+"""The environment variable for the maximum number of threads that run users' functions."""
 
 DEFAULT_LIMIT = 4096
-"""How many threads may be at users' functions if nothing else is said."""
+"""The default maximum number of threads that run users' functions."""
 
 THREAD_IDLE_TIMEOUT_S = 30.0
-"""Seconds after which a thread without work ends."""
+"""Seconds after which an idle thread ends."""
 
 FIRST_WARNING_AT = 16
-"""From so many abandoned calls on the user is told, and again whenever their number has doubled."""
+"""The number of abandoned calls that triggers the first warning. Each doubling triggers another."""
 
 logger = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Threads for calls that may block. An idle one takes the next call; where there is none, one is started.
+    """A pool of threads for calls that may block. An idle thread takes the next call; otherwise a new one is started.
 
-    Calls of users' functions (`call`) are bounded: beyond ``limit`` threads at such functions the next calls wait for
-    their turn. Two kinds of calls must not take the threads from others:
+    At most ``limit`` threads run users' functions (`call`); further calls wait in a queue. Two kinds of calls must not
+    use up the limit:
 
-    * A call that waits for the event loop (`not_counted_while_waiting`) does not count, because what it waits for may need a thread.
-    * A call whose caller has given up is abandoned: its thread goes on, since no thread can be stopped, and another one
-      takes its place, until all ``limit`` threads are at abandoned calls. Then further calls fail.
+    * A call that waits for the event loop (`not_counted_while_waiting`) does not count, because the loop may need a
+      thread to serve it.
+    * A call whose caller was cancelled is abandoned. Its thread runs on, since no thread can be stopped, and a new
+      thread replaces it, until all ``limit`` threads run abandoned calls. Then further calls fail.
 
-    AgentFly's own work (`start`) is not bounded, because what gives resources back must not wait for users' functions.
+    AgentFly's own work (`start`) is not limited, because releasing resources must not wait for users' functions.
 
     Args:
-        limit: the most threads at users' functions; by default ``$AGENTFLY_MAX_THREADS``, or `DEFAULT_LIMIT`.
-        idle_s: seconds after which a thread without work ends.
+        limit: the most threads that run users' functions; by default ``$AGENTFLY_MAX_THREADS``, or `DEFAULT_LIMIT`.
+        idle_s: seconds after which an idle thread ends.
     """
 
     def __init__(self, limit: int | None = None, *, idle_s: float = THREAD_IDLE_TIMEOUT_S) -> None:
         self._given_limit = limit
         self._idle_s = idle_s
         self._reset()
-        begin_empty = weakref.WeakMethod(self._reset)
+        reset = weakref.WeakMethod(self._reset)
 
         def forget_threads() -> None:
-            if (forget := begin_empty()) is not None:
+            if (forget := reset()) is not None:
                 forget()
 
         os.register_at_fork(after_in_child=forget_threads)
 
     def _reset(self) -> None:
-        """Have no thread, as at first and in a process that was forked: no thread has come along."""
+        """Start without threads, initially and in a forked process, which inherits no thread."""
         self._lock = threading.Lock()
         self._idle: list[_WorkerThread] = []
         self._queue: deque[ThreadCall[Any]] = deque()
         self._working = 0
-        self._lost = 0
-        self._abandoned_functions: Counter[str] = Counter()  # the functions of lost calls
-        self._told_of_limit = False
+        self._abandoned = 0
+        self._abandoned_functions: Counter[str] = Counter()  # by name, of abandoned calls that have not returned
+        self._warned_of_limit = False
         self._warn_at = FIRST_WARNING_AT
-        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCompletionSink] = (
+        self._sinks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCompletionSink] = (
             weakref.WeakKeyDictionary()
         )
-        self._here = threading.local()
+        self._current = threading.local()
 
     @property
     def limit(self) -> int:
-        """The most threads at users' functions.
+        """The most threads that run users' functions.
 
         Raises:
-            ConfigError: the environment variable that says so is no number above 0.
+            ConfigError: the environment variable is not a whole number of at least 1.
         """
         if self._given_limit is None:
-            said = os.environ.get(LIMIT_VARIABLE, str(DEFAULT_LIMIT))
-            if not said.isdecimal() or not int(said):
-                raise ConfigError(f"{LIMIT_VARIABLE}={said!r}: it must be a whole number of at least 1.")
-            self._given_limit = int(said)
+            text = os.environ.get(LIMIT_VARIABLE, str(DEFAULT_LIMIT))
+            if not text.isdecimal() or not int(text):
+                raise ConfigError(f"{LIMIT_VARIABLE}={text!r}: it must be a whole number of at least 1.")
+            self._given_limit = int(text)
         return self._given_limit
 
     @property
     def abandoned_calls(self) -> int:
-        """How many calls of users' functions have not returned though nobody waits for them any more."""
-        return self._lost
+        """The number of abandoned calls of users' functions that have not returned."""
+        return self._abandoned
 
     async def call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
         """Call a user's function on a thread, with the caller's context variables, and return what it returns.
 
-        When the caller is cancelled, the function goes on, and nobody hears of it.
+        If the caller is cancelled, the function runs on and its result is discarded.
 
         Raises:
-            PrerequisiteError: there is no thread for it, and there will be none.
-            ThreadExit: it raised something that is no `Exception`.
-            Exception: what it raises.
+            PrerequisiteError: no thread is available for it, and none will be.
+            ThreadExit: it raised something other than an `Exception`.
+            Exception: any exception that it raises.
         """
-        call, outcome = self.new_call(function, (), arguments, bounded=True)
+        call, outcome = self.new_call(function, (), arguments, counts_toward_limit=True)
         self._start_counted(call)
         return await self.result_of(call, outcome)
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Have a thread call a function at once; not for users' functions. Cancelling the future does not stop it.
+        """Call a function on a thread at once; not for users' functions. Cancelling the future does not stop it.
 
         Raises:
             PrerequisiteError: no thread can be started.
@@ -132,7 +133,7 @@ class ThreadPool:
         return outcome
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
-        """The same for those who have no event loop, or block it.
+        """Like `start`, for callers that have no event loop or block it.
 
         Raises:
             PrerequisiteError: no thread can be started.
@@ -145,8 +146,8 @@ class ThreadPool:
 
     @contextmanager
     def not_counted_while_waiting(self) -> Iterator[None]:
-        """Within the block the running thread waits for an event loop, and so for what other calls do."""
-        call: ThreadCall[Any] | None = getattr(self._here, "call", None)
+        """Do not count the running thread within the block, in which it waits for an event loop."""
+        call: ThreadCall[Any] | None = getattr(self._current, "call", None)
         if call is None or not call.counts_toward_limit:
             yield
             return
@@ -162,21 +163,26 @@ class ThreadPool:
                 if not call.abandoned:
                     self._count(call)
 
-    # --- for what makes calls on these threads ------------------------------------------------------------------------
+    # --- for other callers of these threads -------------------------------------------------------------------------
 
     def new_call(
-        self, function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bounded: bool = False
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        counts_toward_limit: bool = False,
     ) -> tuple[ThreadCall[T], asyncio.Future[T]]:
-        """A call that the running event loop asks for, and what will come of it."""
+        """A call requested by the running event loop, and the future of its result."""
         loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes.get(loop)
-        if mailbox is None:
-            mailbox = self._mailboxes[loop] = LoopCompletionSink(loop)
+        sink = self._sinks.get(loop)
+        if sink is None:
+            sink = self._sinks[loop] = LoopCompletionSink(loop)
         outcome: asyncio.Future[T] = loop.create_future()
-        return ThreadCall(mailbox, outcome, function, args, kwargs, bounded=bounded), outcome
+        return ThreadCall(sink, outcome, function, args, kwargs, counts_toward_limit=counts_toward_limit), outcome
 
     async def result_of(self, call: ThreadCall[T], outcome: asyncio.Future[T]) -> T:
-        """What comes of a call, which is abandoned if the caller is cancelled."""
+        """Wait for the result of a call, which is abandoned if the caller is cancelled."""
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -184,13 +190,13 @@ class ThreadPool:
             raise
 
     def claim(self, call: ThreadCall[Any]) -> bool:
-        """A thread is about to make a call that waited for it; False if nobody waits for the call any more."""
+        """Note that a thread is about to make a queued call. Returns False if no one waits for the call any more."""
         with self._lock:
             call.started = not call.abandoned
             return call.started
 
     def finish(self, call: ThreadCall[Any]) -> None:
-        """A thread has made a call, and that thread is no other's."""
+        """Note that a dedicated thread has made a call."""
         with self._lock:
             self._uncount(call)
 
@@ -199,7 +205,7 @@ class ThreadPool:
     def _start_counted(self, call: ThreadCall[Any]) -> None:
         limit = self.limit
         with self._lock:
-            full = self._working + self._lost >= limit
+            full = self._working + self._abandoned >= limit
             hopeless = full and not self._working
             if not full:
                 self._count(call)
@@ -213,7 +219,7 @@ class ThreadPool:
             self._assign_counted(call)
 
     def _assign_counted(self, call: ThreadCall[Any] | None) -> None:
-        """Have a call made that counts already. Where no thread can be started, it waits for one that works."""
+        """Assign a call that already counts. If no thread can be started, it waits for a working one."""
         if call is None:
             return
         try:
@@ -247,29 +253,29 @@ class ThreadPool:
             raise self._refusal(f"the system refuses to start another one ({error})") from error
 
     def _worker_main(self, worker: _WorkerThread) -> None:
-        """Make calls, one after another, until there is none for a while. Runs on the thread."""
-        thread, here = threading.current_thread(), self._here
-        if (trace := threading.gettrace()) is not None:  # of debuggers, and of who counts the lines that are tested
+        """Make calls, one after another, until the thread has been idle for a while. Runs on the thread."""
+        thread, current = threading.current_thread(), self._current
+        if (trace := threading.gettrace()) is not None:  # of debuggers and coverage tools
             sys.settrace(trace)
         call = worker.call
         while call is not None:
             worker.call = None
             thread.name = f"agentfly {call.name}"
-            here.call = call
+            current.call = call
             if not call.abandoned:
                 call.run()
-            here.call = None
+            current.call = None
             with self._lock:
                 self._uncount(call)
                 following = self._next_queued()
                 if following is None:
-                    self._idle.append(worker)  # before the result is told, because what comes of it may be a call
+                    self._idle.append(worker)  # before the result is published, because that may lead to the next call
             call.publish()
             del call
             call = self._next_call(worker) if following is None else following
 
     def _next_call(self, worker: _WorkerThread) -> ThreadCall[Any] | None:
-        """The next call that an idle thread is given; None if it is to end. Runs on the thread."""
+        """Wait for the next call of an idle thread; None if it should end. Runs on the thread."""
         while not worker.sleep(self._idle_s):
             with self._lock:
                 if worker in self._idle:
@@ -278,15 +284,15 @@ class ThreadPool:
         return worker.call
 
     def _next_queued(self) -> ThreadCall[Any] | None:
-        """The next call that may be made, counted. The lock is held."""
-        while self._queue and self._working + self._lost < self.limit:
+        """Take the next queued call that may be made, and count it. The lock is held."""
+        while self._queue and self._working + self._abandoned < self.limit:
             call = self._queue.popleft()
             if not call.abandoned:
                 self._count(call)
                 return call
         return None
 
-    # --- who counts; the lock is held ---------------------------------------------------------------------------------
+    # --- counting; the lock is held -----------------------------------------------------------------------------------
 
     def _count(self, call: ThreadCall[Any]) -> None:
         call.started = call.counted = True
@@ -298,17 +304,17 @@ class ThreadPool:
             self._working -= 1
         elif call.counted_as_abandoned:
             call.counted_as_abandoned = False
-            self._lost -= 1
+            self._abandoned -= 1
             self._abandoned_functions[call.name] -= 1
 
     def _count_abandoned(self, call: ThreadCall[Any]) -> None:
         self._uncount(call)
         call.counted_as_abandoned = True
-        self._lost += 1
+        self._abandoned += 1
         self._abandoned_functions[call.name] += 1
 
     def _abandon(self, call: ThreadCall[Any]) -> None:
-        """Nobody waits for a call any more."""
+        """Note that no one waits for a call any more."""
         stranded: list[ThreadCall[Any]] = []
         with self._lock:
             call.abandoned = True
@@ -319,37 +325,37 @@ class ThreadPool:
             if following is None and not self._working:
                 stranded = [*self._queue]
                 self._queue.clear()
-            lost = self._lost
-            tell = lost >= self._warn_at
-            if tell:
-                self._warn_at = 2 * lost
+            abandoned = self._abandoned
+            warn = abandoned >= self._warn_at
+            if warn:
+                self._warn_at = 2 * abandoned
         self._assign_counted(following)
-        for one in stranded:
-            one.reject(self._refusal(f"all {self.limit} threads that there may be are taken"))
-        if tell:
+        for queued in stranded:
+            queued.reject(self._refusal(f"all {self.limit} threads that there may be are taken"))
+        if warn:
             logger.warning(
                 "%d threads are at sync functions that were given up and have not returned: %s. No thread can be "
                 "stopped from outside; each takes memory, and processor time unless it just waits. Give what they wait "
                 "for a time limit of its own, or make them async.",
-                lost,
+                abandoned,
                 self._names(),
             )
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def _names(self) -> str:
         return ", ".join(f"{name} ({count})" for name, count in self._abandoned_functions.most_common(5) if count > 0)
 
     def _refusal(self, found: str) -> PrerequisiteError:
-        hang = f"; {self._lost} are at functions that were given up and do not return: {self._names()}"
+        hang = f"; {self._abandoned} are at functions that were given up and do not return: {self._names()}"
         return PrerequisiteError(
-            f"There is no thread for a call: {found}{hang if self._lost else ''}. Raise the limit (ulimit -u, the "
+            f"There is no thread for a call: {found}{hang if self._abandoned else ''}. Raise the limit (ulimit -u, the "
             f"container's limit on pids, {LIMIT_VARIABLE}), run fewer rollouts at a time, or make sync functions async."
         )
 
     def _warn_of_limit(self, found: str) -> None:
-        if not self._told_of_limit:
-            self._told_of_limit = True
+        if not self._warned_of_limit:
+            self._warned_of_limit = True
             logger.warning(
                 "%s, so sync functions wait for one another from now on. Raise the limit, run fewer rollouts at a "
                 "time, or make the functions async. This is not told again.",
@@ -358,7 +364,7 @@ class ThreadPool:
 
 
 class _WorkerThread:
-    """One thread, as far as others wake it."""
+    """One thread of the pool, which others wake with the next call."""
 
     __slots__ = ("_woken", "call")
 
@@ -368,25 +374,25 @@ class _WorkerThread:
         self._woken.acquire()
 
     def wake(self, call: ThreadCall[Any]) -> None:
-        """Give it the next call."""
+        """Wake the thread with its next call."""
         self.call = call
         self._woken.release()
 
     def sleep(self, seconds: float) -> bool:
-        """Wait to be woken; False if that takes too long. Runs on the thread."""
+        """Wait to be woken. Returns False after a timeout. Runs on the thread."""
         return self._woken.acquire(timeout=seconds)
 
 
 _DIRECT = InlineCompletionSink()
 
 THREAD_POOL = ThreadPool()
-"""The threads of this process, which all its event loops share."""
+"""The thread pool of this process, shared by all its event loops."""
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function that may block gives; not for users' functions, which `ThreadPool.call` bounds.
+    """Call a function that may block and return its result; for users' functions use `ThreadPool.call`.
 
-    If the caller is cancelled, the function goes on, and nobody hears of it.
+    If the caller is cancelled, the function runs on and its result is discarded.
 
     Raises:
         PrerequisiteError: no thread can be started.
@@ -395,9 +401,9 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 async def run_in_thread_to_completion(work: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """What blocking work gives. When the caller is cancelled, the work is told to stop, and its end is waited for.
+    """Run blocking work and return its result. If the caller is cancelled, ask the work to stop and wait for its end.
 
-    Were the caller to go on at once, it would release what the thread still works on.
+    A caller that continued at once would release objects that the thread still uses.
     """
     running = THREAD_POOL.start(work)
     try:
@@ -409,6 +415,6 @@ async def run_in_thread_to_completion(work: Callable[[], T], stop: threading.Eve
             try:
                 await asyncio.wait([running])
             except asyncio.CancelledError:
-                continue  # asked again; the request is passed on below, when the thread has ended
-        running.exception()  # the cancellation is what the caller hears of
+                continue  # cancelled again; raised below, when the thread has finished
+        running.exception()  # the caller gets the cancellation instead
         raise

@@ -1,7 +1,4 @@
-"""CancelToken: how work on a thread, which nothing can stop from outside, is asked to stop.
-
-DedicatedThread: makes all the calls of one object, whose parts may be bound to the thread they came from.
-"""
+"""Ways to run blocking work on a thread: with a cancel token, or always on the same dedicated thread."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class WorkCancelled(Exception):
 
 
 class CancelToken:
-    """Asked by work on a thread, every few milliseconds, whether to go on.
+    """Tells work on a thread whether to continue. The work should check it every few milliseconds.
 
     Attributes:
         cancelled: set, on any thread, to ask the work to stop.
@@ -33,21 +30,21 @@ class CancelToken:
     __slots__ = ("_deadline", "_limit_s", "cancelled")
 
     def __init__(self, limit_s: float | None = None) -> None:
-        """Let the work go on.
+        """Create a token that lets the work continue.
 
         Args:
-            limit_s: seconds from now after which it is to stop; None for no limit.
+            limit_s: seconds from now after which the work must stop; None for no limit.
         """
         self.cancelled = threading.Event()
         self._limit_s = limit_s
         self._deadline = None if limit_s is None else time.monotonic() + limit_s
 
     def check(self) -> None:
-        """Come back if the work is to go on.
+        """Return if the work may continue.
 
         Raises:
-            Cancelled: somebody asked it to stop.
-            TimeoutError: its time is over.
+            WorkCancelled: it was asked to stop.
+            TimeoutError: its time limit has passed.
         """
         if self.cancelled.is_set():
             raise WorkCancelled("it was asked to stop")
@@ -58,11 +55,11 @@ class CancelToken:
 async def run_in_cancellable_thread(
     function: Callable[Concatenate[CancelToken, P], T], limit_s: float | None, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What a function that may block gives. If the caller is cancelled, it is asked to stop, and its end waited for.
+    """Call a function that may block. If the caller is cancelled, the function is asked to stop and is waited for.
 
     Args:
-        function: called with a token, which it must ask often, and then with the other arguments.
-        limit_s: seconds that it may take; None for any time.
+        function: called with a token, which it must check often, and the other arguments.
+        limit_s: time limit in seconds; None for no limit.
         args: further arguments.
         kwargs: further arguments.
 
@@ -74,13 +71,13 @@ async def run_in_cancellable_thread(
 
 
 class DedicatedThread:
-    """Makes calls one after another, in the order in which they came, all on one thread, which nobody else uses.
+    """Makes calls one after another, in order, on one thread that serves no one else.
 
-    The thread is one of the others', from the first call to `close`. A call that hangs keeps it, and what comes after
-    waits; but not the end of the process.
+    Use it for objects whose parts are bound to a thread. The thread is borrowed from a pool, from the first call to
+    `close`. A hanging call delays the calls after it, but not the end of the process.
 
     Args:
-        threads: where the thread comes from.
+        threads: the pool to borrow the thread from.
     """
 
     def __init__(self, threads: ThreadPool = THREAD_POOL) -> None:
@@ -89,13 +86,13 @@ class DedicatedThread:
         self._started = False
 
     async def call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
-        """Call a user's function on the thread; as `ThreadPool.call`."""
+        """Call a user's function on the thread, like `ThreadPool.call`."""
         call, outcome = self._threads.new_call(function, (), arguments)
         self._put(call)
         return await self._threads.result_of(call, outcome)
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Have the thread call a function after what it was given before; as `ThreadPool.begin`."""
+        """Call a function on the thread after the earlier calls, like `ThreadPool.start`."""
         call, outcome = self._threads.new_call(function, args, kwargs)
         self._put(call)
         if (notice := getattr(outcome.get_loop(), "notice_thread", None)) is not None:
@@ -103,7 +100,7 @@ class DedicatedThread:
         return outcome
 
     def close(self) -> None:
-        """Let the thread go once it has done what it was given."""
+        """Return the thread once it has made all calls."""
         self._calls.put(None)
 
     def _put(self, call: ThreadCall[Any]) -> None:

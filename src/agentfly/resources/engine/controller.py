@@ -1,4 +1,4 @@
-"""Crew: does in the background what the scheduler decides about instances, and reports how it went."""
+"""InstanceController: carries out the scheduler's decisions about instances in the background."""
 
 from __future__ import annotations
 

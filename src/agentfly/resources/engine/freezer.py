@@ -1,4 +1,4 @@
-"""Parking: an instance is frozen while nobody uses it, and thawed for whoever does."""
+"""IdleFreezer: freezes an instance while no one uses it, and thaws it for the next use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHANGE_TIMEOUT_S = 10.0
 class IdleFreezer:
     """Freezes and thaws one instance, one change at a time, in the background.
 
-    A use begins with `begin_use`, waits for `wait_running`, and ends with `end_use`. As an instance counts as frozen from before a
-    freeze begins until a thaw has ended well, a use that begins meanwhile waits for the freeze and then thaws.
+    A use begins with `begin_use`, waits for `wait_running`, and ends with `end_use`. An instance counts as frozen from
+    before a freeze begins until a thaw has succeeded. A use that begins meanwhile waits for the freeze and then thaws.
 
     Args:
         resource: the instance.

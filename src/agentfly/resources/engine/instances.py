@@ -1,4 +1,4 @@
-"""Lifecycle: calls the four methods of resources and keeps the ledger right."""
+"""LiveInstances: calls the four lifecycle methods of resources and keeps the ledger up to date."""
 
 from __future__ import annotations
 

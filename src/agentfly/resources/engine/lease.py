@@ -1,11 +1,8 @@
-"""Lease: the right of an owner to use a resource for a while.
+"""Lease: the right of an owner to use a resource for a while, and the handle that it gives.
 
-Handle: what an owner has of a resource. It stands for the resource while the lease lasts, and then for nothing.
-
-The same live resource goes from owner to owner. Were they given the resource itself, a reference that one of them
-kept, in a thread that outlived its rollout for instance, would reach into what the next one does with it.
-
-Answer: what a request for resources comes to.
+The same live resource is passed from owner to owner. An owner therefore gets a `Handle`, which stops working when the
+lease ends. With the resource itself, a reference that outlives its rollout, for instance in a thread, could reach into
+the next owner's work.
 """
 
 from __future__ import annotations

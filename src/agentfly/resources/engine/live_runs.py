@@ -1,4 +1,4 @@
-"""What the live runs on this machine have, as their engines tell; and what dead ones have left behind."""
+"""Live runs on this machine, as their engines report them, and orphans that dead processes have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orphans: what dead processes have left behind, and its removal."""
+"""Orphans: instances that dead processes have left behind, and their removal."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SHOWN = 10
 async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -> list[LedgerEntry]:
     """Remove the orphans of dead processes, and nothing of a process that may still live.
 
-    What could not be removed is logged, and stays in its ledger for the next time. Orphans that are
-    `agentfly.core.errors.ResourceUnreachable` are told once. They are given up, and that is told, after `UNREACHABLE_DAYS`.
+    An orphan that could not be removed is logged, and stays in its ledger for the next time. An orphan that is
+    `agentfly.core.errors.ResourceUnreachable` is reported once. After `UNREACHABLE_DAYS` it is dropped with a report.
 
     Args:
         directory: the state directory; by default the user's (see `agentfly.resources.process.ledger.state_directory`).

@@ -1,7 +1,4 @@
-"""Emit: how the parts of an engine tell whoever listens what happens to a pool.
-
-Preparations: what must be on the machine before instances can start, such as images, is brought there once.
-"""
+"""Preparer: prepares what instances need before they can start, such as images, once per key."""
 
 from __future__ import annotations
 

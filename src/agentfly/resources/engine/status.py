@@ -1,4 +1,4 @@
-"""Snapshot: what an engine has and who has it, at one moment, for listings."""
+"""EngineSnapshot: the instances of an engine, their holders and the queue at one moment, for listings."""
 
 from __future__ import annotations
 

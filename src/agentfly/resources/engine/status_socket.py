@@ -1,4 +1,4 @@
-"""Window: a socket beside an engine's ledger, through which other processes of the user see what the engine has."""
+"""StatusSocket: a socket beside an engine's ledger that serves its snapshot to other processes of the user."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Meter: for how long at least one of something went on.
-
-Calls: those of owners that are under way.
-
-Attendance: who has an instance, who uses it at the moment, and for how long that was so in all.
-"""
+"""Usage of instances: active calls, lease and busy times, and the freezing of idle instances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulators.
+"""Simulators as resources.
 
-From the outside in: spec, environment, the homes; and of a process: kept_process, nursery, zygote, keeper, worker.
+From the outside in: spec, environment, hosts. For a process: worker_process, fork_server, process_supervisor, worker.
 """

@@ -1,4 +1,4 @@
-"""Environment: a live simulator, and what a tool calls."""
+"""Environment: a live simulator, as tools call it."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class Environment(Resource):
 
     @contextlib.contextmanager
     def _warn_while_slow(self) -> Iterator[None]:
-        """Have it logged that a start goes on, after `SLOW_START_WARNING_S` seconds and then at ever longer intervals."""
+        """Log that a start is slow: after `SLOW_START_WARNING_S` seconds, and then at growing intervals."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 

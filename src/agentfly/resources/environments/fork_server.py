@@ -1,4 +1,4 @@
-"""Nursery: this process's side of a zygote, which forks the keepers of all simulators of one factory."""
+"""ForkServer: this process's side of a fork server, which forks the supervisors of one factory's simulators."""
 
 from __future__ import annotations
 

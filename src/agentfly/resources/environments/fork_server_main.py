@@ -1,11 +1,11 @@
-"""The zygote: a process that has imported what a simulator needs, and forks keepers of simulators on request.
+"""The fork server's program: imports what a simulator needs, and forks supervisors of simulators on request.
 
-It has one thread and does nothing else: no event loop, no simulator. What it forks has the imports and nothing of the
-other instances. Importing may start threads, open files or start processes, which a fork would break or share; then the
-zygote says so and ends, and each instance imports for itself.
+It has one thread, no event loop and no simulator. A forked process has the imports and nothing of other instances.
+An import may start threads or processes or open files, which a fork would break or share. The fork server then reports
+this and exits, and each instance imports for itself.
 
-It gets its requests through a socket of messages: a `SupervisorConfig` without descriptors, and the descriptors beside it
-(calls, life line, output). It answers with the keeper's id and start time, in JSON.
+Requests arrive on a message socket: a `SupervisorConfig` without descriptors, together with the descriptors (calls,
+control, output). The reply is the supervisor's id and start time, in JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Home: where a simulator lives. One implementation for each value of ``EnvironmentSpec.runs``.
-
-LoopHome: the simulator lives in the event loop.
-
-ThreadHome: the simulator lives on a thread of its own, from its making to its end.
-"""
+"""EnvironmentHost: where a simulator runs; the event loop and the dedicated thread are implemented here."""
 
 from __future__ import annotations
 
@@ -23,8 +18,8 @@ from agentfly.resources.environments.spec import EnvironmentSpec
 class EnvironmentHost(Protocol):
     """A place that makes a simulator, carries calls to it and ends it.
 
-    An `Environment` owns one. It gives every call its deadline and, where ``one_call_at_a_time``, makes one call at a time. A
-    start or call is cancelled halfway only by its deadline or a release, after which only `stop` follows.
+    An `Environment` owns one. It gives every call a deadline and, with ``one_call_at_a_time``, makes one call at a
+    time. Only a deadline or a release cancels a start or call halfway, and only `stop` follows.
 
     What the simulator gives is awaited if it is awaitable. If it calls ``sys.exit``, that is an error like any other
     (`agentfly.resources.environments.simulator.as_exception`): the simulator lives on, and so does what surrounds it.

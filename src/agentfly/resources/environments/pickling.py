@@ -1,7 +1,7 @@
-"""Parcels: Python values as bytes that travel to another process of this machine and back.
+"""Python values as bytes, for another process of this machine.
 
-What is importable by name travels by name; what is not (a notebook's class, a script's function) travels whole, by
-cloudpickle. A value that cannot travel is refused with the path of the part that is to blame.
+Importable objects travel by name. Others, such as a class of a notebook or a function of a script, travel by value
+with cloudpickle. A value that cannot be pickled is refused with the path of the offending part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PrivateDirectory: where a simulator's process works and leaves temporary files, until the process is gone."""
+"""PrivateDirectory: the working and temporary directory of a simulator's process, removed with the process."""
 
 from __future__ import annotations
 

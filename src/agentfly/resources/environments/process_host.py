@@ -1,4 +1,4 @@
-"""ProcessHome: the simulator lives in a process of its own."""
+"""ProcessHost: runs the simulator in a process of its own."""
 
 from __future__ import annotations
 

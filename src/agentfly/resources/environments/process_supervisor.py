@@ -1,13 +1,13 @@
-"""The keeper: the small process between this one and a simulator's, which leaves nothing behind.
+"""The supervisor of a simulator's process: a small process that leaves nothing behind.
 
-It forks the process that the simulator lives in (`worker`), runs none of its code itself, and so can never hang with
-it. Whatever the simulator starts, also what leaves its group or session, comes to the keeper when its parent ends.
-When the simulator's process ends, when it runs into its limit of memory, when the keeper is told to end, or when the
-process that the simulator belongs to is gone, however it went, the keeper kills all of it and ends.
+It forks the simulator's process (`worker`) and runs no user code, so it cannot hang with it. It is a subreaper:
+descendants of the simulator become its children when their parents end, even if they have left the group or session.
+It kills all of them and exits when the simulator's process ends, when the memory limit is exceeded, when it is told to
+stop, or when the owner process is gone.
 
-The keeper holds one end of the life line, a socket: end-of-file on it says that the keeper must end, and what the
-keeper writes into it (an `ExitInfo`, in JSON) says why it did. A byte before the end-of-file says that somebody is
-there to tidy up; otherwise the keeper removes the simulator's directory.
+It holds one end of the control socket. End-of-file on it means: stop now. Before it exits, the supervisor writes an
+`ExitInfo` in JSON. If the owner sends one byte before closing the socket, the owner removes the simulator's directory.
+Otherwise the supervisor removes it.
 """
 
 from __future__ import annotations

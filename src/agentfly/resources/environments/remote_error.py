@@ -1,4 +1,4 @@
-"""Exceptions of a simulator on their way out of its process, as plain data."""
+"""Exceptions of a simulator, encoded as plain data to leave the simulator's process."""
 
 from __future__ import annotations
 

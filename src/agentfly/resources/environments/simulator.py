@@ -1,4 +1,4 @@
-"""The user's object, as it is made, called and closed in the place where it lives."""
+"""The user's simulator object: how it is created, called and closed in its host."""
 
 from __future__ import annotations
 

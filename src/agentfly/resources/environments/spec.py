@@ -46,9 +46,9 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             If the import starts threads, opens files or starts processes, which forks cannot share, each simulator
             imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
             libraries that cannot be forked.
-        env: environment variables of a ``process``, as a mapping or as pairs. Of this process's it has only what
-            programs need in order to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), and so none that holds a secret.
-            Their values are not shown where the spec is.
+        env: environment variables of a ``process``, as a mapping or as pairs. It inherits only
+            the variables that programs need to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), so none
+            with a secret. The spec's repr hides their values.
         workdir: the directory that a ``process`` works in; by default one of its own, empty at first, which is removed
             when it is gone. Temporary files are always in one of its own.
         result_types: dataclasses, named tuples, enums, pydantic models, classes of attrs and exceptions that may come

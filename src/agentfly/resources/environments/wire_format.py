@@ -1,7 +1,4 @@
-"""Writes plain data: values as bytes.
-
-Reads plain data: the values that bytes hold, or that they are malformed.
-"""
+"""The wire format of simulators' results: encodes values as bytes, and decodes bytes that may be malformed."""
 
 from __future__ import annotations
 

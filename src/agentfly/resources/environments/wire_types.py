@@ -1,13 +1,11 @@
-"""Plain data: what values may come out of a simulator's process, and how they are written as bytes.
+"""The types of values that may leave a simulator's process.
 
-What a pickle holds can call any function of the process that reads it. These bytes hold values of a few types, and
-those of types that the reader has declared (`DeclaredTypes`); everything else is malformed. Reading them runs no code
-but this package's, and takes memory and time in proportion to their length, which is bounded, as are the number of
-values and how deep they lie.
+A pickle can call any function of the process that reads it. The wire format instead holds values of a few built-in
+types and of types that the reader has declared (`DeclaredTypes`). Everything else is malformed. Decoding runs no code
+outside this package. It takes memory and time in proportion to the length, and length, item count and depth are
+bounded.
 
-A value is a byte that says its type, and what follows from that. Numbers are little-endian.
-
-DeclaredTypes: types of which it was said that values of them may come out of a simulator's process.
+A value is one byte for its type, followed by its content. Numbers are little-endian.
 """
 
 from __future__ import annotations

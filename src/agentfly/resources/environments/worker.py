@@ -1,9 +1,9 @@
-"""The inside of a simulator's process: it makes the simulator and answers calls, one frame each way.
+"""The program of a simulator's process: creates the simulator and answers calls, one frame each way.
 
-Frames are a length in 8 bytes, big-endian, and that many bytes. A request is a pickle of ``(what, ...)``. An answer is
-plain data, because nothing that comes out of here is to run code where it is read: ``("value", value)``, or
-``("error", told, None)`` with what `encode_error` told, or ``("memory", message)``, which is the last. Of one that is
-trusted with that, it is ``("pickled", bytes)``, and the last part of an error is a pickle too.
+A frame is a length in 8 bytes, big-endian, and that many bytes. A request is a pickle of ``(what, ...)``. A response is
+in the wire format, because reading it must not run code: ``("value", value)``, ``("error", fields, None)`` with the
+fields of `encode_error`, or ``("memory", message)``, which is the last one. With ``allow_pickle`` a result is
+``("pickled", bytes)``, and the last part of an error is a pickle too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KeptProcess: this process's side of a simulator's process and its keeper."""
+"""WorkerProcess: this process's side of a simulator's process and its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol: programs that this machine runs, or addresses where one answers.
+"""Servers of the Model Context Protocol: programs that this machine runs, or remote addresses.
 
-From the outside in: spec, server, connection, session, transports.
+From the outside in: spec, server, client, transports.
 """

@@ -1,11 +1,4 @@
-"""Listing: all tools of a server, page by page.
-
-Failures of calls: which of them the model can have caused, and which are the server's or the network's.
-
-Session: a conversation with a server, which lives in a task of its own and may be used from any.
-
-Connection: the way to a server. It is a session, and a new one where the server has forgotten the old.
-"""
+"""The MCP client: sessions, reconnection, listing of all tools, and translation of failures."""
 
 from __future__ import annotations
 

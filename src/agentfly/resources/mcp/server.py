@@ -1,4 +1,4 @@
-"""MCPServer: a live server of the Model Context Protocol, and what tools ask of it."""
+"""MCPServer: a live server of the Model Context Protocol, as tools use it."""
 
 from __future__ import annotations
 

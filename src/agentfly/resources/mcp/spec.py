@@ -1,4 +1,4 @@
-"""MCPServerSpec: a server of the Model Context Protocol, by its command or its address."""
+"""MCPServerSpec: a server of the Model Context Protocol, given by its command or its address."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""HTTPClient: speaks with a server at an address, and tells what HTTP says of a call from what the server says of it.
+"""Transports of MCP sessions: a program's stdin and stdout, or HTTP.
 
-The package ``mcp`` makes errors of both that look alike, and ends the whole session where one connection breaks. So
-what HTTP says is put into the form of an error of the protocol here, with a mark that `transport_failure_of` finds.
-
-Transports: how the messages of a session get to a server and back.
+The package ``mcp`` raises similar errors for HTTP failures and for errors of the server, and ends the whole session
+when one connection breaks. The HTTP client here therefore turns an HTTP failure into a protocol error with a mark that
+`transport_failure_of` recognizes.
 """
 
 from __future__ import annotations

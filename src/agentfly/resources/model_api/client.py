@@ -1,11 +1,8 @@
-"""Retry-After: when the far side wants to be asked again (RFC 9110, section 10.2.3).
+"""ModelClient: single calls of an OpenAI-compatible endpoint, with a distinct error for each kind of failure.
 
-ModelClient: one call of an OpenAI-compatible endpoint, with every way in which it can fail told apart.
-
-It is written on httpx and not on the ``openai`` package, which takes three times as long to import, retries and sleeps
-for reasons of its own, reads answers of any length, keeps the request with its headers in the exceptions it raises,
-and has no fields for token ids. What is left to do over httpx is small. Retries and limits are not done here: see
-`agentfly.resources.model_api.model_api`.
+It uses httpx rather than the ``openai`` package. That package takes three times as long to import, retries and sleeps
+by its own rules, reads responses of any length, keeps the request with its headers in its exceptions, and has no fields
+for token ids. Retries and rate limits are elsewhere: see `agentfly.resources.model_api.retry`.
 """
 
 from __future__ import annotations

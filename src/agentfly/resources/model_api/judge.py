@@ -1,8 +1,6 @@
-"""Verdict: the JSON object that a judge ends with, read from whatever it said around it.
+"""Judge: asks a model for a score or a ranking of responses, and parses its verdict strictly.
 
-Ranking: how a judge is asked for the order of several responses, and how that becomes scores.
-
-Judge: asks a model for a score or an order, and reads it so that a slip of the judge never becomes a score.
+A verdict is the last JSON object in the judge's answer. A malformed verdict is an error and never becomes a score.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""ModelAPISpec: a model that somebody else serves, described by where it is and how much of it may be used.
-
-ModelAPI: a live model API, and what a tool or reward calls.
-"""
+"""ModelAPISpec and ModelAPI: a model served by others, its address, its limits, and calls of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate: lets the calls of one `ModelAPI` through, in order, as fast as its endpoint may be used."""
+"""RateLimiter: admits the calls of one `ModelAPI` in order, within the limits of its endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions: what a model API answers, read from JSON and checked."""
+"""Responses of a model API, parsed from JSON and validated."""
 
 from __future__ import annotations
 

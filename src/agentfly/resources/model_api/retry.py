@@ -1,4 +1,4 @@
-"""Caller: makes a call under the limits of its endpoint, and makes it again as long as that may help."""
+"""RetryingCaller: makes a call within its endpoint's limits, and retries it while that may help."""
 
 from __future__ import annotations
 

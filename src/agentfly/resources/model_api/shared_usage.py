@@ -1,10 +1,9 @@
-"""Bell: wakes up who waits in another process. A bell that is not heard costs no more than the time to look again.
+"""SharedUsage: the usage record of one endpoint, shared by all processes of this host.
 
-Account: where the traffic of an endpoint is kept, so that everybody on this host counts on the same.
-
-It is a small file in the state directory, which every process reads and replaces for every call, and all that is in it
-expires by itself, whoever dies. A disk that refuses, or a process that was stopped while it held the file, costs no
-call: this process then counts for itself, and says so.
+It is a small file in the state directory, which every process reads and replaces for every call. Its entries expire by
+themselves if a process dies. If the disk fails, or a stopped process holds the lock, no call fails: this process then
+counts for itself and logs a warning. Waiting processes are woken through sockets; a lost wake-up costs one poll
+interval.
 """
 
 from __future__ import annotations

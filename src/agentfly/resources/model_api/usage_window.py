@@ -1,13 +1,13 @@
-"""Traffic: the calls of one endpoint by everybody on this host, and whether there may be one more. Pure.
+"""UsageWindow: the recent calls of one endpoint by all processes of this host, and whether one more may start. Pure.
 
-Requests and tokens are counted in a window that slides, and so that the far side can never count more, wherever within
-a call it does so: a request counts from its sending until a window after it was answered (or `MAX_TRANSIT_S` after it was
-sent, which is time enough to arrive), its tokens until a window after the answer.
+Requests and tokens are counted in a sliding window. The count is never below the server's, whatever moment the server
+counts a call at. A request counts from the time it is sent until one window after the response, or after
+`MAX_TRANSIT_S`, by when it has arrived. Its tokens count until one window after the response.
 
-The number of calls at a time follows what the far side can bear: halved when it asks for less, and one more for each
-round of calls that went well (additive increase, multiplicative decrease; Chiu and Jain, 1989).
+The number of concurrent calls adapts to the server. It is halved when the server asks for less, and grows by one for
+each round of successful calls (additive increase, multiplicative decrease; Chiu and Jain, 1989).
 
-All times are seconds of one clock that every process of the host reads alike.
+All times are seconds of one clock, which every process of the host reads alike.
 """
 
 from __future__ import annotations

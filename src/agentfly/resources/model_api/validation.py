@@ -1,6 +1,7 @@
-"""Endpoint: where a server answers over HTTP, checked when it is written down rather than when it is first called.
+"""Validation of endpoint addresses and of the parameter names of a call.
 
-Parameters of a call: their names, of which one that is misspelled would be ignored by many endpoints in silence.
+Addresses are checked when they are written down, not at the first call. Many endpoints silently ignore a parameter
+with a misspelled name.
 """
 
 from __future__ import annotations

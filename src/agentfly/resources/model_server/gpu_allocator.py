@@ -1,8 +1,8 @@
-"""GPUs: which of a machine's graphics processors a server gets, so that no two servers are sent to the same one.
+"""GPUAllocator: assigns GPUs of this machine to servers, so that no two servers get the same one.
 
-The engine's budget counts how many are taken. The claims on devices are in a file that all processes of the user on
-this machine share; the claims of a dead process do not count. Nodes of a cluster often share the directory and never
-its files, because the device ``0`` of one node is not the device ``0`` of another.
+The engine's budget only counts GPUs. Claims on devices are in a file that all processes of the user on this machine
+share; claims of dead processes do not count. Nodes of a cluster often share the directory, but never the file, because
+device ``0`` of one node is not device ``0`` of another.
 """
 
 from __future__ import annotations

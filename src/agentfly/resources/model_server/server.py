@@ -1,4 +1,4 @@
-"""ModelServer: a live server of a language model, kept alive, and what tools and policies ask of it."""
+"""ModelServer: a live server of a language model, restarted when it dies, as tools and policies use it."""
 
 from __future__ import annotations
 

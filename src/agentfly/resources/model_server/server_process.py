@@ -1,7 +1,4 @@
-"""Loaded: what a server has been given since its start, so that the next run of it has that too.
-
-ServerRun: one run of a server, from its start to its end.
-"""
+"""ServerProcess: one run of a server from start to end, and the state that the next run must restore."""
 
 from __future__ import annotations
 

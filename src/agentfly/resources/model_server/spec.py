@@ -1,4 +1,4 @@
-"""ModelServerSpec: a language model, and the server on this machine that samples from it."""
+"""ModelServerSpec: a language model and the server on this machine that samples from it."""
 
 from __future__ import annotations
 

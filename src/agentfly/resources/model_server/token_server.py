@@ -1,9 +1,7 @@
-"""Sample: what a server sampled, as token ids, and checked to be all that it sampled.
+"""TokenServer: requests to a server that takes and returns token ids, beside the OpenAI API.
 
-TokenServer: what a server that takes and returns token ids can be asked, beside the OpenAI API.
-
-It is vLLM's interface: ``/inference/v1/generate`` (with ``--enable-scale-out``) and the paths by which weights are
-changed (with ``VLLM_SERVER_DEV_MODE=1``).
+It speaks vLLM's interface: ``/inference/v1/generate`` (with ``--enable-scale-out``), and the paths that change weights
+(with ``VLLM_SERVER_DEV_MODE=1``). A sample is checked to be complete.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Engine: the program that samples, what it is told, and whether this machine has it.
+"""The command line and environment of a vLLM server, and whether this machine can run one.
 
-A program is run as ``PYTHON PROGRAM LISTENER OPTION...``. LISTENER is the number of a descriptor it inherits: a bound
-socket on which it serves the OpenAI API over HTTP, and ``/health`` beside it. The options are those of vLLM's server.
-It answers only requests with the header ``Authorization: Bearer KEY``, KEY being in ``$AGENTFLY_SERVER_KEY``. It ends
-when it gets SIGTERM. For token ids it has vLLM's ``/inference/v1/generate``; to be reset ``/abort_requests``,
-``/reset_prefix_cache`` and ``/resume``; for adapters ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``; and for
-other weights what `agentfly.resources.model_server.token_server` asks.
+The program is run as ``PYTHON PROGRAM LISTENER OPTION...``. LISTENER is the number of an inherited descriptor: a bound
+socket, on which the program serves the OpenAI API and ``/health`` over HTTP. The options are those of vLLM's server.
+Requests need the header ``Authorization: Bearer KEY``, with the key in ``$AGENTFLY_SERVER_KEY``. The program ends on
+SIGTERM. It serves token ids at ``/inference/v1/generate``. A reset uses ``/abort_requests``, ``/reset_prefix_cache``
+and ``/resume``. Adapters use ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``. For the paths that change
+weights see `agentfly.resources.model_server.token_server`.
 """
 
 from __future__ import annotations

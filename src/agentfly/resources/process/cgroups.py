@@ -1,4 +1,4 @@
-"""Control groups, version 1 and 2: the limits on memory, processes and processor time of a sandbox."""
+"""Control groups, versions 1 and 2: limits on memory, processes and CPU time of a sandbox."""
 
 from __future__ import annotations
 

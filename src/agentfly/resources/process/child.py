@@ -1,7 +1,4 @@
-"""Descendants: how a small process has all that is started below it, hears of its ends, and leaves nothing of it.
-
-FreshPython: how a part of this package is run by an interpreter of its own, and what its end is called.
-"""
+"""Child processes: subreaper and parent-death signal, killing all descendants, and starting fresh interpreters."""
 
 from __future__ import annotations
 

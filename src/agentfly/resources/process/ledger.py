@@ -1,11 +1,11 @@
-"""The ledger: what this process has started, written down before it is started.
+"""Ledger: a file of what this process starts, written before it is started.
 
-Each engine has a file of its own under the state directory. Its first line says which process it belongs to; each line
-after that says of one instance that it is about to start, with what is known of it, or that it is gone. Lines are
-written at once, so that they outlive the process; `sync` brings them to the disk, so that they outlive the machine's
-power. A line cut short by the end of the process is the last one: what it was written before never happened.
+Each engine has its own file in the state directory. The first line identifies the process. Each further line records an
+instance that is about to start, with what is known of it, or an instance that has been removed. Lines are written
+immediately, so that they survive the process; `sync` flushes them to disk, so that they survive a power failure. Only
+the last line can be truncated by the end of the process, and what it announces then never happened.
 
-CleanupRecord: what must be removed if this process is killed before it does so itself.
+A `CleanupRecord` is an entry of its own ledger, for temporary things that belong to no engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MemoryBound: how the processes of a simulator are held to a limit of memory together."""
+"""MemoryLimit: one memory limit for all processes of a simulator together."""
 
 from __future__ import annotations
 

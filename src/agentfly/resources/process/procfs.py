@@ -1,11 +1,4 @@
-"""Who a process is, so that it is known for certain whether it still lives.
-
-The processes of this machine as /proc tells of them (proc(5)): who is below whom, and what they take.
-
-Who a process is, is `agentfly.resources.process.procfs`'s matter.
-
-Whether the other side of a descriptor is gone, asked of the kernel at once.
-"""
+"""Processes of this machine as /proc shows them (proc(5)): identity, descendants, memory, closed peers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""KeptProgram: this process's side of a program and its keeper.
-
-Removes what a process that died left of the programs that it had started.
-"""
+"""SupervisedProgram: this process's side of a program and its supervisor, and the removal of orphaned programs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""The log of a program: what it writes, bounded, without its secrets.
+"""The supervisor of a program: a small process that copies the program's output to a log and leaves nothing behind.
 
-The keeper: the small process between this one and a program, which drains its output and leaves nothing behind.
+It is a subreaper: descendants of the program become its children when their parents end, even if they have left the
+group or session. It kills all of them and exits when the program ends, when it is told to stop, or when the process
+that started it is gone.
 
-Whatever the program starts, also what leaves its group or session, comes to the keeper when its parent ends. When the
-program ends, when the keeper is told to end, or when the process that started the keeper is gone, however it went, the
-keeper kills all of it and ends.
-
-The keeper holds one end of the life line, a socket. Through it come the job, one line of JSON, and later perhaps lines
-with a number of seconds: the program is asked to end (SIGTERM) and has as long for it. The earliest end that was said
-counts. End-of-file says that everything must
-end at once. What the keeper writes into it at its own end says how the program ended.
+It holds one end of the control socket. The owner first sends a `ProgramSpec`, one line of JSON. Further lines, each a
+number of seconds, ask the program to end: it gets SIGTERM and that much time; the earliest deadline counts.
+End-of-file means: kill everything now. Before it exits, the supervisor writes an exit report in JSON.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The deciding half: a pure state machine, without I/O, clock or concurrency."""
+"""The scheduler: a pure state machine without I/O, clock or concurrency."""

@@ -1,4 +1,4 @@
-"""Backoff: when a pool whose starts fail tries again, how many at once, and whom a failed start fails."""
+"""StartBackoff: when a pool with failed starts retries, how many at once, and which requests a failed start fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budget: what the host has for resources, and how much of it is spent."""
+"""Budget: how much of the host all instances may use, and how much is in use."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Deadlock: owners who each wait for what only the others could give back.
+"""Deadlock detection: owners that each wait for something only the others could release.
 
-A waiter is stuck for good when everybody who could make room for it waits too, and everybody who could make room for
-those, and so on: a knot in the graph of waits (the OR model: any one of several holders is enough to go on). Room could
-be made too by one for whom an idle instance is kept until what it wants besides comes free; and who waits for several
-things at once is stuck as soon as one of these waits is.
-
-Obstacles: what stands in the way of those who wait.
+A waiter is deadlocked if everyone who could make room for it waits too, and everyone who could make room for those, and
+so on: a knot in the wait graph (the OR model: one of several holders is enough to continue). A waiter with a reserved
+idle instance can also make room, by giving the reservation up. A request for several specs is deadlocked as soon as one
+of its waits is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the scheduler decides. Whoever drives it carries these out, in order.
+"""Decisions of the scheduler, to be carried out in order, and the errors of rejected requests.
 
-The errors with which the scheduler refuses a request. Each says who asked, what stood in the way, and what to do.
+Each error says who asked, what was in the way, and what to do.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def instance_died(holding: Hold) -> ResourceDied:
     death = holding.death_error
     assert death is not None  # only asked about those
     error = ResourceDied(
-        f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {describe_error(death)}. What "
-        f"{holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is not "
+        f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {describe_error(death)}. "
+        f"What {holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is not "
         "scored, and can be retried."
     )
     error.__cause__ = death

@@ -1,4 +1,4 @@
-"""Pool: all live instances of one spec, who holds them, and who waits for one."""
+"""InstancePool: all live instances of one spec, their holders, and the waiters."""
 
 from __future__ import annotations
 

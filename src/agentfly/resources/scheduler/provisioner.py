@@ -1,7 +1,4 @@
-"""StartLine: the pools that want to start an instance and cannot yet, in the order of who waits for it.
-
-Supply: which instances start and stop, within the budget and the limit on concurrent starts.
-"""
+"""Provisioner: decides which instances start and stop, within the budget and the limit on concurrent starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Timers: what is due when, without a clock.
+"""SchedulerState: waiters, holds, instances, timers and pending decisions.
 
-Books: who waits for what, who holds what, and what the scheduler has decided so far.
-
-They are kept consistent here and read everywhere in the scheduler; nothing is decided here.
+Its methods keep these records consistent. Every part of the scheduler reads them; no decision is made here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A worker extension of vLLM that puts new weights in the place of those that are served.
+"""A worker extension of vLLM that replaces the weights of a served model in place.
 
-vLLM is told of it by ``--worker-extension-cls agentfly_weights.WeightsInPlace``, with the directory of this file in
-``PYTHONPATH``. It is there because vLLM's own ``reload_weights`` leaves old weights behind on processors: the output
-layer multiplies by a packed copy of its matrix, which that does not make anew, and answers that all is well.
+vLLM loads it with ``--worker-extension-cls agentfly_weights.WeightsInPlace``, with the directory of this file in
+``PYTHONPATH``. vLLM's own ``reload_weights`` keeps old weights on CPUs: the output layer multiplies by a packed copy of
+its matrix, which ``reload_weights`` does not rebuild although it reports success.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MAX_DEPTH = 256
 SHELLS = ("bin/bash", "usr/bin/bash")
 _SETTINGS = {"max_bytes": "max_image_size", "max_entries": "max_image_files"}
 _WAIT_S = 0.05
-REMOVE_STAGING = f"{__name__}:remove_draft"
+REMOVE_STAGING = f"{__name__}:remove_staging"
 """The address of the function that removes images half made, by ``{"paths": […], "lock": path}``."""
 
 

@@ -108,9 +108,9 @@ def test_a_box_of_bubblewrap_loads_no_other_backend(tmp_path: Path) -> None:
 
 LISTING = """
 import sys
-from agentfly.resources.containers.backend import candidates, traces
+from agentfly.resources.containers.backend import candidate_backends, traces
 from agentfly.resources.containers.spec import ContainerSpec
-print(list(traces(ContainerSpec(), "box-1")), candidates(ContainerSpec()))
+print(list(traces(ContainerSpec(), "box-1")), candidate_backends(ContainerSpec()))
 print([name for name in sys.modules if name.startswith("agentfly.resources.containers.") and name.endswith("backend")])
 """
 

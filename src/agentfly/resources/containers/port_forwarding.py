@@ -1,75 +1,98 @@
-"""The relay by which connections reach a port inside a container, whether that has a network or not."""
+"""PortForwarder: listens on this host for the TCP ports inside a sandbox, whether that has a network or not."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-from agentfly.resources.containers.bubblewrap.ports import Connect
-from agentfly.resources.containers.stream_shell.stream import Stream
+from agentfly.core.errors import ResourceDied, ResourceError
 
-_CHUNK = 65536
-# Perl, which every Debian has, can end one side of a connection, as some protocols want it. Bash cannot.
-_PERL = """
-use IO::Socket::INET;
-my $far = IO::Socket::INET->new(PeerAddr => "127.0.0.1", PeerPort => $ARGV[0]) or exit 1;
-sub pass {
-    my ($from, $to) = @_;
-    while (sysread($from, my $data, 65536)) {
-        my $done = 0;
-        while ($done < length $data) { $done += (syswrite($to, $data, length($data) - $done, $done) // return) }
-    }
-}
-my $parent = $$;
-if (!(fork // exit 1)) { pass($far, *STDOUT); kill 9, $parent; exit }
-pass(*STDIN, $far);
-shutdown($far, 1);
-wait;
-"""
-_RELAY = """
-command -pv perl >/dev/null && exec perl -e "$2" "$1"
-exec 3<>"/dev/tcp/127.0.0.1/$1" || exit
-command -p cat <&3 & answers=$!
-command -p cat <&0 >&3 & calls=$!
-wait -n
-for second in {1..30}; do
-    kill -0 "$answers" || break
-    read -r -t 1 <> <(:)
-done
-kill "$answers" "$calls"
-"""
+LOOPBACK = "127.0.0.1"
+_CHUNK = 64 * 1024
+
+Connect = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Carries one connection to a port inside, until either side ends it."""
 
 
-def relay(open_stream: Callable[[Sequence[str]], Awaitable[Stream]]) -> Connect:
-    """What carries connections to ports inside, by a program that runs there for each.
+class PortForwarder:
+    """Listens on the loopback of this host for the ports of a sandbox, one listener for each port inside."""
 
-    Args:
-        open_stream: runs a program inside.
-    """
+    def __init__(self, sandbox: str, connect: Connect, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Make one that does not listen yet.
 
-    async def connect(inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = await open_stream(["/bin/bash", "-c", _RELAY, "bash", str(inside), _PERL])
-        asking = asyncio.create_task(_copy_in(reader, stream))
+        Args:
+            sandbox: its name, for people.
+            connect: carries a connection. It is cancelled when the forwarder closes.
+            prepare: called before a listener is made; `close` waits for it.
+        """
+        self._sandbox = sandbox
+        self._connect = connect
+        self._prepare = prepare
+        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # no caller's cancellation cuts them short
+        self._connections: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def open(self, inside: int) -> tuple[str, int]:
+        """Host and port that lead to a port inside; the same for every call.
+
+        Raises:
+            ResourceDied: the sandbox is gone.
+            ResourceError: this process has too many files open.
+        """
+        if self._closed:
+            raise ResourceDied(f"The sandbox {self._sandbox} is gone, and its ports with it.")
+        if inside not in self._listening:
+            self._listening[inside] = asyncio.create_task(self._listen(inside))
+        listening = self._listening[inside]
         try:
-            await _copy_out(stream, writer)
-        finally:
-            asking.cancel()
-            await stream.close()
+            server = await asyncio.shield(listening)
+        except (OSError, ResourceDied) as error:
+            if self._listening.get(inside) is listening:
+                del self._listening[inside]
+            if isinstance(error, ResourceDied):
+                raise
+            raise ResourceError(f"The port {inside} of {self._sandbox} could not be opened: {error}") from error
+        if self._closed:
+            raise ResourceDied(f"The sandbox {self._sandbox} was released while its port {inside} was opened.")
+        host, port = server.sockets[0].getsockname()
+        return str(host), int(port)
 
-    return connect
+    async def close(self) -> None:
+        """Close every port and connection, those too that are being opened. Safe to call again."""
+        self._closed = True
+        if self._listening:
+            await asyncio.wait(self._listening.values())
+        for listening in self._listening.values():
+            if not listening.cancelled() and listening.exception() is None:
+                listening.result().close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _listen(self, inside: int) -> asyncio.Server:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._closed:  # it was accepted just before
+                writer.close()
+                return
+            task = asyncio.create_task(self._carry(inside, reader, writer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+        if self._prepare is not None:
+            await self._prepare()
+        return await asyncio.start_server(connected, LOOPBACK, 0)
+
+    async def _carry(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # a connection that cannot be carried ends, which its caller sees
+        with contextlib.suppress(OSError, ResourceError), contextlib.closing(writer):
+            await self._connect(inside, reader, writer)
 
 
-async def _copy_in(reader: asyncio.StreamReader, stream: Stream) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := await reader.read(_CHUNK):
-            await stream.write(chunk)
-        await stream.end_input()
-
-
-async def _copy_out(stream: Stream, writer: asyncio.StreamWriter) -> None:
-    while (piece := await stream.read()) is not None:
-        output, data = piece
-        if output == 1:
-            writer.write(data)
-            await writer.drain()
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(_CHUNK):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly.core.errors import ResourceDied, ResourceError, ResourceStartError
 from agentfly.resources.containers.backend import Sandbox
-from agentfly.resources.containers.bubblewrap.ports import PortForwarder
 from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.docker.container_config import AGENT, ROOT, ContainerConfig, drop_privileges_command
 from agentfly.resources.containers.docker.engine import (
@@ -26,10 +25,11 @@ from agentfly.resources.containers.docker.engine import (
 )
 from agentfly.resources.containers.docker.images import CommittedImages, ImageInspection, archive_command, write_archive
 from agentfly.resources.containers.docker.stream import EngineStream
-from agentfly.resources.containers.port_forwarding import relay
+from agentfly.resources.containers.port_forwarding import PortForwarder
 from agentfly.resources.containers.spec import SnapshotImage
 from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
+from agentfly.resources.containers.stream_shell.stream import relay
 
 if TYPE_CHECKING:
     from aiodocker import Docker

@@ -12,18 +12,18 @@ from dataclasses import replace
 from agentfly.core.errors import ResourceDied, ResourceError, ResourceStartError
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.resources.containers.backend import Sandbox
-from agentfly.resources.containers.bubblewrap.ports import PortForwarder
 from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.enroot.images import EnrootImage
 from agentfly.resources.containers.enroot.namespaces import READY
 from agentfly.resources.containers.enroot.plan import EnrootDirectory
 from agentfly.resources.containers.enroot.program import ProcessStream, run_namespaces_program
-from agentfly.resources.containers.port_forwarding import relay
+from agentfly.resources.containers.port_forwarding import PortForwarder
 from agentfly.resources.containers.runtime_directory import remove_sandbox_directory
 from agentfly.resources.containers.sandbox_processes import InitProcess, kill_with_children
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
+from agentfly.resources.containers.stream_shell.stream import relay
 from agentfly.resources.process.cgroups import Cgroup, CgroupParent
 
 _START_PATIENCE_S = 60.0

@@ -224,7 +224,7 @@ class Unhurried(ScriptedPolicy):
             self.running -= 1
 
     def release_rollout(self, rollout_id: str) -> None:
-        super().forget(rollout_id)
+        super().release_rollout(rollout_id)
         self.forgotten.append(rollout_id)
 
     async def until(self, holds: Any) -> None:

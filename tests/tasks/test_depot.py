@@ -9,9 +9,8 @@ import pytest
 from agentfly.core.trajectory import FinishReason, Trajectory
 from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.rollouts.run import run
-from agentfly.tasks.depot import agent as oracle
 from agentfly.tasks.depot import depot_agent, depot_reward, eval_tasks, forgetful_depot_agent, train_tasks
-from agentfly.tasks.depot.agent import PARAMETERS
+from agentfly.tasks.depot.agent import PARAMETERS, oracle
 from agentfly.tasks.depot.environment import ROOMS, WAYS, Depot, neighbours, ways_towards
 from agentfly.tasks.depot.tasks import ITEMS
 

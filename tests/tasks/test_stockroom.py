@@ -20,7 +20,7 @@ from agentfly.tasks.stockroom import (
     train_tasks,
     train_tasks_with_examples,
 )
-from agentfly.tasks.stockroom import agent as oracle
+from agentfly.tasks.stockroom.agent import oracle
 from agentfly.tasks.stockroom.tasks import ITEMS, ORDERS
 
 needs_sandbox = pytest.mark.skipif(probe().tier == "none", reason=" ".join(probe().missing))

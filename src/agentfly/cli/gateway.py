@@ -52,9 +52,9 @@ def gateway(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Samples at it, whatever temperature a program asks for.")
     ] = 1.0,
-    follow_program: Annotated[
+    honor_request: Annotated[
         bool,
-        typer.Option("--follow-program", help="Sample as programs ask. What comes of it is kept out of training."),
+        typer.Option("--honor-request", help="Sample as programs ask. What comes of it is kept out of training."),
     ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
     max_calls: Annotated[int, typer.Option(min=1, help="The most calls of a rollout that are answered.")] = 1_000,
@@ -80,7 +80,7 @@ def gateway(
         "tool_call_format": tool_call_format,
         "max_tokens": max_tokens,
     }
-    sampling = {"temperature": temperature, "follow_program": follow_program}
+    sampling = {"temperature": temperature, "honor_request": honor_request}
     signals.run_until_signal(_serve(policy, output, settings, sampling, max_calls))
 
 

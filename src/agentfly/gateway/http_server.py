@@ -64,7 +64,7 @@ class SamplingFields(BaseModel):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    follow_program: bool = False
+    honor_request: bool = False
 
 
 class OpenRolloutRequest(HarnessRequest):

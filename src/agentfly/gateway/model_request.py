@@ -212,7 +212,7 @@ class RolloutSampling:
             ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("top_k", type(self.top_k) is int and 0 <= self.top_k < 2**31, "a whole number of at least 0"),
-            ("follow_program", isinstance(self.honor_request, bool), "true or false"),
+            ("honor_request", isinstance(self.honor_request, bool), "true or false"),
         ):
             if not holds:
                 raise ConfigError(f"RolloutSampling({name}={getattr(self, name)!r}): it must be {wanted}.")

@@ -141,7 +141,7 @@ _BACKENDS: dict[str, tuple[Callable[[], Backend], str]] = {
 class Ground:
     """A backend that works on this machine, and how to ask it for boxes."""
 
-    get_backend: Backend
+    backend: Backend
     image: str
 
     @property

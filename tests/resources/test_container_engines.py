@@ -394,7 +394,7 @@ async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image
 ) -> None:
     program = """
     import asyncio, sys, time
-    from agentfly.resources.containers.docker import backend, image, own_images
+    from agentfly.resources.containers.docker import backend, images, images
     from agentfly.resources.containers.spec import ContainerSpec
 
     def after(owner, name):
@@ -405,7 +405,7 @@ async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image
             await asyncio.sleep(600)
         setattr(owner, name, hang)
 
-    after(image, "_say") if sys.argv[3] == "_say" else after(own_images.OwnImages, "commit")
+    after(image, "_say") if sys.argv[3] == "_say" else after(images.CommittedImages, "commit")
     engine = {"docker": backend.Docker, "podman": backend.Podman}[sys.argv[1]](sys.argv[2])
     asyncio.run(engine.prepare(ContainerSpec(image=sys.argv[4], backend=sys.argv[1])))
     """

@@ -35,7 +35,7 @@ HUGE = b"x" * 80_000_000
 
 def exchanged(box: Container) -> list[str]:
     """The files by which host and sandbox pass commands and their output."""
-    return [path.name for path in box._sandbox.bubble.exchange.iterdir()]
+    return [path.name for path in box._sandbox.bubble.shell_directory.iterdir()]
 
 
 def open_files() -> int:

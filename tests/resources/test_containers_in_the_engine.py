@@ -79,7 +79,7 @@ async def test_an_owners_reset_and_a_health_check_do_not_disturb_each_other(tmp_
 async def test_a_box_takes_no_processor_time_while_its_owner_does_not_use_it(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(replace(SPEC, idle="freeze"), "owner")
-        first = lease.resource._sandbox.bubble.processes.first
+        first = lease.resource._sandbox.bubble.processes.init_pid
 
         def taken() -> int:
             """Ticks of processor time that its processes have taken."""

@@ -52,7 +52,7 @@ async def box(landlock: Landlock) -> AsyncIterator[Container]:
 
 
 def first_process(box: Container) -> int:
-    return box._sandbox.bubble.processes.first
+    return box._sandbox.bubble.processes.init_pid
 
 
 def attendant(box: Container) -> int:
@@ -78,7 +78,7 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
 
 async def test_the_pipes_that_the_host_opens_cannot_be_replaced_by_links_to_its_files(box: Container) -> None:
     await box.run("true", new_process=True)
-    exchange = box._sandbox.bubble.exchange
+    exchange = box._sandbox.bubble.shell_directory
     before = sorted(path.name for path in exchange.iterdir())
     tries = (
         "rm -f $d/$p; mv $d/$p $d/q; ln -sf /etc/shadow $d/$p; ln -s /etc/shadow $d/new; mkfifo $d/fifo; mv $d $d.old"

@@ -31,7 +31,7 @@ def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
     assert box._sandbox.bubble.processes is not None
-    return box._sandbox.bubble.processes.first
+    return box._sandbox.bubble.processes.init_pid
 
 
 def traces_of(instance: str) -> list[Path]:

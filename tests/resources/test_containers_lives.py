@@ -93,7 +93,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
     def fail(*_: object) -> None:
         raise OSError("as in the test")
 
-    begin = box._sandbox._connect
+    begin = box._sandbox._begin
     began = []
 
     async def begin_once() -> object:
@@ -364,7 +364,7 @@ async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_not
     sandbox = box._sandbox
     done = []
 
-    begin, end = sandbox._connect, sandbox._end
+    begin, end = sandbox._begin, sandbox._end
 
     async def fails() -> object:
         raise OSError("as in the test")

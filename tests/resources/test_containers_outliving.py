@@ -76,7 +76,7 @@ def python(source: str) -> str:
 
 
 def first_process(box: Container) -> int:
-    return box._sandbox.bubble.processes.first
+    return box._sandbox.bubble.processes.init_pid
 
 
 async def hold(box: Container) -> None:
@@ -188,7 +188,7 @@ async def test_a_release_kills_process_1_also_where_it_has_outlived_bubblewrap(
         await hold(box)
         first = InitProcess.of(first_process(box))
         os.kill(box._sandbox.bubble.launched.process.pid, signal.SIGKILL)
-        await box._sandbox.bubble.ended.wait()
+        await box._sandbox.bubble.exited.wait()
         assert first.alive
     finally:
         await box.release()

@@ -421,13 +421,13 @@ def test_what_one_box_forges_never_reaches_another(
         try:
             await asyncio.gather(*(box.start() for box in boxes))
             bad, good = boxes
-            first = bad._sandbox.bubble.processes.first  # type: ignore[union-attr]
+            first = bad._sandbox.bubble.processes.init_pid  # type: ignore[union-attr]
             calls = [
                 asyncio.create_task(bad.run("sleep 0.05; echo mine", timeout=1, new_process=n)) for n in (False, True)
             ]
             for where, written in forged:
                 await asyncio.sleep(0.01)
-                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.bubble.exchange / where
+                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.bubble.shell_directory / where
                 with contextlib.suppress(OSError):
                     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                     try:

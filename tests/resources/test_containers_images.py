@@ -156,7 +156,7 @@ def test_the_same_content_is_unpacked_once_and_a_changed_archive_anew(
 def test_processes_that_want_the_same_image_wait_for_one_of_them(tmp_path: Path, cache: Path) -> None:
     image = write(tmp_path / "a.tar", tar({**BASE, **{f"many/{n}": b"x" for n in range(300)}}))
     program = "import asyncio, sys; from agentfly.resources.containers.image_store import *; "
-    program += "asyncio.run(prepare_rootfs(ContainerSpec(image=sys.argv[1]))); print(root_directory(sys.argv[1]))"
+    program += "asyncio.run(prepare_rootfs(ContainerSpec(image=sys.argv[1]))); print(rootfs_path(sys.argv[1]))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program, str(image)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -81,7 +81,7 @@ def test_a_running_rollout_takes_less_than_200_kb_beside_its_tokens(tmp_path):
             held = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
-        running = batch.state.running
+        running = batch.progress.running
         await batch.close()
         return held / running, running
 

@@ -182,16 +182,16 @@ steady = settings(
 
 def said_by_template(turns, conversation, tools):
     """The ids that a model samples which writes its turn as the template would, its end included."""
-    start = turns.whole(conversation[:-1], tools)
+    start = turns.render(conversation[:-1], tools)
     made = conversation[-1].get("tool_calls", [])
     following = [{**result(0, "more"), "tool_call_id": call["id"]} for call in made] or [user("more")]
-    rendered = turns.whole([*conversation, *following], tools, opens=False)
+    rendered = turns.render([*conversation, *following], tools, opens=False)
     header = start if rendered.startswith(start) else turns.shape.reasoning.without_opening_marker(start)
     if not rendered.startswith(header):  # what follows would have the past rewritten
-        rendered = turns.whole(conversation, tools, opens=False)
+        rendered = turns.render(conversation, tools, opens=False)
         header = start if rendered.startswith(start) else turns.shape.reasoning.without_opening_marker(start)
     assert rendered.startswith(header)
-    end = turns.control.first_in(rendered[len(header) :], turns.endings.ends)
+    end = turns.control.first_in(rendered[len(header) :], turns.endings.end_ids)
     if end is None:  # the last turn of all ends where the next would begin
         end = (len(rendered) - len(header), turns.endings.stop_ids[0])
     position, stop = end

@@ -78,7 +78,7 @@ def following(chat, messages, *, ended=True):
 def whole(tokenizer, messages):
     """The ids of a conversation rendered as a whole."""
     control = ControlTokens(tokenizer)
-    return control.encode(tokenizer.render(control.escape(messages), add_generation_prompt=True))
+    return control.encode(tokenizer.apply_chat_template(control.escape(messages), add_generation_prompt=True))
 
 
 def test_the_newline_after_the_sampled_end_of_turn_is_rendered_before_the_next_header():

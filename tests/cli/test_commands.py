@@ -210,11 +210,11 @@ class NotInstalled:
 sys.meta_path.insert(0, NotInstalled())
 from agentfly.cli import main as cli
 from agentfly.core.errors import ConfigError
-from agentfly.testing.fake_openai_server import FakeOpenAIServer, says
+from agentfly.testing.fake_openai_server import FakeOpenAIServer, text_reply
 
 async def serve():
     async with FakeOpenAIServer() as far_side:
-        far_side.always = says("low")
+        far_side.always = text_reply("low")
         asking = asyncio.to_thread(evaluate, far_side.url)
         await asking
 

@@ -1,4 +1,4 @@
-"""Writers that keep a run's metrics and events as JSON lines. They are subscribers of events."""
+"""A run's metrics and events as JSON lines, written by subscribers of its events."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from agentfly.core.run_directory import RunDirectory, TrajectoryKind, append_jso
 
 logger = logging.getLogger(__name__)
 
+_BUFFERED_BYTES = 2**16
+_WAITING_BYTES = 2**24  # while the disk is full
+
 
 @contextmanager
 def record_events(run: RunDirectory, events: EventStream) -> Iterator[None]:
-    """Keep the metrics and all events of a run in its directory while the block runs.
+    """Write the metrics and all events of a run to its directory while the block runs.
 
-    Whoever emits an event waits for no file, except for the one line of metrics of a step: a checkpoint that is saved
-    after a step must never survive without them. So a run stops whose metrics cannot be written. Events wait in memory
-    while they cannot be written, up to a bound, and a warning tells of those that are lost. However the block ends, all
-    others are written; a process that is killed outright (SIGKILL, a power cut) loses the events since the last
-    finished step or evaluation.
+    Emitting an event waits for no file, except for the one line of metrics per step. A checkpoint must never survive
+    without the metrics of its step, so the run stops if they cannot be written. Events that cannot be written wait in
+    memory up to a bound, and a warning counts those that are lost. All others are written however the block ends. A
+    killed process (SIGKILL, a power cut) loses the events since the last finished step or evaluation.
     """
     run.ensure()
     with ExitStack() as stack:
@@ -41,7 +43,7 @@ def record_events(run: RunDirectory, events: EventStream) -> Iterator[None]:
 
 
 class BackgroundSubscriber:
-    """Hands events to slow subscribers in a thread of its own, in their order; leaving it waits for the last one."""
+    """Passes events to slow subscribers, in order, on a thread of its own. Leaving it waits for the last event."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self._subscribers = subscribers
@@ -71,7 +73,7 @@ class BackgroundSubscriber:
 
 
 class MetricsWriter:
-    """Writes the metrics of each step and evaluation to the run's ``metrics.jsonl``, a line at a time.
+    """Writes the metrics of each step and evaluation to the run's ``metrics.jsonl``, one line each.
 
     Each line has ``kind`` (``train`` or ``eval``), ``step``, ``time`` in seconds since the epoch, and ``metrics``.
 
@@ -94,15 +96,11 @@ class MetricsWriter:
                 ) from error
 
 
-_BUFFERED_BYTES = 2**16
-_WAITING_BYTES = 2**24  # while the disk is full
-
-
 class EventWriter:
-    """Writes every event to the run's ``events.jsonl``, buffered, and in full after each step and at its end.
+    """Writes every event to the run's ``events.jsonl``. The buffer is flushed after each step and at the end.
 
-    Events that cannot be written, because the disk is full, say, wait for the next attempt. When they are too many, the
-    oldest are given up. Nothing is raised: a run does not fail for want of this file.
+    Events that cannot be written, for instance to a full disk, wait for the next attempt. If too many wait, the oldest
+    are dropped. Nothing is raised: a run does not fail because of this file.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -135,7 +133,7 @@ class EventWriter:
             self._write()
 
     def _write(self) -> None:
-        """Write what waits, all of it or nothing."""
+        """Write all waiting events, or none."""
         try:
             mend_last_line(self._path)
             with self._path.open("ab", buffering=0) as file:
@@ -143,7 +141,7 @@ class EventWriter:
                 try:
                     _write_all(file, b"".join(self._waiting))
                 except OSError:
-                    file.truncate(size)  # which would be written a second time
+                    file.truncate(size)  # these bytes would be written a second time
                     raise
         except OSError as error:
             if not self._failing:
@@ -169,5 +167,5 @@ def _kind(event: StepFinished | EvaluationFinished) -> TrajectoryKind:
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics that JSON and a chart can show: a number that is not finite says that nothing was measured."""
+    """Return the finite metrics, which JSON and charts can show. Others mean that nothing was measured."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

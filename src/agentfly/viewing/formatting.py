@@ -1,7 +1,4 @@
-"""Curves in text: a sparkline of one row, and a chart of several.
-
-Numbers with their nouns, as they are read out: one step, two steps.
-"""
+"""Numbers and curves as text: charts, counts with their nouns, durations, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The values as one row of bars of at most ``width`` characters, scaled to their own range."""
+    """Return the values as one row of at most ``width`` bars, scaled to their own range."""
     if not values:
         return ""
     columns = _resampled(values, width)
@@ -23,9 +20,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def bar_chart(values: Sequence[float], *, width: int = 60, height: int = 8) -> str:
-    """The values as a chart of filled columns with its range at the left and its steps, counted from 1, below.
+    """Return the values as a chart of filled columns: the range at the left, the steps, counted from 1, below.
 
-    The scale runs from 0, or from the least value where that is negative, to the greatest value.
+    The scale runs from 0, or from the smallest value if that is negative, to the largest value.
     """
     if not values:
         return "(no values yet)"
@@ -45,12 +42,40 @@ def bar_chart(values: Sequence[float], *, width: int = 60, height: int = 8) -> s
 
 
 def _resampled(values: Sequence[float], width: int) -> list[float]:
-    """At most ``width`` values: the means of as many equal parts."""
+    """Return at most ``width`` values, the means of equal parts."""
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     return [sum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges)]
 
 
 def pluralize(number: int, noun: str) -> str:
-    """The number and the noun, which takes an s unless there is one of it."""
+    """Return the number and the noun, with an s unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_clock(seconds: float) -> str:
+    """Return a duration as ``m:ss`` or ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its unit: ``4.2 s``, ``3:05 min``, ``1:02:03``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
+
+
+def escape_control_characters(text: str) -> str:
+    """Return the text with visible control characters, so that a model's or tool's text cannot control a terminal."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else _visible(character) for character in text
+    )
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

@@ -1,4 +1,4 @@
-"""ConsoleProgress: what a run is doing, live on a terminal, line by line anywhere else."""
+"""ConsoleProgress: what a run is doing, live on a terminal, and line by line elsewhere."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from agentfly.core.events import (
     TrainingStarted,
 )
 from agentfly.viewing.diagnostics import TrainingDiagnostics
-from agentfly.viewing.formatting import pluralize, sparkline
+from agentfly.viewing.formatting import format_clock, pluralize, sparkline
 from agentfly.viewing.run_state import REWARD, SUCCESS, TURNS, RunState
 
 _MAX_SILENCE_S = 30.0
-"""Seconds after which a line is printed though no tenth of the rollouts has finished."""
+"""Seconds after which a line is printed even if no further tenth of the rollouts has finished."""
 
 
 class ConsoleProgress:
-    """A subscriber that shows a run: live where the console is a terminal, else a line for each step.
+    """A subscriber that shows a run: live on a terminal, else one line per step.
 
     Args:
-        console: where to show it; standard error by default, so that standard output stays for results.
+        console: where to show it; standard error by default, so that standard output holds results alone.
         live: whether to draw live; None asks the console whether it is a terminal.
     """
 
@@ -73,7 +73,7 @@ class ConsoleProgress:
                 self._console.print(Text(line), soft_wrap=True)
 
     def _locked(self, draw: Callable[[], RenderableType]) -> Callable[[], RenderableType]:
-        """Drawing happens in a thread of its own, while events come in."""
+        """Return ``draw`` under the lock: rich draws on a thread of its own while events arrive."""
 
         def drawn() -> RenderableType:
             with self._lock:
@@ -95,14 +95,14 @@ class ConsoleProgress:
             case StepFinished():
                 left = state.seconds_left()
                 parts = [f"step {event.step}/{state.steps}", *_figures(event.metrics)]
-                if speed := state.tokens_per_second(event.time):  # a warm start samples none
+                if speed := state.tokens_per_second(event.time):  # a warm start samples no tokens
                     parts.append(f"{speed:.0f} tokens/s")
                 if left:
                     parts.append(f"{format_clock(left)} left")
                 return "\n".join(
                     [
                         "  ".join(parts),
-                        *(f"  {sentence}" for sentence in _lessons(event.metrics, state.first_scoring_error)),
+                        *(f"  {sentence}" for sentence in _findings(event.metrics, state.first_scoring_error)),
                     ]
                 )
             case EvaluationFinished():
@@ -117,7 +117,7 @@ class ConsoleProgress:
         return ""
 
     def _rollouts_line(self, event: Event) -> str:
-        """How far the planned rollouts have come: at every tenth of them, and at least every half minute."""
+        """Return the progress of the planned rollouts, at every tenth of them and at least every half minute."""
         state = self._state
         if not state.planned:
             return ""
@@ -190,7 +190,7 @@ class ConsoleProgress:
 
 
 def _rollouts(state: RunState, now: float | None = None) -> list[str]:
-    """How many of the planned rollouts have finished, their mean reward, failures and the time left."""
+    """Return the number of finished rollouts, their mean reward, failures and the time left."""
     parts = [f"{state.finished} of {pluralize(state.planned, 'rollout')} finished"]
     if state.scores:
         parts.append(f"reward {sum(state.scores) / len(state.scores):.3f}")
@@ -217,7 +217,7 @@ def _figures(metrics: dict[str, float]) -> list[str]:
 
 
 def _dtype_note(dtype: str) -> list[str]:
-    """What there is to say about the number format of a model that is trained."""
+    """Return a note on the number format of the trained model, if it rounds."""
     if dtype in ("", "float32"):
         return []
     return [
@@ -234,20 +234,14 @@ def _ended(step: int, further: str) -> str:
     return f"already finished at step {step}; {further}" if further else f"already finished at step {step}"
 
 
-def _lessons(metrics: dict[str, float], refusal: str) -> list[str]:
-    """What there is to say about one step alone."""
-    lessons = TrainingDiagnostics()
-    lessons.add(metrics, refusal)
-    return lessons.messages()
+def _findings(metrics: dict[str, float], scoring_error: str) -> list[str]:
+    """Return the findings about one step alone."""
+    diagnostics = TrainingDiagnostics()
+    diagnostics.add(metrics, scoring_error)
+    return diagnostics.messages()
 
 
 def _doing(progress: Progress) -> str:
     if progress.done is None or not progress.total:
         return f"{progress.what} ..."
     return f"{progress.what}: {progress.done / progress.total:.0%}"
-
-
-def format_clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

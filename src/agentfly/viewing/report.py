@@ -1,4 +1,4 @@
-"""The closing report of a run: what was learned, seen from the run's own files."""
+"""The final report of a training run, read from the run's own files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentfly.viewing.trajectory_text import trajectory_panel
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a training run came to.
+    """The results of a training run.
 
     Attributes:
         steps: number of finished steps.
@@ -30,7 +30,7 @@ class RunSummary:
         reward_start, reward_end: mean over the first and the last of ``rewards``; None before the first step.
         success_before, success_after: share of the rollouts of held-out tasks that solve them, at the first and at the
             last evaluation, with their intervals where the trajectories are still there.
-        lessons: what there is to say about what could not be learned from.
+        lessons: why steps taught nothing, in sentences.
     """
 
     steps: int
@@ -48,9 +48,9 @@ class RunSummary:
         rows = run.metrics()
         rewards = tuple(row.values[REWARD] for row in rows if REWARD in row.values)
         evaluations = [row for row in run.metrics("eval") if SUCCESS in row.values]
-        lessons = TrainingDiagnostics()
+        diagnostics = TrainingDiagnostics()
         for row in rows:
-            lessons.add(row.values)
+            diagnostics.add(row.values)
         tenth = math.ceil(len(rewards) / 10)
         return cls(
             steps=len(rows),
@@ -60,19 +60,19 @@ class RunSummary:
             reward_end=sum(rewards[-tenth:]) / tenth if tenth else None,
             success_before=_success(run, evaluations[0]) if evaluations else None,
             success_after=_success(run, evaluations[-1]) if len(evaluations) > 1 else None,
-            lessons=tuple(lessons.messages()),
+            lessons=tuple(diagnostics.messages()),
         )
 
 
 def _success(run: RunDirectory, evaluation: StepMetrics) -> Estimate:
-    """The share of an evaluation's rollouts that solve their task."""
+    """Return the share of an evaluation's rollouts that solve their task."""
     path = run.trajectories_file(evaluation.step, "eval")
     board = EvaluationScores.from_trajectories(load_trajectories(path)) if path.is_file() else EvaluationScores({})
     return board.success() or Estimate(evaluation.values[SUCCESS], None, None, 0)
 
 
 def training_report(run: RunDirectory, *, stopped_early: str = "") -> RenderableType:
-    """Reward and held-out success at the start and the end, the curve, a trajectory from each, and the files.
+    """Return reward and held-out success at start and end, the curve, a trajectory from each, and the files.
 
     Args:
         run: the run's directory.
@@ -95,7 +95,7 @@ def training_report(run: RunDirectory, *, stopped_early: str = "") -> Renderable
 
 
 def metrics_table(metrics: dict[str, float], title: str) -> RenderableType:
-    """Metrics by name; those that are 0 because nothing of their kind happened are left out."""
+    """Return a table of metrics by name, without counts that are 0."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -106,10 +106,10 @@ def metrics_table(metrics: dict[str, float], title: str) -> RenderableType:
 
 
 def before_and_after(run: RunDirectory) -> tuple[Trajectory | None, Trajectory | None]:
-    """One trajectory from before training and one from after it, of the same task where one task shows the change.
+    """Return a trajectory from before training and one from after it, of the same task if possible.
 
-    Held-out tasks are looked at first, then the tasks trained on. The one from after training is among the best; the
-    one from before it is of the same task, earned less, and is otherwise as near to the mean of its time as can be.
+    Held-out tasks come first, then the tasks trained on. The one after training is among the best. The one before
+    training has a lower reward if possible, and of those the reward nearest to the mean before training.
     """
     kinds: tuple[TrajectoryKind, ...] = ("eval", "train")
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""What live runs have, as tables."""
+"""The pools, instances and queues of live runs, as tables."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from rich.text import Text
 
 from agentfly.resources.engine.live_runs import LiveRun
 from agentfly.resources.engine.status import InstanceSnapshot, PoolSnapshot, QueuedRequestSnapshot
-from agentfly.viewing.formatting import pluralize
+from agentfly.viewing.formatting import format_duration, pluralize
 
 SHOWN = 20
-"""Those who wait in one pool, or share one instance, that are shown by name."""
+"""The most waiting requests per pool, or owners per instance, that are shown by name."""
 
 
 def resource_tables(runs: Sequence[LiveRun]) -> RenderableType:
-    """Each run with its pools, instances and queues; then what dead ones have left behind."""
+    """Return each run with its pools, instances and queues, then the orphans of dead processes."""
     live = [run for run in runs if not run.dead]
     dead = [run for run in runs if run.dead]
     parts: list[RenderableType] = [_run(run) for run in live] or [Text("nothing is running")]
     left = [entry for run in dead for entry in run.started]
-    away = [entry for entry in left if entry.unreachable_since is not None]
-    if len(left) > len(away):
+    unreachable = [entry for entry in left if entry.unreachable_since is not None]
+    if reapable := len(left) - len(unreachable):
         whose = f"process {dead[0].pid}, which is dead" if len(dead) == 1 else f"{len(dead)} processes, which are dead"
-        what = (
-            f"{pluralize(len(left) - len(away), 'instance')} left behind by {whose}: agentfly resources reap removes "
-        )
-        parts.append(Text(what + ("it" if len(left) - len(away) == 1 else "them"), style="yellow"))
-    if away:
-        places = list(dict.fromkeys(_place(entry.traces) for entry in away))
-        what = f"{pluralize(len(away), 'instance')} left behind where nothing answers: start what is missing at "
-        parts.append(Text(f"{what}{_few(places, 3)}, then run agentfly resources reap", style="yellow"))
+        what = f"{pluralize(reapable, 'instance')} left behind by {whose}: agentfly resources reap removes "
+        parts.append(Text(what + ("it" if reapable == 1 else "them"), style="yellow"))
+    if unreachable:
+        addresses = list(dict.fromkeys(_address(entry.traces) for entry in unreachable))
+        what = f"{pluralize(len(unreachable), 'instance')} left behind where nothing answers: start what is missing at "
+        parts.append(Text(f"{what}{_few(addresses, 3)}, then run agentfly resources reap", style="yellow"))
     return Group(*parts)
 
 
-def _place(traces: Mapping[str, Any]) -> str:
-    """The address in traces, or in those of one of the backends that may have had it; else all of them."""
+def _address(traces: Mapping[str, Any]) -> str:
+    """Return the address in traces, or in those of one backend; without an address, all traces as text."""
     for one in (traces, *traces.values()):
         if isinstance(one, Mapping) and one.get("address"):
             return str(one["address"])
@@ -144,11 +142,3 @@ def _table(*left: str, right: Sequence[str]) -> Table:
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"

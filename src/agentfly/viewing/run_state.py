@@ -1,4 +1,4 @@
-"""RunState: what a run is doing at this moment, made from its events. Displays read it; it draws nothing."""
+"""RunState: what a run is doing now, computed from its events. Displays read it; it draws nothing."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class RunState:
         rewards: mean reward of each finished step.
         evaluations: metrics of each evaluation, with its step.
         metrics: metrics of the last finished step.
-        planned: number of rollouts that were asked for in one call, those on record included; 0 where nobody says.
-        running, finished, failed, cancelled: number of rollouts. Those that failed count as finished, too.
-        scores: rewards of the finished rollouts that were scored and are sound.
+        planned: number of rollouts requested in one call, recorded ones included; 0 if unknown.
+        running, finished, failed, cancelled: number of rollouts. Failed ones count as finished, too.
+        scores: rewards of the finished, valid rollouts that were scored.
         waiting: number of requests that wait for a resource.
-        lessons: whether the finished steps could teach anything.
-        first_scoring_error: why scoring failed for the first time in the last finished step; empty if it did not.
-        model: what is trained, in which number format and where.
-        dtype: the number format; empty where the run does not train.
-        further: how the run is made longer once it has made all its steps, in words.
-        stop_reason: why the run has ended before its last step; empty if it has not.
-        activity: what goes on besides rollouts, for instance the loading of a model.
+        lessons: diagnostics of the finished steps.
+        first_scoring_error: message of the first scoring failure in the last finished step; empty if there was none.
+        model: the trained model, its number format and device.
+        dtype: the number format; empty if the run does not train.
+        further: how to extend the run once it has made all its steps, in words.
+        stop_reason: why the run ended before its last step; empty if it did not.
+        activity: what happens besides rollouts, for instance the loading of a model.
     """
 
     steps: int = 0
@@ -81,10 +81,10 @@ class RunState:
     _step_began: float = 0.0
     _planned_at: float = 0.0
     _recorded: int = 0
-    _refusal: str = ""
+    _scoring_error: str = ""
 
     def update(self, event: Event) -> None:
-        """Take in one event."""
+        """Apply one event."""
         match event:
             case TrainingStarted():
                 self.steps, self.step, self.run_dir = event.steps, event.start_step, event.run_dir
@@ -100,7 +100,7 @@ class RunState:
                 self.activity = None
             case RolloutFinished():
                 self.running -= 1
-                if event.finish == FinishReason.CANCELLED:  # it has come to no end, and runs again in a resumed run
+                if event.finish == FinishReason.CANCELLED:  # unfinished: a resumed run rolls it out again
                     self.cancelled += 1
                     return
                 self.finished += 1
@@ -108,7 +108,7 @@ class RunState:
                 if self.planned and event.error is None and event.reward is not None:
                     self.scores.append(event.reward)
             case RewardFinished():
-                self._refusal = self._refusal or event.error or ""
+                self._scoring_error = self._scoring_error or event.error or ""
             case GenerationFinished():
                 self.tokens += event.sampled_tokens
                 self._tokens.append((event.time, event.sampled_tokens))
@@ -118,15 +118,15 @@ class RunState:
                 self.waiting -= 1
             case StepFinished():
                 self.step, self.metrics = event.step, event.metrics
-                self.lessons.add(event.metrics, self._refusal)
-                self.first_scoring_error, self._refusal = self._refusal, ""
+                self.lessons.add(event.metrics, self._scoring_error)
+                self.first_scoring_error, self._scoring_error = self._scoring_error, ""
                 self._step_seconds.append(event.time - self._step_began)
                 self._step_began = event.time
                 if REWARD in event.metrics:
                     self.rewards.append(event.metrics[REWARD])
             case EvaluationFinished():
                 self.evaluations.append((event.step, event.metrics))
-                self._refusal = ""
+                self._scoring_error = ""
                 self._step_began = event.time
             case CheckpointSaved():
                 self._step_began = event.time
@@ -137,11 +137,11 @@ class RunState:
 
     @property
     def was_already_finished(self) -> bool:
-        """Whether the run that was gone on with had made all of its steps already."""
+        """Whether the resumed run had already made all of its steps."""
         return 0 < self.steps <= self.step and not self._step_seconds
 
     def tokens_per_second(self, now: float | None = None) -> float:
-        """Sampled tokens a second over the last twenty seconds, training time included."""
+        """Return sampled tokens per second over the last twenty seconds, training time included."""
         now = time.time() if now is None else now
         while self._tokens and self._tokens[0][0] < now - _WINDOW_S:
             self._tokens.popleft()
@@ -150,7 +150,7 @@ class RunState:
         return sum(count for _, count in self._tokens) / max(1.0, now - self._tokens[0][0])
 
     def rollout_seconds_left(self, now: float | None = None) -> float | None:
-        """Seconds until all planned rollouts have finished, at the pace so far; None before the first has."""
+        """Return seconds until all planned rollouts finish, at the pace so far; None before the first has finished."""
         done = self.finished - self._recorded
         if not self.planned or done < 1:
             return None
@@ -158,7 +158,7 @@ class RunState:
         return max(0, self.planned - self.finished) * elapsed / done
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last step is done at the pace of the last twenty; None before the first.
+        """Return seconds until the last step ends, at the pace of the last twenty; None before the first.
 
         Evaluations and checkpoints between the steps are not counted.
         """

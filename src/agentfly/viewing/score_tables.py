@@ -1,4 +1,4 @@
-"""Tables of scores: an evaluation task by task, and two evaluations side by side."""
+"""Tables of scores: one evaluation by task, and two evaluations side by side."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from agentfly.evaluation.statistics import CONFIDENCE_LEVEL, Estimate
 from agentfly.viewing.formatting import pluralize
 
 SHOWN_TASKS = 20
-"""How many tasks a table shows where not all are asked for."""
+"""Number of tasks that a table shows unless all are requested."""
 
 _PROMPT_CHARS = 60
 
 
 def scores_table(board: EvaluationScores, ks: Sequence[int], *, all_tasks: bool = False) -> RenderableType:
-    """The estimates of an evaluation, each task's scores, and what counts in none of them.
+    """Return the estimates of an evaluation, the scores of each task, and the excluded trajectories.
 
     Args:
         board: the scores.
         ks: the values of k for pass@k, one of k attempts, and pass^k, all of them.
-        all_tasks: show every task, not only those that were solved least.
+        all_tasks: show every task, not only those solved least often.
     """
     estimates = {"reward": board.reward(), "success": board.success()}
     estimates |= {f"pass@{k}": board.pass_at(k) for k in ks}
@@ -35,13 +35,13 @@ def scores_table(board: EvaluationScores, ks: Sequence[int], *, all_tasks: bool 
         table.add_column(heading, justify="left" if heading == "over the tasks" else "right")
     for name, estimate in estimates.items():
         table.add_row(name, *_cells(estimate))
-    return Group(table, _per_task(board, all_tasks), *_left_out(board.excluded))
+    return Group(table, _per_task(board, all_tasks), *_excluded(board.excluded))
 
 
 def comparison_table(
     comparison: EvaluationComparison, names: tuple[str, str] = ("first", "second"), *, all_tasks: bool = False
 ) -> RenderableType:
-    """Two evaluations side by side: means, the difference with its interval, wins, and the tasks that differ most."""
+    """Return two evaluations side by side: means, difference with interval, wins, and the tasks that differ most."""
     table = Table()
     for heading in (
         "over the tasks",
@@ -115,9 +115,9 @@ def _per_pair(comparison: EvaluationComparison, names: tuple[str, str], all_task
     return table
 
 
-def _left_out(left_out: Mapping[str, int]) -> list[RenderableType]:
-    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(left_out.items()))
-    return [Text(f"in none of these numbers: {causes}", style="bold yellow")] if left_out else []
+def _excluded(excluded: Mapping[str, int]) -> list[RenderableType]:
+    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(excluded.items()))
+    return [Text(f"in none of these numbers: {causes}", style="bold yellow")] if excluded else []
 
 
 def _excluded_note(count: int, what: str) -> list[RenderableType]:
@@ -126,8 +126,8 @@ def _excluded_note(count: int, what: str) -> list[RenderableType]:
 
 def _asked(scores: TaskScores) -> str:
     messages = scores.task.messages
-    said = " ".join(text_of(messages[-1]["content"]).split()) if messages else ""
-    return said if len(said) <= _PROMPT_CHARS else f"{said[: _PROMPT_CHARS - 1]}…"
+    prompt = " ".join(text_of(messages[-1]["content"]).split()) if messages else ""
+    return prompt if len(prompt) <= _PROMPT_CHARS else f"{prompt[: _PROMPT_CHARS - 1]}…"
 
 
 def _solved(scores: TaskScores) -> float:

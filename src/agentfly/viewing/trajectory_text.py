@@ -1,4 +1,4 @@
-"""A trajectory as text for people: what was asked, turn by turn what the model did and saw, and what it earned."""
+"""A trajectory as text: the prompt, each turn with its tool calls and observations, and the reward."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from agentfly.core.messages import Message, text_with_image_labels
 from agentfly.core.numbers import require_whole
 from agentfly.core.trajectory import Failure, ToolRecord, Trajectory, Turn, require_trajectory
 from agentfly.rollouts.agent_loop import INVALID_CALL_KINDS
+from agentfly.viewing.formatting import escape_control_characters, pluralize
 
 _LABEL = "bold cyan"
 _QUIET = "dim"
 
 
 def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
-    """One trajectory as styled text; ``.plain`` is the same without style.
+    """Return one trajectory as styled text; ``.plain`` is the same without style.
 
     Args:
         trajectory: the trajectory.
-        max_lines: a message, a turn's text or an observation that has more lines shows its first and last ones.
+        max_lines: the most lines of a message, a turn's text or an observation; longer ones lose their middle.
 
     Raises:
-        UsageError: it is no trajectory, such as the result of a run, which holds several.
-        ConfigError: ``max_lines`` is no whole number of at least 1.
+        UsageError: the value is not a trajectory, for instance a run's result, which holds several.
+        ConfigError: ``max_lines`` is not a whole number of at least 1.
     """
     require_trajectory(trajectory, "trajectory_text")
     require_whole("trajectory_text", max_lines=max_lines)
@@ -34,9 +35,9 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
     for message in _prompt(trajectory):
         text.append(f"{message['role']}\n", _LABEL)
         _append_block(text, text_with_image_labels(message["content"]), max_lines=max_lines, style=_QUIET)
-    told = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
-    for turn in trajectory.turns:  # of subagents whose rollout broke off before their call was answered
-        if turn.index not in told:
+    shown = _append_conversation(text, trajectory.turns, "", max_lines, indent=0)
+    for turn in trajectory.turns:  # of subagents, if the rollout ended before their call was answered
+        if turn.index not in shown:
             _append_turn(text, turn, max_lines, indent=2)
     _append_end(text, trajectory)
     text.rstrip()
@@ -44,7 +45,7 @@ def trajectory_text(trajectory: Trajectory, *, max_lines: int = 12) -> Text:
 
 
 def trajectory_panel(trajectory: Trajectory, *, title: str | None = None, max_lines: int = 12) -> Panel:
-    """One trajectory in a frame; the title says which rollout it is unless another is given."""
+    """Return one trajectory in a frame, titled with its rollout id unless a title is given."""
     return Panel(
         trajectory_text(trajectory, max_lines=max_lines),
         title=Text(title or f"rollout {trajectory.rollout_id}"),
@@ -53,20 +54,8 @@ def trajectory_panel(trajectory: Trajectory, *, title: str | None = None, max_li
     )
 
 
-def escape_control_characters(text: str) -> str:
-    """The text with control characters made visible: what a model or a tool wrote cannot drive a terminal."""
-    return "".join(
-        character if character in "\n\t" or character.isprintable() else _visible(character) for character in text
-    )
-
-
-def _visible(character: str) -> str:
-    code = ord(character)
-    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
-
-
 def _prompt(trajectory: Trajectory) -> list[Message]:
-    """What stood before the first turn: the rendered messages where they were kept, else those of the task."""
+    """Return the messages before the first turn: the rendered ones if they were kept, else the task's."""
     messages = trajectory.messages or trajectory.task.messages
     answers = sum(turn.kind == "act" and not turn.conversation for turn in trajectory.turns)
     heads = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -76,11 +65,11 @@ def _prompt(trajectory: Trajectory) -> list[Message]:
 
 
 def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines: int, *, indent: int) -> set[int]:
-    """Append the turns of one conversation, with those of subagents below the calls that they answer.
+    """Append the turns of one conversation, and those of subagents below the calls that they answer.
 
-    The numbers of all turns that were appended are returned.
+    Returns the numbers of all appended turns.
     """
-    told: set[int] = set()
+    shown: set[int] = set()
     before: Turn | None = None
     for turn in turns:
         if turn.conversation != name:
@@ -88,18 +77,18 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
         begins = before is not None and turn.sequence != before.sequence
         note = f", begins sequence {turn.sequence + 1}" * begins + _branch_note(turns, turn, before)
         _append_turn(text, turn, max_lines, indent=indent, note=note)
-        told.add(turn.index)
+        shown.add(turn.index)
         for result in turn.results:
             _append_call(text, result, indent + 2)
             answered = "/".join(filter(None, (name, result.call.id)))
-            told |= _append_conversation(text, turns, answered, max_lines, indent=indent + 4)
+            shown |= _append_conversation(text, turns, answered, max_lines, indent=indent + 4)
             _append_observation(text, result, max_lines, indent + 4)
         before = turn
-    return told
+    return shown
 
 
 def _branch_note(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
-    """Where a turn goes on in its conversation, if that is not from the turn shown before it: it is a branch."""
+    """Return a note if a turn is a branch: it continues another turn than the one shown before it."""
     if before is None or not turn.follows or before.index in turn.follows:
         return ""
     if any(turns[number].conversation != turn.conversation for number in turn.follows):
@@ -108,14 +97,14 @@ def _branch_note(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
 
 
 def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:
-    whose = f" of {escape_control_characters(turn.agent)}" if turn.agent else ""
+    agent = f" of {escape_control_characters(turn.agent)}" if turn.agent else ""
     what = ", to be remembered" if turn.kind == "memory" else ""
-    text.append(f"{' ' * indent}turn {turn.index + 1}{whose}{what}", _LABEL)
-    cut = "" if turn.stopped else ", cut by a limit"
-    worth = "" if turn.reward is None else f", reward {turn.reward:g}"
+    text.append(f"{' ' * indent}turn {turn.index + 1}{agent}{what}", _LABEL)
+    limit = "" if turn.stopped else ", cut by a limit"
+    reward = "" if turn.reward is None else f", reward {turn.reward:g}"
     tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
     by = f", by {escape_control_characters(turn.policy)}" if turn.policy else ""
-    text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{cut}{note}{worth}\n", _QUIET)
+    text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{limit}{note}{reward}\n", _QUIET)
     if turn.reasoning and turn.reasoning not in turn.text:
         _append_block(text, turn.reasoning, max_lines=max_lines, indent=indent + 2, style=f"{_QUIET} italic")
     _append_block(text, turn.text, max_lines=max_lines, indent=indent + 2)
@@ -150,7 +139,7 @@ def _append_end(text: Text, trajectory: Trajectory) -> None:
     finish = trajectory.finish or "not finished"
     text.append(f"{reward}", "bold")
     turns = len(trajectory.turns)
-    text.append(f"  {finish} after {turns} {'turn' if turns == 1 else 'turns'}", _QUIET)
+    text.append(f"  {finish} after {pluralize(turns, 'turn')}", _QUIET)
     total = trajectory.seconds.get("total")
     text.append(f", {total:.2f} s\n" if total is not None else "\n", _QUIET)
     for name, value in trajectory.metrics.items():

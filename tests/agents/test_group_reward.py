@@ -28,7 +28,7 @@ def attempts() -> list[Trajectory]:
 
 @pytest.fixture
 async def group_context(attempts: list[Trajectory]) -> Context:
-    return Context(Trajectory("r", "r", TASK), cast("Any", None), over=True)
+    return Context(Trajectory("r", "r", TASK), cast("Any", None), ended=True)
 
 
 def returning(value: Any) -> GroupReward:

@@ -28,7 +28,7 @@ from agentfly.core.task import Task
 from agentfly.core.truncation import Truncate, truncate_by_characters
 from agentfly.formats.chat.chat_format import History
 from agentfly.formats.toolcalls.registry import tool_call_format
-from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, behind, said_behind
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, message_of_turn, with_opening_marker
 from agentfly.resources.spec import ResourceSpec
 
 
@@ -303,7 +303,7 @@ class Agent:
             calls: the calls in it.
             opened: the marker with which the prompt opened reasoning; empty if it did not.
         """
-        return said_behind(opened, self.format, text, calls)
+        return message_of_turn(opened, self.format, text, calls)
 
     def parse_calls(self, text: str, *, first_call: int = 0, opened: str = "") -> tuple[ToolCall, ...]:
         """Parse the tool calls in the text of a turn. Without tools there are none.
@@ -320,7 +320,7 @@ class Agent:
             return ()
         label = f"The tool-call format {self.format.name!r} ({type(self.format).__name__})"
         try:
-            found = self.format.parse(behind(opened, text), self.tools, first_call=first_call)
+            found = self.format.parse(with_opening_marker(opened, text), self.tools, first_call=first_call)
         except Exception as error:
             raise UsageError(
                 f"{label} could not read a turn: its parse raised {describe_error(error)}. It must not raise for any "

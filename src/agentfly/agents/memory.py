@@ -1,13 +1,4 @@
-"""Memory: what an agent recalls of its conversation when it speaks next.
-
-Memory: what an agent recalls of its conversation when it speaks next.
-
-Window: a memory of the task and the last turns.
-
-SummaryFolding: a memory that writes down what has happened, and goes on from there.
-
-The memories by name, as a configuration writes them.
-"""
+"""Memory: the part of its conversation that an agent sees at its next turn. Full history, window or summary."""
 
 from __future__ import annotations
 
@@ -32,16 +23,15 @@ class Past:
     """One conversation so far, as the agent's memory sees it.
 
     Attributes:
-        messages: the whole conversation. Read it; never write to it.
-        opening: its beginning: the system prompt and the task.
-        exchanges: the turns of the model in order, each a list of the turn's message and those that answer it. A memory
-            takes them or leaves them whole, so that no result of a tool is parted from its call.
+        messages: the whole conversation. Read-only.
+        opening: its first messages: the system prompt and the task.
+        exchanges: the turns of the model in order. Each is a list of the turn's message and the messages that answer
+            it. A memory keeps or drops a whole exchange, so that no tool result is separated from its call.
         context: the rollout's context: ids, the task, resources.
-        state: a place for what the memory wants to keep from turn to turn; empty at first, and of this conversation
-            alone.
+        state: data that the memory keeps between turns of this conversation; empty at first.
 
     Args:
-        ask: has the model answer a view, in at most so many tokens.
+        ask: generates the model's answer to a view, with a maximum number of tokens.
         tokens: counts the tokens of a view.
     """
 
@@ -61,34 +51,34 @@ class Past:
         self._tokens = tokens
 
     async def ask(self, view: Sequence[Message], *, max_tokens: int | None = None) -> str:
-        """Have the agent's own model answer ``view``, and get what it says, without its thoughts.
+        """Generate the model's answer to ``view``, and return it without its reasoning.
 
-        The generation is a turn of the kind ``memory``: its tokens are recorded, and trained like any other. Tool calls
+        The generation is a turn of the kind ``memory``. Its tokens are recorded and trained like any other. Tool calls
         in it are not executed.
 
         Args:
-            view: what the model is shown. One that goes on from what it was shown last costs least.
-            max_tokens: the most tokens of the answer; the agent's ``max_tokens_per_turn`` if not given.
+            view: the messages for the model. A view that extends the last one is cheapest.
+            max_tokens: maximum number of tokens of the answer; by default the agent's ``max_tokens_per_turn``.
 
         Raises:
-            PromptTooLong: no token of an answer would fit. Left alone, it ends the rollout as ``length``.
-            UsageError: the view cannot be shown to a model, or ``max_tokens`` is below 1.
+            PromptTooLong: the view leaves no room for an answer. If not caught, the rollout ends with ``length``.
+            UsageError: the view is invalid, or ``max_tokens`` is below 1.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"past.ask(…, max_tokens={max_tokens}): it must be at least 1, or None.")
         return await self._ask(view, max_tokens)
 
     def tokens(self, view: Sequence[Message]) -> int | None:
-        """How many tokens the model would see if it were shown ``view``; None where nobody can tell."""
+        """Return the number of tokens in ``view``; None where it cannot be counted."""
         return self._tokens(view)
 
     def append_turn(self, message: Message) -> None:
-        """The model has taken a turn. Called by the rollout layer."""
+        """Append a turn of the model. Called by the rollout layer."""
         self.messages.append(message)
         self.exchanges.append([message])
 
     def append_results(self, messages: Iterable[Message]) -> None:
-        """The last turn was answered. Called by the rollout layer."""
+        """Append the answers to the last turn. Called by the rollout layer."""
         answers = list(messages)
         self.messages.extend(answers)
         self.exchanges[-1].extend(answers)
@@ -96,20 +86,20 @@ class Past:
 
 @runtime_checkable
 class Memory(Protocol):
-    """What an agent recalls. One object serves all rollouts, so what it keeps of one stands in `Past.state`."""
+    """Selects the part of a conversation that the model sees. One object serves all rollouts; state is in `Past.state`."""
 
     async def recall(self, past: Past) -> Sequence[Message]:
-        """The conversation as the model is to see it before its next turn.
+        """Return the messages that the model sees at its next turn.
 
-        Under the strategy ``chain`` a view that goes on from the last one continues the token sequence, and any other
-        begins a new one. Under ``step`` every view begins one.
+        Under the strategy ``chain`` a view that extends the last one continues the token sequence. Any other view
+        begins a new one. Under ``step`` every view begins a new one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FullHistory:
-    """Recalls everything."""
+    """Shows the whole conversation."""
 
     async def recall(self, past: Past) -> Sequence[Message]:
         """The whole conversation."""
@@ -117,9 +107,9 @@ class FullHistory:
 
 
 def with_note(messages: Iterable[Message], note: str) -> list[Message]:
-    """The messages with a note below the last one, which is the user's; in a user message of its own if it is not.
+    """Return the messages with a note appended to the last user message, or as a new user message.
 
-    Two user messages in a row are more than the chat templates of some models put up with.
+    The note joins an existing user message because some chat templates reject two user messages in a row.
     """
     noted = list(messages)
     last = noted[-1] if noted else None
@@ -129,11 +119,11 @@ def with_note(messages: Iterable[Message], note: str) -> list[Message]:
 
 
 async def recall_view(memory: Memory, past: Past) -> Sequence[Message]:
-    """What a memory recalls, checked.
+    """Call a memory and validate its view.
 
     Raises:
-        UsageError: it is no view that a model could be shown, or the memory tried to end more than its rollout.
-        Exception: what the memory raises.
+        UsageError: the view is invalid, or the memory tried to end more than its rollout.
+        Exception: any exception that the memory raises.
     """
     try:
         view = await call_user_function(partial(memory.recall, past), {}, timeout_s=None, context=past.context)
@@ -147,13 +137,13 @@ def validate_view(view: object, memory: Memory, exchanges: Sequence[Sequence[Mes
     """Raise unless a view can be shown to a model.
 
     Args:
-        view: what a memory recalls, or asks about.
+        view: the view that a memory returned, or passed to `Past.ask`.
         memory: the memory.
-        exchanges: the turns of the conversation, each with what answers it.
+        exchanges: the turns of the conversation, each with its answers.
 
     Raises:
-        UsageError: it is no sequence of messages, or empty, or parts the results of tools from their calls or from one
-            another.
+        UsageError: the view is not a sequence of messages, is empty, or separates tool results from their calls or
+            from the other results of the turn.
     """
     name = f"The view that the memory {type(memory).__name__} gives"
     if isinstance(view, (str, bytes)) or not isinstance(view, Sequence):
@@ -169,12 +159,13 @@ def validate_view(view: object, memory: Memory, exchanges: Sequence[Sequence[Mes
     if parted is not None:
         raise UsageError(
             f"{name} parts the result of a tool from its call or from the other results of that turn "
-            f"({truncate_middle(parted, 60)!r}), which chat templates refuse. Take whole exchanges: past.exchanges[-3:]."
+            f"({truncate_middle(parted, 60)!r}), which chat templates refuse. Take whole exchanges: "
+            "past.exchanges[-3:]."
         )
 
 
 def _fault(message: object) -> str | None:
-    """What is wrong with one message."""
+    """Return what is wrong with a message; None if it is valid."""
     if not isinstance(message, Mapping) or message.get("role") not in get_args(Role):
         return f"which is no message with a role: {', '.join(get_args(Role))}"
     content = message.get("content")
@@ -189,7 +180,7 @@ def _fault(message: object) -> str | None:
 
 
 def _parted(view: Sequence[Message], exchanges: Sequence[Sequence[Message]]) -> str | None:
-    """The text of a result that stands, or is missing, where it must not."""
+    """Return the text of a tool result that is misplaced or missing; None if there is none."""
     before = ""
     for message in view:
         if message["role"] == "tool" and before not in ("assistant", "tool"):
@@ -207,12 +198,12 @@ def _parted(view: Sequence[Message], exchanges: Sequence[Sequence[Message]]) -> 
 
 @dataclass(frozen=True)
 class Window:
-    """Recalls the task and the last turns, each with the results of its calls.
+    """Shows the task and the last turns, each with the results of its calls.
 
-    Once turns fall out of the window, every further one begins a new token sequence, under the strategy ``chain`` too.
+    Once the window drops a turn, each further turn begins a new token sequence, also under the strategy ``chain``.
 
     Args:
-        turns: how many turns it holds.
+        turns: number of turns in the window.
 
     Raises:
         ConfigError: ``turns`` is not a whole number of at least 1.
@@ -229,7 +220,7 @@ class Window:
 
 
 Summarise = Callable[[Sequence[Message], Context], str | Awaitable[str]]
-"""Makes a summary of the messages that the model sees. A sync one runs on a thread."""
+"""Summarises the messages that the model sees. A sync function runs on a thread."""
 
 INSTRUCTION = (
     "Your memory is almost full. Write down what was done and found out so far and what is still to do, so that the "
@@ -242,22 +233,22 @@ _FOLDED, _SUMMARY = "folded", "summary"
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryFolding:
-    """Recalls everything until that is too much; then the past is summarised, and the summary stands for it.
+    """Shows everything up to a limit; then a summary replaces the past turns, and a new token sequence begins.
 
-    The summary is a turn of the model of its own, of the kind ``memory``, and is trained like any other; unless
-    ``summarise`` makes it. A new token sequence begins then.
+    The model writes the summary in a turn of the kind ``memory``, which is trained like any other, unless ``summarise``
+    is given.
 
     Args:
-        after_tokens: fold once the model would see more tokens than that. Leave room for one more observation and the
-            summary below the agent's ``max_sequence_tokens``. Without effect for a policy that takes messages.
-        after_turns: fold once the model would see more turns than that.
-        keep_turns: how many of the last turns are kept as they were, after the summary.
-        max_summary_tokens: the most tokens of a summary by the model. A longer one is used as far as it goes.
-        instruction: what the model is asked.
-        summarise: makes the summary instead of the model, from what the model sees and the rollout's context.
+        after_tokens: fold once the view has more tokens. Leave room for one more observation and the summary below the
+            agent's ``max_sequence_tokens``. No effect for a policy that takes messages.
+        after_turns: fold once the view has more turns.
+        keep_turns: number of last turns kept verbatim after the summary.
+        max_summary_tokens: maximum number of tokens of the model's summary. A longer one is truncated.
+        instruction: the request for a summary.
+        summarise: makes the summary instead of the model, from the view and the rollout's context.
 
     Raises:
-        ConfigError: nothing says when to fold, or the numbers contradict one another.
+        ConfigError: neither ``after_tokens`` nor ``after_turns`` is given, or the numbers contradict each other.
     """
 
     after_tokens: int | None = None
@@ -285,7 +276,7 @@ class SummaryFolding:
             )
 
     async def recall(self, past: Past) -> Sequence[Message]:
-        """What has not been folded, after the task and the summary of what has."""
+        """Return the task with the summary of folded turns, and the turns that are not folded."""
         view = self._view(past)
         foldable = len(past.exchanges) - self.keep_turns
         if foldable > past.state.get(_FOLDED, 0) and self._is_too_much(past, view):
@@ -318,17 +309,17 @@ class SummaryFolding:
             failed.reraise_for("SummaryFolding(summarise=…)")
         if not isinstance(summary, str):
             raise UsageError(f"SummaryFolding(summarise=…) returned {type_of(summary)}; it must return a text.")
-        return summary.encode("utf-8", errors="replace").decode()  # half of a surrogate pair could not be tokenized
+        return summary.encode("utf-8", errors="replace").decode()  # a lone surrogate cannot be tokenized
 
 
 _KINDS: dict[str, type[Memory]] = {"full": FullHistory, "window": Window, "summary": SummaryFolding}
 
 
 def make_memory(kind: str, settings: Mapping[str, Any]) -> Memory:
-    """A memory of a kind: ``full``, ``window`` or ``summary``, with its settings.
+    """Make a memory of a kind (``full``, ``window`` or ``summary``) with settings.
 
     Raises:
-        ConfigError: there is no such kind, it has no such setting, or a setting has a value that it cannot have.
+        ConfigError: the kind or a setting is unknown, or a setting has an invalid value.
     """
     if kind not in _KINDS:
         raise ConfigError(f"There is no memory {kind!r}. {suggest_name(kind, _KINDS)}")

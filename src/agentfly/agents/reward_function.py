@@ -1,7 +1,4 @@
-"""RewardProcess: where a reward runs that must end on time whatever it does, because its process can be killed.
-
-RewardFunction: a user's function that gives scores, called by the names of its parameters, its failures typed.
-"""
+"""RewardFunction: a user's scoring function, called by its parameter names, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ from agentfly.resources.spec import EnvironmentVariables, ResourceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RewardProcessSpec(EnvironmentSpec):
-    """Processes in which the scores of one reward are computed, one at a time in each."""
+    """Spec of the processes that compute the scores of one reward, one score at a time in each."""
 
     @property
     def label(self) -> str:
@@ -54,7 +51,7 @@ class RewardProcessSpec(EnvironmentSpec):
         return f"reward:{self._name}"
 
     def timeout_message(self, method: str) -> str:
-        """What is said of a score that took too long, in the words of who wrote ``timeout_s``."""
+        """Return the message for a score that exceeded ``timeout_s``."""
         return f"the reward {self._name!r} gave no score within {self.call_timeout_s:g} s"
 
     @property
@@ -64,7 +61,7 @@ class RewardProcessSpec(EnvironmentSpec):
 
 @dataclass(frozen=True)
 class RewardWorker:
-    """Lives in such a process. It makes itself, so that the process has imported the reward before it is forked.
+    """Computes scores in a reward process. It is its own factory, so that the reward is imported before the fork.
 
     Args:
         func: the reward.
@@ -80,22 +77,22 @@ class RewardWorker:
         return self
 
     def reset(self) -> None:
-        """Take back an alarm that a score has set, which is not meant for the next."""
+        """Cancel an alarm that a score has set, so that it does not hit the next score."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def score(self, arguments: Mapping[str, Any]) -> Any:
-        """What the reward's function returns."""
+        """Call the reward's function and return its result."""
         return self.func(**arguments)
 
 
 def reward_process(
     reward: Callable[..., Any], *, timeout_s: float, workers: int | None, memory: int | str, env: EnvironmentVariables
 ) -> RewardProcessSpec:
-    """The spec of a reward's processes. Each serves one score after the other.
+    """Make the spec of a reward's processes.
 
     Raises:
-        UsageError: the reward cannot travel to another process. The message names the part of it that cannot.
-        ConfigError: a value cannot be.
+        UsageError: the reward cannot be pickled. The message names the part that cannot.
+        ConfigError: a value is invalid.
     """
     return RewardProcessSpec(
         factory=RewardWorker(reward),
@@ -113,9 +110,9 @@ async def score_in_process(spec: RewardProcessSpec, arguments: Mapping[str, Any]
     """Compute a score in one of a reward's processes, once one is free.
 
     Raises:
-        Overrun: it took too long. Its process has been killed, and is replaced when the next score needs it.
-        FunctionFailed: the reward raised, ended its process, or was given or returned what cannot travel.
-        AgentFlyError: no process could be had.
+        FunctionTimeout: it took too long. Its process was killed, and is replaced when the next score needs it.
+        FunctionFailed: the reward raised, ended its process, or an argument or the result cannot be pickled.
+        AgentFlyError: no process is available.
     """
     async with context.lease(spec) as scorer:
         loop = asyncio.get_running_loop()
@@ -137,17 +134,17 @@ _OF_RECORD = frozenset({"trajectory", "trajectories", "task", "prompt"})
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RewardFunction(UserFunction):
-    """What `@reward` and `@group_reward` make of a function.
+    """Base of the objects that `@reward` and `@group_reward` make from a function.
 
     Attributes:
         function: the function.
-        name: its name, for messages and records.
-        parameters: what it asks for.
-        timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
-        process: whether it runs in processes of its own, which are killed when it takes too long.
-        workers: how many such processes there are at most; None for one for each processor.
-        memory: what such a process may use.
-        env: its environment variables, besides those that programs need in order to run.
+        name: its name in messages and records.
+        parameters: its parameters.
+        timeout_s: time limit of a score in seconds, without waiting for resources; None for no limit.
+        process: whether it runs in separate processes, which are killed at the time limit.
+        workers: maximum number of such processes; None for one per processor.
+        memory: memory limit of such a process.
+        env: its environment variables, in addition to the basic ones that programs need.
     """
 
     parameters: tuple[Parameter, ...]
@@ -159,7 +156,7 @@ class RewardFunction(UserFunction):
 
     _decorator: ClassVar[str]
     injectable_names: ClassVar[tuple[str, ...]]
-    """What it can ask for that is no field of the task, beside the context."""
+    """Parameter names that are filled in with something other than a task field, besides the context."""
 
     _kind: ClassVar[str] = "reward"
     _mistake: ClassVar[type[UsageError]] = RewardDefinitionError
@@ -168,19 +165,19 @@ class RewardFunction(UserFunction):
         return f"<{self._decorator} {self.name}({', '.join(parameter.name for parameter in self.parameters)})>"
 
     def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """What it has declared that it needs for a task.
+        """Return the resources that it declares for a task.
 
         Raises:
-            RewardDefinitionError: the function that says so failed for this task.
-            UsageError: it is to run in a process of its own, and cannot travel there.
+            RewardDefinitionError: its ``resources`` function failed for this task.
+            UsageError: it runs in a separate process and cannot be pickled.
         """
         if self.process:
-            _ = self.process_spec  # so that this is found before a rollout, and not after it
+            _ = self.process_spec  # raises before the rollout rather than after it
         return super().resources_for(task)
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The fields that it asks every task for, those of its parts included."""
+        """The task fields that it and its parts require."""
         own = [
             one.name
             for one in self.parameters
@@ -192,7 +189,7 @@ class RewardFunction(UserFunction):
 
     @property
     def _shows_record(self) -> bool:
-        """Whether it is given what it could write into: a copy then, so that the record stays as it is."""
+        """Whether it gets mutable parts of the record. They are copied, so that it cannot change the record."""
         return any(one.source is ParameterSource.MODEL_OR_ROLLOUT and one.name in _OF_RECORD for one in self.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,16 +197,16 @@ class RewardFunction(UserFunction):
 
     @cached_property
     def process_spec(self) -> RewardProcessSpec:
-        """The processes that it runs in.
+        """The spec of its processes.
 
         Raises:
-            UsageError: it cannot travel to another process. The message names the part of it that cannot.
+            UsageError: it cannot be pickled. The message names the part that cannot.
         """
-        assert self.timeout_s is not None  # `make_reward` has seen to it
+        assert self.timeout_s is not None  # checked by `make_reward`
         return reward_process(self, timeout_s=self.timeout_s, workers=self.workers, memory=self.memory, env=self.env)
 
     async def _call(self, given: Mapping[str, Any], context: Context) -> Any:
-        """What the function returns, with all that it raises typed."""
+        """Call the function and return its result. Its exceptions become typed errors."""
         arguments = {one.name: self._value(one, given, context) for one in self.parameters}
         try:
             if self.process:
@@ -253,10 +250,10 @@ def make_reward(
     env: EnvironmentVariables,
     **others: Any,
 ) -> F:
-    """Make a reward of a function, as its decorator does.
+    """Make a reward from a function, on behalf of its decorator.
 
     Raises:
-        RewardDefinitionError: the function cannot become one.
+        RewardDefinitionError: the function cannot become a reward.
     """
     name = name or function_name(function)
     if isinstance(function, (RewardFunction, type)) or not callable(function):

@@ -1,7 +1,4 @@
-"""Tools that are methods: of an instance that the user made, or of a class of which each rollout gets one instance.
-
-The decorator `@tool`, which makes what the model can call of functions, methods and classes.
-"""
+"""The decorator `@tool`, which makes tools from functions, methods and classes."""
 
 from __future__ import annotations
 

@@ -162,8 +162,8 @@ def _is_image(value: Any) -> bool:
 def _as_image(value: Any) -> Image:
     if not _is_image(value):
         raise ToolDefinitionError(
-            f"ToolResult(image=…) holds {truncate_middle(repr(value), MAX_ECHO_CHARS // 4)}, which is no image. Give an image of "
-            "PIL, a NumPy array of bytes (height by width by 3), or agentfly.Image(data, 'image/png')."
+            f"ToolResult(image=…) holds {truncate_middle(repr(value), MAX_ECHO_CHARS // 4)}, which is no image. Give "
+            "an image of PIL, a NumPy array of bytes (height by width by 3), or agentfly.Image(data, 'image/png')."
         )
     return Image.of(value)
 

@@ -1,7 +1,4 @@
-"""ArgumentSchema: what a tool wants of the model, as a JSON schema, and the check of what the model gave.
-
-GivenSchema: the arguments of a tool that somebody else has described, as a JSON schema.
-"""
+"""Schemas of a tool's arguments, from type hints or a given JSON schema, and validation of the model's arguments."""
 
 from __future__ import annotations
 
@@ -361,8 +358,8 @@ def _of_an_object(tool: str, schema: Mapping[str, Any] | bool) -> dict[str, Any]
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ToolDefinitionError(
-            f"The JSON schema of the tool {tool!r} describes {truncate_middle(json.dumps(kind), MAX_ECHO_CHARS // 8)}, where the "
-            "arguments of a call are an object."
+            f"The JSON schema of the tool {tool!r} describes "
+            f"{truncate_middle(json.dumps(kind), MAX_ECHO_CHARS // 8)}, where the arguments of a call are an object."
         )
     return dict(schema)
 

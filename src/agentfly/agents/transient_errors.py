@@ -1,8 +1,6 @@
-"""Client errors: what other packages raise where the network or a far side fails. None of them is imported.
+"""Transient errors: exceptions of user code that the machine or the network caused, and not the model.
 
-An exception is known by the package and the name of its classes, since only who has a package can raise its exceptions.
-
-Outage: an exception of a tool's code that the machine or the network is to blame for, not the model.
+Exceptions of client packages are recognised by package and class name, so that none of the packages is imported.
 """
 
 from __future__ import annotations
@@ -48,13 +46,13 @@ _CONNECTION_FAILED: dict[str, frozenset[str]] = {
 }
 
 _UNAVAILABLE = frozenset({429, 502, 503, 504, 529})
-"""HTTP statuses by which a far side says that it cannot answer now, whatever it is asked."""
+"""HTTP statuses that say that a server is temporarily unavailable."""
 
 _GRPC_UNAVAILABLE = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED"})
 
 
 def is_unavailable_error(error: BaseException) -> bool:
-    """Whether an exception of a known package says that the network failed, or a far side that cannot answer now."""
+    """Whether an exception of a known package reports a network failure or an unavailable server."""
     packages = set()
     for kind in type(error).__mro__:
         package = kind.__module__.partition(".")[0]
@@ -67,7 +65,7 @@ def is_unavailable_error(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status with which a far side answered."""
+    """Return the HTTP status of the answer that an exception reports."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # of botocore
         metadata = response.get("ResponseMetadata")
@@ -103,13 +101,12 @@ _MACHINE_OR_NETWORK = frozenset(
 
 
 def find_transient_error(error: BaseException) -> BaseException | None:
-    """The outage that an exception is or came from, if there is one.
+    """Return the transient error that an exception is or was caused by; None if there is none.
 
-    An outage is a connection that was refused or broke, a host that cannot be reached or whose name is not known, too
-    little memory, disk, processes or open files, what clients of HTTP, gRPC, databases and the like raise where the
-    network fails or the far side says that it cannot answer now (`client_errors`), and any failure of AgentFly's that
-    is infrastructure. What came from an outage is one too: its cause, the exception that was being handled, and the
-    exceptions of a group are looked at. Everything else, for instance a missing file, may be the model's doing.
+    Transient errors are: a refused or broken connection; an unreachable or unknown host; a lack of memory, disk,
+    processes or open files; network failures and "unavailable" answers reported by client packages
+    (`is_unavailable_error`); and AgentFly's own infrastructure failures. The search follows causes, contexts and
+    exception groups. Anything else, such as a missing file, may have been caused by the model.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -117,7 +114,7 @@ def find_transient_error(error: BaseException) -> BaseException | None:
         one = waiting.pop()
         if one is None or id(one) in seen:
             continue
-        if _is_outage(one):
+        if _is_transient(one):
             return one
         seen.add(id(one))
         waiting.append(one.__cause__ if one.__suppress_context__ else one.__context__)
@@ -126,18 +123,18 @@ def find_transient_error(error: BaseException) -> BaseException | None:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether it may help to try again what failed with this: an outage that nobody has to mend first.
+    """Whether a retry may succeed: the error is transient and needs no repair first.
 
-    What the model can cause and wrong uses of AgentFly do not pass by themselves, nor does what the machine lacks.
+    Errors that the model can cause, wrong uses of AgentFly and missing prerequisites are not retryable.
     """
     if isinstance(error, AgentFlyError) and error.by_policy:
         return False
     lasting = (UsageError, PrerequisiteError, TokenInvariantError, EngineClosed, LeaseExpired)
-    outage = find_transient_error(error)
-    return outage is not None and not isinstance(outage, lasting)
+    transient = find_transient_error(error)
+    return transient is not None and not isinstance(transient, lasting)
 
 
-def _is_outage(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     if isinstance(error, AgentFlyError):
         return not error.by_policy
     if isinstance(error, (ConnectionError, MemoryError, socket.gaierror)):

@@ -1,9 +1,4 @@
-"""Parameters: what a function asks for by its signature, and where each value comes from.
-
-Needs: the resources that a function says it uses, before it is called.
-
-UserFunction: a function of the user's that has been made into something, and is still a function.
-"""
+"""UserFunction: a decorated function, its parameters, and the resources that it declares."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from agentfly.resources.environments.pickling import find_unpicklable, is_import
 from agentfly.resources.spec import ResourceSpec
 
 MISSING: Any = inspect.Parameter.empty
-"""Stands where a parameter has no annotation, or no default."""
+"""Marks a missing annotation or default of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Parameter:
 
     Attributes:
         name: its name.
-        annotation: its type, with names resolved; `MISSING` if it has none, a text if the text could not be resolved.
+        annotation: its type, with names resolved; `MISSING` if it has none; a string if that could not be resolved.
         default: its default; `MISSING` if it has none.
         source: where its value comes from.
     """
@@ -68,11 +63,11 @@ class Parameter:
 
 
 def read_parameters(function: Callable[..., Any], names: Mapping[str, Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function.
+    """Read the parameters of a function.
 
     Args:
-        function: any callable that is called with its arguments by name.
-        names: names that are local to the place of definition, which annotations written as text may use.
+        function: any callable that is called with keyword arguments.
+        names: local names at the definition, which annotations written as text may use.
 
     Raises:
         ValueError: a parameter cannot be given by name; the message says which and what to do.
@@ -84,16 +79,16 @@ def read_parameters(function: Callable[..., Any], names: Mapping[str, Any]) -> t
 
 
 def caller_locals(depth: int) -> dict[str, Any]:
-    """The local names of the function that is ``depth`` calls up: where a decorator is used, say."""
+    """Return the local names of the function ``depth`` calls up, for instance where a decorator is used."""
     frame = sys._getframe(depth + 1)
     return {} if frame.f_locals is frame.f_globals else dict(frame.f_locals)
 
 
 def task_field(name: str, context: Context, default: Any) -> Any:
-    """A field of the rollout's task: a copy, so that whoever writes into it changes no other attempt at the task.
+    """Return a copy of a field of the rollout's task. Changes to the copy do not reach other attempts.
 
     Raises:
-        KeyError: the task has no such field and there is no default; the message names the fields there are.
+        KeyError: the task has no such field and there is no default; the message lists the task's fields.
     """
     task = context.trajectory.task
     if name not in task.fields and default is not MISSING:
@@ -143,7 +138,7 @@ def _resolve(function: Callable[..., Any], annotation: Any, names: Mapping[str, 
             continue
     try:
         return typing.get_type_hints(holder, getattr(inner, "__globals__", {}), local, include_extras=True)["it"]
-    except (NameError, SyntaxError, TypeError, AttributeError):  # whoever needs the type says that it is unknown
+    except (NameError, SyntaxError, TypeError, AttributeError):  # a caller that needs the type reports it
         return annotation
 
 
@@ -164,7 +159,7 @@ DeclaredResources = Sequence[AnySpec] | Callable[[Task], Sequence[AnySpec]]
 
 
 def validate_resources(needs: Any) -> DeclaredResources:
-    """What was written as ``resources=``, as it can be kept.
+    """Return the value of ``resources=`` as a tuple of specs or a function.
 
     Raises:
         ValueError: it is neither specs nor a function.
@@ -173,10 +168,10 @@ def validate_resources(needs: Any) -> DeclaredResources:
 
 
 def resources_for_task(needs: DeclaredResources, task: Task) -> tuple[AnySpec, ...]:
-    """The specs that a task makes necessary.
+    """Return the specs for a task.
 
     Raises:
-        ValueError: the function that says so failed or returned something else.
+        ValueError: the function failed or returned something other than specs.
     """
     if not callable(needs):
         return tuple(needs)
@@ -205,12 +200,12 @@ def _specs(needs: Any) -> tuple[AnySpec, ...]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UserFunction:
-    """What a decorator makes of a function: callable as the function, and picklable though it has taken its name.
+    """Base of decorated functions. Callable as the function, and picklable although it replaces it in its module.
 
     Attributes:
         function: the function.
-        name: what it is called in AgentFly.
-        resources: what it needs for the whole of a rollout, as far as that is known before it is called.
+        name: its name in AgentFly.
+        resources: the resources that it declares for the whole rollout.
     """
 
     function: Callable[..., Any]
@@ -218,7 +213,7 @@ class UserFunction:
     resources: DeclaredResources = field(default=(), kw_only=True)
 
     _kind: ClassVar[str]
-    _mistake: ClassVar[type[UsageError]]  # what its author is told
+    _mistake: ClassVar[type[UsageError]]  # type of the errors for its author
 
     def __post_init__(self) -> None:
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
@@ -226,10 +221,10 @@ class UserFunction:
         self.__dict__["__wrapped__"] = self.function
 
     def resources_for(self, task: Task) -> tuple[ResourceSpec[Any], ...]:
-        """What it has declared that it needs for a task.
+        """Return the resources that it declares for a task.
 
         Raises:
-            ToolDefinitionError, RewardDefinitionError: the function that says so failed for this task.
+            ToolDefinitionError, RewardDefinitionError: its ``resources`` function failed for this task.
         """
         try:
             return resources_for_task(self.resources, task)
@@ -237,11 +232,11 @@ class UserFunction:
             raise self._mistake(f"The {self._kind} {self.name!r}: {error}.") from error.__cause__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself: nothing is checked or filled in, and a coroutine is to be awaited."""
+        """Call the function itself. Nothing is validated or filled in, and a coroutine must be awaited."""
         return self.function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """By name where another process can import it so, as functions are; else by value, which needs cloudpickle."""
+        """Pickle by name where another process can import it, as with functions; otherwise by value with cloudpickle."""
         module, path = self.__dict__["__module__"], self.__dict__["__qualname__"]
         if module in sys.modules and module != "__main__" and path and is_importable(module):
             try:
@@ -253,14 +248,14 @@ class UserFunction:
         return super().__reduce_ex__(protocol)
 
     def _require_portable(self) -> None:
-        """See that it can be pickled by value.
+        """Raise unless it can be pickled by value.
 
         Raises:
-            UsageError: a part of it cannot; the message gives the path to that part.
+            UsageError: a part cannot be pickled; the message gives the path to that part.
         """
-        if _looking.get():  # it refers to itself
+        if _checking.get():  # it refers to itself
             return
-        token = _looking.set(True)
+        token = _checking.set(True)
         try:
             for part, name in ((self.function, self.name), (self.resources, f"{self.name}.resources")):
                 if not _pickles(part):
@@ -271,10 +266,10 @@ class UserFunction:
                         "process. Make it at its first use, or take it from a resource: context.acquire(…)."
                     )
         finally:
-            _looking.reset(token)
+            _checking.reset(token)
 
 
-_looking: ContextVar[bool] = ContextVar("_looking", default=False)
+_checking: ContextVar[bool] = ContextVar("_checking", default=False)
 
 
 def _pickles(value: Any) -> bool:
@@ -288,5 +283,5 @@ def _pickles(value: Any) -> bool:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What a callable calls itself."""
+    """Return the name of a callable."""
     return str(getattr(function, "__name__", type(function).__name__))

@@ -1,9 +1,4 @@
-"""Acquisition and lending: what `Context.acquire` and `Context.lease` return, each to be used in its one way.
-
-Used in another way, each says what to write. Python's own words for that name neither, and would be told to the model.
-
-Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources.
-"""
+"""Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources."""
 
 from __future__ import annotations
 
@@ -46,7 +41,9 @@ _ACQUIRE = (
 
 
 class AcquireCall(Coroutine[Any, Any, R_co]):
-    """A coroutine that gets a resource; to be awaited.
+    """The coroutine that `Context.acquire` returns; to be awaited.
+
+    A use as a context manager or resource raises an error that says what to write.
 
     Args:
         work: the coroutine itself.
@@ -75,7 +72,7 @@ class AcquireCall(Coroutine[Any, Any, R_co]):
         raise UsageError(f"`async with context.acquire(…)`: acquire() is no block. {_ACQUIRE}")
 
     async def __aexit__(self, *_: object) -> None:
-        """Never reached, but looked for before the block is entered."""
+        """Never called, but required by ``async with``."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnknownAttribute(
@@ -84,7 +81,9 @@ class AcquireCall(Coroutine[Any, Any, R_co]):
 
 
 class LeaseBlock(AbstractAsyncContextManager[R_co]):
-    """A block within which a resource is lent; to be entered with ``async with``.
+    """The context manager that `Context.lease` returns; to be entered with ``async with``.
+
+    A use as a coroutine or resource raises an error that says what to write.
 
     Args:
         block: the block itself.
@@ -114,31 +113,31 @@ T = TypeVar("T")
 Prepare = Callable[[R, "Context"], Awaitable[object] | object]
 
 WaitObserver = Callable[[tuple[ResourceSpec[Any], ...], Scope], AbstractContextManager[None]]
-"""Told of every wait of a rollout for resources, as a block that lasts as long as the wait."""
+"""Called at every wait of a rollout for resources. Returns a context manager that is entered during the wait."""
 
 
 def no_observer(_: tuple[ResourceSpec[Any], ...], __: Scope) -> AbstractContextManager[None]:
-    """Nobody is told."""
+    """Observe nothing."""
     return nullcontext()
 
 
 class Context:
-    """One rollout's view of the world, handed to every tool and reward that asks for it by a parameter.
+    """The rollout's context, passed to every tool and reward with a parameter for it.
 
-    It requests resources from the engine on behalf of its rollout and gives every one of them back when the rollout
-    ends, however it ends. A tool holds no line of allocation or clean-up.
+    It requests resources from the engine on behalf of its rollout and releases all of them when the rollout ends,
+    however it ends. Tools need no code for allocation or clean-up.
 
-    One that is made ``over`` is for looking back at a rollout, or a group of them, after its own resources have been
-    given back: nothing can be had with scope ``rollout``, because it would not be as the agent left it.
+    With ``ended=True`` the context is for scoring a rollout, or a group, after its own resources were released. Scope
+    ``rollout`` is then refused, because the resource would not be in the state that the agent left.
 
     Attributes:
-        rollout_id: the rollout's name, with which the owner of its leases begins.
+        rollout_id: id of the rollout; the owner of its leases begins with it.
         group_id: shared by all attempts at one task.
         attempt: number of the attempt in its group, from 0.
-        task: the task; a field of it is ``context.task["name"]``. Each call has a copy, so that nothing that is written
-            into it reaches another call, another attempt or the record.
-        trajectory: the rollout's record so far. Read it; never write to it.
-        state: a place for what tools of one rollout want to share. Nothing of AgentFly reads it.
+        task: the task; a field of it is ``context.task["name"]``. Each call gets a copy, so that changes do not reach
+            other calls, other attempts or the record.
+        trajectory: the rollout's record so far. Read-only.
+        state: a dict that the tools of one rollout share. AgentFly does not read it.
     """
 
     def __init__(
@@ -147,8 +146,8 @@ class Context:
         engine: ResourceEngine,
         *,
         priority: int = 0,
-        notice: WaitObserver = no_observer,
-        over: bool = False,
+        wait_observer: WaitObserver = no_observer,
+        ended: bool = False,
     ) -> None:
         self.rollout_id = trajectory.rollout_id
         self.group_id = trajectory.group_id
@@ -158,8 +157,8 @@ class Context:
         self._owner = f"{self.rollout_id}/{secrets.token_hex(3)}"  # two runs may name their rollouts alike
         self._engine = engine
         self._priority = priority
-        self._notice = notice
-        self._over = over
+        self._wait_observer = wait_observer
+        self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._rollout = RolloutState()
         self._waits = self._rollout_waits = WaitTimer(self._loop.time)
@@ -180,11 +179,11 @@ class Context:
 
     @property
     def waited_seconds(self) -> float:
-        """The seconds that `waits` has counted until now. Calls that wait at the same time count once."""
+        """Seconds of waiting that `waits` has counted so far. Simultaneous waits count once."""
         return self._waits.seconds
 
     def declare_resources(self, specs: Iterable[ResourceSpec[Any]]) -> None:
-        """Say what the rollout will need with scope ``rollout``: got together, at the first acquire of one of it."""
+        """Declare the resources that the rollout needs with scope ``rollout``. The first acquire gets all of them."""
         self._rollout.declared = dict.fromkeys(specs)
 
     def acquire(
@@ -195,29 +194,29 @@ class Context:
         timeout: float | None = None,
         prepare: Prepare[R] | None = None,
     ) -> AcquireCall[R]:
-        """A live instance of ``spec``: the same one for every call of this rollout, kept until the rollout ends.
+        """Return a live instance of ``spec``: the same one for every call of this rollout, held until the rollout ends.
 
-        A full pool makes the caller wait; other rollouts, and other calls of this one, go on meanwhile. Of what the
-        rollout's tools and reward have declared (``@tool(resources=[…])``), the first acquire gets everything at once,
-        or waits until it can, holding nothing of it meanwhile.
+        If the pool is full, the caller waits, while other rollouts and other calls continue. If the rollout's tools and
+        reward declared resources (``@tool(resources=[…])``), the first acquire of one gets all of them together, and
+        holds none of them while it waits.
 
         Args:
-            spec: what is needed.
-            scope: ``rollout`` for an instance that nobody else has until the rollout ends; ``call`` for one of its own
-                for this tool call; ``global`` for one that is shared with other rollouts.
-            timeout: seconds to wait at most, for other calls that prepare the instance too; None waits as long as it
-                takes.
-            prepare: called once with the fresh instance and this context before anybody of this rollout gets it, to
-                lay out what the task needs: ``prepare(box, context)``. A sync function is called on the event loop
-                and must not block. Not for scope ``global``.
+            spec: the resource's spec.
+            scope: ``rollout`` for exclusive use until the rollout ends; ``call`` for exclusive use in this tool call;
+                ``global`` for an instance shared with other rollouts.
+            timeout: maximum wait in seconds, including the wait for another call that prepares the instance; None for
+                no limit.
+            prepare: called once with the fresh instance and this context, before any call of this rollout gets the
+                instance: ``prepare(box, context)``. A sync function is called on the event loop and must not block. Not
+                for scope ``global``.
 
         Raises:
-            AcquireTimeout: nothing came free in time. The message names the holders.
-            ResourceError: the instance could not be started or prepared, or has died; the wait was a deadlock; or the
-                rollout, the call that it should end with, or the engine is at its end.
-            ConfigError: the spec takes more than the engine's whole budget, or asks for what its kind does not offer.
-            UsageError: the spec is none, or of no registered kind; there is no such scope, or no call for scope
-                ``call`` to end with; or ``prepare`` is given for what is shared.
+            AcquireTimeout: nothing became free in time. The message lists the holders.
+            ResourceError: the instance could not be started or prepared, or died; the wait was a deadlock; or the
+                rollout, the call or the engine has ended.
+            ConfigError: the spec exceeds the engine's whole budget, or asks for something that its kind does not offer.
+            UsageError: the spec is invalid or of an unregistered kind; the scope is unknown, or is ``call`` outside a
+                call; or ``prepare`` is given for a shared instance.
         """
         return AcquireCall(self._acquire(spec, scope, timeout, prepare))
 
@@ -232,7 +231,7 @@ class Context:
                 "acquire(…, scope='call') was used outside a tool call or reward, so there is no call to end it. "
                 "Write `async with context.lease(spec) as resource:` instead."
             )
-        if scope is Scope.ROLLOUT and self._over:
+        if scope is Scope.ROLLOUT and self._ended:
             raise LeaseExpired(
                 f"{spec.label} was asked for as the agent left it, but rollout {self.rollout_id} is over and has given "
                 "it back. Group rewards, and rewards of stored trajectories, can have what is shared "
@@ -260,7 +259,7 @@ class Context:
             left = None if deadline is None else max(0.0, deadline - self._loop.time())
 
     def lease(self, spec: ResourceSpec[R], *, timeout: float | None = None) -> LeaseBlock[R]:
-        """An instance of ``spec`` for the length of a block, however often the rollout asks.
+        """Lease a separate instance of ``spec`` for the length of a block.
 
         ``async with context.lease(SANDBOX) as box:``
 
@@ -278,12 +277,12 @@ class Context:
             await self._engine.release(lease)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the rollout's event loop and wait for it, from a sync tool, which runs on a thread.
+        """Run a coroutine on the rollout's event loop and wait for it. For sync tools, which run on threads.
 
         ``box = context.wait(context.acquire(SANDBOX))``
 
         Raises:
-            UsageError: it is no coroutine, or this is the event loop, where it would wait for itself.
+            UsageError: it is not a coroutine, or this is the event loop's own thread.
         """
         if not isinstance(work, Coroutine):
             raise UsageError(
@@ -304,7 +303,7 @@ class Context:
         ending = self._rollout if self._call is None else self._call
         ending.works.add(future)
         future.add_done_callback(ending.works.discard)
-        if ending.ended:  # just now, so that it may not have been seen
+        if ending.ended:  # it ended meanwhile, and may have missed this future
             future.cancel()
         with THREAD_POOL.not_counted_while_waiting():
             return future.result()
@@ -315,38 +314,38 @@ class Context:
         make: Callable[[Context], Coroutine[Any, Any, T]],
         close: Callable[[T], Awaitable[object]],
     ) -> T:
-        """An object that the rollout keeps between its calls: made once, and closed when the rollout ends.
+        """Return an object that the rollout keeps between its calls. It is made once and closed with the rollout.
 
         Args:
-            key: what it is known by; the same object for the same key.
-            make: makes it, of the context of the whole rollout. A call's own ends with the call.
-            close: closes it, before the rollout's resources go back, and within ten seconds.
+            key: identifies the object.
+            make: makes it from the context of the whole rollout, because a call's context ends with the call.
+            close: closes it within ten seconds, before the rollout's resources are released.
 
         Raises:
-            ResourceError: the rollout is at its end.
-            Exception: what making it raises.
+            ResourceError: the rollout has ended.
+            Exception: any exception of ``make``.
         """
         whole = self.timed_apart()
         whole._call = None
-        return await self._rollout.belongings.get(key, lambda: make(whole), close)
+        return await self._rollout.cache.get(key, lambda: make(whole), close)
 
-    def call(self, *, noticed: bool = True) -> AbstractAsyncContextManager[Context]:
-        """This context for one call of a tool or reward.
+    def call(self, *, observed: bool = True) -> AbstractAsyncContextManager[Context]:
+        """Return the context for one call of a tool or reward.
 
-        With the block end the leases of scope ``call``, and what a sync tool that was given up still waits for.
+        The end of the block ends the leases of scope ``call``, and the pending work of an abandoned sync tool.
 
         Args:
-            noticed: whether its waits for resources are told. Those of a reward are not: they say nothing of how a
-                rollout that begins now would fare, which has all its turns before it.
+            observed: whether its waits for resources are observed. Those of a reward are not, because they do not
+                predict the waits of a rollout that starts now.
         """
         of_call = self.timed_apart()
-        if not noticed:
-            of_call._notice = no_observer
+        if not observed:
+            of_call._wait_observer = no_observer
         of_call._call = call = CallScope()
         return _CallContextManager(of_call, call, self._engine, self._owner)
 
     def timed_apart(self) -> Context:
-        """This context, with waits of its own: for one of several functions that run at the same time."""
+        """Return a copy of this context with a separate `waits`, for one of several concurrent functions."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied._task = None
@@ -354,9 +353,9 @@ class Context:
         return copied
 
     async def close(self) -> None:
-        """Give back everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
+        """Release everything that the rollout still holds. Called by the rollout layer when the rollout ends."""
         try:
-            await self._rollout.belongings.close()
+            await self._rollout.cache.close()
         finally:
             self._rollout.ended = True
             for work in list(self._rollout.works):
@@ -366,10 +365,10 @@ class Context:
     async def _request(
         self, spec: ResourceSpec[R], scope: Scope, timeout: float | None, callers: tuple[object, ...]
     ) -> Lease[R]:
-        """Ask the engine on behalf of the call and of the task that asks in it, which both wait for the answer.
+        """Send a request to the engine on behalf of the call and its asyncio task, which both wait for the answer.
 
-        The first of ``callers`` is the one that the lease ends with, if it is of scope ``call``. The task alone would
-        not do: each `wait` of a sync tool, and `asyncio.wait_for`, asks in a task of its own.
+        A lease of scope ``call`` ends with the first of ``callers``. The task alone is not enough, because each `wait`
+        of a sync tool, and `asyncio.wait_for`, runs in a new task.
         """
         if self._rollout.ended:
             raise ResourceError(
@@ -384,7 +383,7 @@ class Context:
             )
         together = scope is Scope.ROLLOUT and spec in declared and not self._rollout.has_declared
         wanted = declared if together else (spec,)
-        with waiting(self._waits, self._rollout_waits), self._notice(wanted, scope):
+        with waiting(self._waits, self._rollout_waits), self._wait_observer(wanted, scope):
             if together:
                 leases = await self._engine.acquire_all(
                     wanted, self._owner, timeout=timeout, priority=self._priority, callers=callers
@@ -396,12 +395,12 @@ class Context:
             )
 
     async def _prepare_once(self, lease: Lease[R], prepare: Prepare[R], deadline: float | None) -> bool:
-        """Prepare what a lease is for, unless that was done. A preparation that does not end well ends the lease.
+        """Prepare the leased instance, unless that is done. A failed preparation ends the lease.
 
-        False if another call's preparation, which this one has waited for, ended so: the lease is over.
+        Return False if this call waited for another call's preparation, and that failed: the lease has ended.
 
         Raises:
-            AcquireTimeout: another call was still preparing it at the deadline.
+            AcquireTimeout: another call was still preparing the instance at the deadline.
         """
         preparation, task = self._rollout.preparations.setdefault(lease.id, PrepareOnce()), asyncio.current_task()
         try:
@@ -444,7 +443,7 @@ class Context:
 
 
 class CallScope:
-    """One call of a tool or reward, and what ends with it: leases, and work that a thread waits for."""
+    """One call of a tool or reward, with its leases and the work that its thread waits for."""
 
     def __init__(self) -> None:
         self.leases: list[Lease[Any]] = []
@@ -453,7 +452,7 @@ class CallScope:
 
 
 class _CallContextManager:
-    """The block of one call."""
+    """The context manager of one call."""
 
     __slots__ = ("_call", "_calling", "_context", "_engine")
 
@@ -480,7 +479,7 @@ class _CallContextManager:
 
 
 class PrepareOnce:
-    """Whether a lease has been prepared, or that came to nothing, and whose turn it is to do it."""
+    """State of a lease's preparation, with the lock that serialises it."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -489,12 +488,12 @@ class PrepareOnce:
 
 
 class RolloutState:
-    """What all contexts of one rollout have in common, those of its single calls included."""
+    """State shared by all contexts of one rollout, including those of single calls."""
 
     def __init__(self) -> None:
         self.preparations: dict[int, PrepareOnce] = {}
         self.declared: dict[ResourceSpec[Any], None] = {}
         self.has_declared = False
-        self.belongings = RolloutCache()
+        self.cache = RolloutCache()
         self.works: set[concurrent.futures.Future[Any]] = set()
         self.ended = False

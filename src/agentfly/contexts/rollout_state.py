@@ -1,7 +1,4 @@
-"""Belongings: what the tools of one rollout keep between its calls, and what is closed when it ends.
-
-Waits: how long calls wait for resources.
-"""
+"""State of one rollout: objects that its tools keep between calls, and timers of its waits for resources."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from agentfly.core.signals import should_propagate
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""Seconds that something may take to be closed before the rollout goes on without it."""
+"""Time limit in seconds for closing a cached object; after that it is abandoned."""
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutCache:
-    """Objects of a rollout, each made at its first need, and closed in the opposite order."""
+    """Objects of a rollout, made on first use and closed in reverse order."""
 
     def __init__(self) -> None:
         self._kept: dict[object, _CachedObject[Any]] = {}
@@ -36,25 +33,25 @@ class RolloutCache:
         make: Callable[[], Coroutine[Any, Any, T]],
         close: Callable[[T], Awaitable[object]],
     ) -> T:
-        """The object of this key: the same one for all who ask, made by the first.
+        """Return the object for a key. The first request makes it.
 
-        A making goes on though whoever asked for it gives up, so that what it makes can be closed. One that failed is
-        not kept: whoever asks next has it made anew.
+        Making it continues after a cancellation of the request, so that the object can be closed. A failure is not
+        cached: the next request tries again.
 
         Raises:
-            ResourceError: the rollout is at its end.
-            Exception: what making it raises.
+            ResourceError: the rollout has ended.
+            Exception: any exception of ``make``.
         """
         if self._closing:
             raise ResourceError("The rollout is at its end, and makes nothing more. A tool may have outlived it.")
         kept: _CachedObject[T] | None = self._kept.get(key)
         if kept is None or kept.failed:
-            self._kept.pop(key, None)  # so that the order is that of making
+            self._kept.pop(key, None)  # keeps the dict in the order of creation
             kept = self._kept[key] = _CachedObject(asyncio.create_task(make()), close)
         return await asyncio.shield(kept.making)
 
     async def close(self) -> None:
-        """Close everything. What fails at that, or takes too long, is told in the log and left alone."""
+        """Close all objects. A close that fails or takes too long is logged and abandoned."""
         self._closing = True
         task = asyncio.current_task()
         while self._kept:
@@ -64,7 +61,7 @@ class RolloutCache:
                     await kept.close()
             except TimeoutError:
                 logger.warning("%r was not closed within %g s and is left alone.", key, CLOSE_S)
-            except BaseException as error:  # SystemExit, and a cancellation that nobody asked for
+            except BaseException as error:  # also SystemExit, and a cancellation that nobody requested
                 if should_propagate(error, task) or (
                     isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling())
                 ):
@@ -76,7 +73,9 @@ class _CachedObject(Generic[T]):
     def __init__(self, making: asyncio.Task[T], close: Callable[[T], Awaitable[object]]) -> None:
         self.making = making
         self._close = close
-        making.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may be gone
+        making.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the request may have been cancelled
 
     @property
     def failed(self) -> bool:
@@ -92,10 +91,10 @@ _counting: ContextVar[tuple[WaitTimer, ...]] = ContextVar("counting", default=()
 
 
 class WaitTimer:
-    """Measures the time during which at least one wait is under way. Waits at the same time count once.
+    """Measures the time during which at least one wait is in progress. Simultaneous waits count once.
 
     Args:
-        clock: says the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -106,12 +105,12 @@ class WaitTimer:
 
     @property
     def seconds(self) -> float:
-        """The time until now, that of a wait under way included."""
+        """Seconds so far, including a wait in progress."""
         return self._ended_seconds + (self._clock() - self._since if self._running else 0.0)
 
     @contextmanager
     def count_all(self) -> Iterator[None]:
-        """Count every wait that the code of the block begins, whichever context of the rollout it asks."""
+        """Count every wait that code in the block begins, through any context of the rollout."""
         token = _counting.set((*_counting.get(), self))
         try:
             yield
@@ -134,11 +133,11 @@ class WaitTimer:
 @contextmanager
 def waiting(*counters: WaitTimer) -> Iterator[None]:
     """Count the block as a wait in each of ``counters``, and in those that count all waits of this code."""
-    told = dict.fromkeys((*counters, *_counting.get()))
-    for counter in told:
-        counter.begin()
+    timers = dict.fromkeys((*counters, *_counting.get()))
+    for timer in timers:
+        timer.begin()
     try:
         yield
     finally:
-        for counter in told:
-            counter.end()
+        for timer in timers:
+            timer.end()

@@ -19,16 +19,16 @@ from enum import StrEnum
 from typing import ClassVar
 
 _VOWEL = re.compile(r"[aeio]|u(?!ni|s)", re.IGNORECASE)
-"""How names begin that are spoken with a vowel first."""
+"""Beginnings of names that are pronounced with a vowel first."""
 
-_SLIP = 0.85
-"""Names that share this much of their letters differ by a slip of the fingers."""
+_TYPO_SIMILARITY = 0.85
+"""Similarity from which two names are taken to differ by a typing error."""
 
-_MOST = 0.75
-"""Names that share less of their letters share them by chance."""
+_MIN_SIMILARITY = 0.75
+"""Similarity below which two names are unrelated."""
 
-_LEAST_BEGINNING = 3
-"""Fewer letters are the beginning of names by chance."""
+_MIN_PREFIX = 3
+"""Length below which a common prefix means nothing."""
 
 
 class Boundary(StrEnum):
@@ -54,47 +54,46 @@ class AgentFlyError(Exception):
 
 
 def error_message(error: BaseException) -> str:
-    """What an exception says, as text that can be tokenized and saved, whatever its ``__str__`` does."""
+    """Return the message of an exception as text that can be tokenized and saved, whatever its ``__str__`` does."""
     try:
-        said = str(error)
+        message = str(error)
     except Exception as failure:
-        said = f"(its message cannot be read: {type(failure).__name__})"
-    return said.encode("utf-8", errors="replace").decode()
+        message = f"(its message cannot be read: {type(failure).__name__})"
+    return message.encode("utf-8", errors="replace").decode()
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception for people: its type and what it says, whatever its ``__str__`` does."""
+    """Return the type and message of an exception, whatever its ``__str__`` does."""
     return f"{type(error).__name__}: {error_message(error)}"
 
 
 def type_of(value: object) -> str:
-    """The type of a value with its article, for messages: ``an Agent``, ``a list``, and ``None`` for None."""
+    """Return the type of a value with its article, for messages: ``an Agent``, ``a list``, and ``None`` for None."""
     name = type(value).__name__
     if value is None:
         return "None"
-    spelled = name[:2].isupper()  # such as MCPServer, which begins with the sound of its first letter's name
+    spelled = name[:2].isupper()  # such as MCPServer, whose first letter is pronounced by its name
     with_vowel = name[0] in "AEFHILMNORSX" if spelled else _VOWEL.match(name) is not None
     return f"{'an' if with_vowel else 'a'} {name}"
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The name that was likely meant by one that nobody knows; None if none is near.
+    """Return the known name that an unknown name likely stands for; None if none is close.
 
-    A plural or another way of writing comes first, then a slip of the fingers, then a name that begins alike, and
-    last a name that shares most of its letters.
+    In order of preference: another spelling or plural, a typing error, a name with a common prefix, a similar name.
     """
     names, wanted = list(known), _plain(name)
     if same := [one for one in names if _plain(one) == wanted]:
         return same[0]
-    if slips := difflib.get_close_matches(name, names, n=1, cutoff=_SLIP):
-        return slips[0]
+    if typos := difflib.get_close_matches(name, names, n=1, cutoff=_TYPO_SIMILARITY):
+        return typos[0]
     alike = [one for one in names if _begin_alike(wanted, _plain(one))]
-    near = difflib.get_close_matches(name, alike or names, n=1, cutoff=0.0 if alike else _MOST)
+    near = difflib.get_close_matches(name, alike or names, n=1, cutoff=0.0 if alike else _MIN_SIMILARITY)
     return near[0] if near else None
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that nobody knows: the nearest that there is, or else all of them."""
+    """Return a hint for a message about an unknown name: the closest known name, or the list of all of them."""
     names = list(known)
     near = nearest_name(name, names)
     return f"Did you mean {near!r}?" if near else f"There are: {', '.join(names) or 'none'}."
@@ -105,16 +104,16 @@ def _plain(name: str) -> str:
 
 
 def _begin_alike(one: str, other: str) -> bool:
-    return min(len(one), len(other)) >= _LEAST_BEGINNING and (one.startswith(other) or other.startswith(one))
+    return min(len(one), len(other)) >= _MIN_PREFIX and (one.startswith(other) or other.startswith(one))
 
 
 def reject_unknown_arguments(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments by names that there are not, with the nearest that there is.
+    """Reject arguments with unknown names, and suggest the closest known name.
 
     Args:
-        what: the function or class that they were given to.
-        given: the names.
-        known: the names that there are.
+        what: the function or class that was called.
+        given: the given names.
+        known: the valid names.
 
     Raises:
         UsageError: a name is unknown.
@@ -145,7 +144,7 @@ class RewardDefinitionError(UsageError):
 
 
 class UnknownAttribute(UsageError, AttributeError):
-    """An attribute or method that something handed out by AgentFly does not have; `hasattr` says so too."""
+    """An attribute or method that an object of AgentFly does not have. `hasattr` works too."""
 
 
 class ChatFormatError(UsageError):
@@ -165,7 +164,7 @@ class PrerequisiteError(AgentFlyError):
 
 
 class ResourceError(AgentFlyError):
-    """A resource that could not be had or used. Always infrastructure."""
+    """A resource that is unavailable or unusable. Always infrastructure."""
 
     boundary = Boundary.RESOURCE
 
@@ -175,7 +174,7 @@ class ResourceStartError(ResourceError):
 
 
 class ResourceResetError(ResourceError):
-    """An instance could not be brought back to a clean state; it is replaced."""
+    """An instance could not be reset to a clean state. It is replaced."""
 
 
 class ResourceDied(ResourceError):
@@ -183,14 +182,14 @@ class ResourceDied(ResourceError):
 
 
 class ResourceUnreachable(ResourceError):
-    """Nothing answers at the address where a resource is, such as a container engine that is not running.
+    """Nothing answers at a resource's address, for instance because a container engine is not running.
 
-    A kind's ``reap`` raises it for an orphan that may be there still. It is told once and tried again for a week.
+    A kind's ``reap`` raises it for an orphan that may still exist. It is reported once and retried for a week.
     """
 
 
 class LeaseExpired(ResourceError):
-    """A resource was used by an owner whose lease of it had ended."""
+    """An owner used a resource after its lease had ended."""
 
 
 class AcquireTimeout(ResourceError):
@@ -198,7 +197,7 @@ class AcquireTimeout(ResourceError):
 
 
 class DeadlockBroken(ResourceError):
-    """The wait of the youngest holder in a cycle of waits was failed, so that the others can go on."""
+    """The engine failed the wait of the youngest holder in a cycle of waits, so that the others can continue."""
 
 
 class EngineClosed(ResourceError):
@@ -209,11 +208,11 @@ class EngineClosed(ResourceError):
 
 
 class ModelAPIError(ResourceError):
-    """A call of a model over HTTP that failed. The subclasses say what may be done about it.
+    """A failed call of a model over HTTP. The subclasses say whether a retry may help.
 
     Attributes:
-        status: the HTTP status of the answer; None when there was no answer.
-        retry_after_s: seconds after which the far side wants to be asked again; None when it does not say.
+        status: the HTTP status of the response; None if there was no response.
+        retry_after_s: seconds after which the server asks for a retry; None if it does not say.
     """
 
     def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
@@ -223,19 +222,19 @@ class ModelAPIError(ResourceError):
 
 
 class APIUnavailable(ModelAPIError):
-    """No answer, one that broke off or took too long, or a failure of the far side (5xx): the next try may do."""
+    """No response, a response that broke off or took too long, or a server error (5xx). A retry may succeed."""
 
 
 class APIRateLimited(APIUnavailable):
-    """The far side asks for fewer calls at a time or fewer a minute (429, 503, 529)."""
+    """The server limits concurrent calls or calls per minute (429, 503, 529)."""
 
 
 class APIMalformed(ModelAPIError):
-    """An answer that is not what was asked for: not JSON, too long, or without what it must have."""
+    """An invalid response: not JSON, too long, or without a required field."""
 
 
 class APIRefused(ModelAPIError):
-    """The far side will never answer this call as it is: the key, the model or the request is wrong."""
+    """The server will never accept this call: the key, the model or the request is wrong."""
 
 
 # --- the policy ----------------------------------------------------------------------------------------------------
@@ -254,9 +253,9 @@ class PromptTooLong(PolicyError):
 
 
 class ConversationRefused(ChatFormatError):
-    """The chat format cannot write what the model has said, though it can write the conversation without it.
+    """The chat format cannot render the model's turn, although it can render the conversation without it.
 
-    So the conversation ends here. The model has caused that, and the rollout is scored as the task says.
+    The conversation ends here. The model caused this, so the rollout is scored as the task says.
     """
 
     boundary = Boundary.POLICY
@@ -264,22 +263,22 @@ class ConversationRefused(ChatFormatError):
 
 
 class PolicyUnavailable(PolicyError):
-    """No server could be had that samples: they died, or did not answer in time."""
+    """No inference server is available: all died or did not respond in time."""
 
 
 class WeightUpdateError(PolicyError):
-    """New weights that were not put into every server of a policy. It samples nothing until an update succeeds."""
+    """New weights did not reach every server of a policy. The policy samples nothing until an update succeeds."""
 
 
 class WeightMismatch(WeightUpdateError):
-    """Servers that do not serve the weights they were given, by the log-probs of a probe on both sides."""
+    """Servers do not serve the weights that they were given, according to log-probs of a probe on both sides."""
 
 
 # --- tools and rewards ---------------------------------------------------------------------------------------------
 
 
 class ToolError(AgentFlyError):
-    """What a tool raises to tell the model that its call did not work. The message becomes the observation."""
+    """Raised by a tool to tell the model that its call failed. The message becomes the observation."""
 
     boundary = Boundary.TOOL
     by_policy = True
@@ -298,30 +297,30 @@ class ToolTimeout(ToolError):
 
 
 class ToolCrashed(ToolError):
-    """A tool's code failed with an exception of another kind, which is the cause."""
+    """A tool's code raised an exception of another type, which is the cause."""
 
 
 class SandboxEnded(ToolError):
-    """What runs in a sandbox has brought the sandbox to its end.
+    """Processes inside a sandbox ended the sandbox.
 
-    Nothing but what runs inside can do this, so it is the policy's doing and no failure of infrastructure.
+    Only processes inside can do this, so the policy caused it, and it is not an infrastructure failure.
     """
 
 
 class SandboxFlooded(SandboxEnded):
-    """Processes in a sandbox flooded the channels of its shell, and the sandbox was ended for that."""
+    """The sandbox was ended because its processes flooded the channels of its shell."""
 
 
 class SandboxOutOfMemory(SandboxEnded):
-    """A sandbox was over its own memory limit, and the kernel had nothing left to kill but its first process."""
+    """The kernel killed the sandbox's first process, because the sandbox exceeded its own memory limit."""
 
 
 class SubagentUnfinished(ToolError):
-    """A subagent ended, for a limit on what it may do, before it had an answer."""
+    """A subagent reached one of its limits before it had an answer."""
 
 
 class ToolUnavailable(AgentFlyError):
-    """A tool's code failed because of the machine or the network, which the policy is not to blame for."""
+    """A tool's code failed because of the machine or the network, and not because of the policy."""
 
     boundary = Boundary.TOOL
 
@@ -336,6 +335,6 @@ class RewardError(AgentFlyError):
 
 
 class TokenInvariantError(AgentFlyError):
-    """A token invariant does not hold. The rollout is refused, so that it can never be trained on."""
+    """A token invariant does not hold. The rollout is rejected, so that it is never trained on."""
 
     boundary = Boundary.TOKENS

@@ -1,4 +1,4 @@
-"""JSON schemas as plain dicts: made simple enough for chat templates, said in words, and followed in reading values."""
+"""JSON schemas as plain dicts: simplified for chat templates, described in words, and used to coerce values."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ _NOTHING: Schema = {"not": {}}
 
 
 class UntypedText(str):
-    """A text of a format that writes all values as texts, so that null cannot be told from the text ``null``."""
+    """A text from a format that writes all values as text, where ``null`` may mean null or the text."""
 
     __slots__ = ()
 
 
 def simplify_schema(schema: Schema) -> dict[str, Any]:
-    """A schema without references, constants, the schemas ``true`` and ``false``, or titles.
+    """Return a schema without references, constants, titles, or the schemas ``true`` and ``false``.
 
-    What a reference points to stands in its place; where that would go on for ever, because a type holds itself, only
-    the type of the inner one is left. Chat templates know no references, few of them know constants, and they ask for
-    the type of every argument: ``true`` becomes the empty schema, and ``false`` one that nothing fits. Values that
-    schemas hold, such as defaults, stay as they are.
+    References are inlined. In a recursive type only ``type`` is kept of the inner schema. ``true`` becomes the empty
+    schema, and ``false`` one that nothing fits. Chat templates do not support references, few support constants, and
+    they ask for the type of every argument. Values within schemas, such as defaults, stay as they are.
     """
     inlined = _Inliner(schema).plain(schema, ())
     return {key: value for key, value in inlined.items() if key not in (*_ROOTS, "$schema")}
 
 
 class _Inliner:
-    """Makes the schemas of one document plain."""
+    """Simplifies the schemas of one document."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._left = _MOST_INLINED
 
     def plain(self, node: Any, path: tuple[str, ...]) -> dict[str, Any]:
-        """A schema within the document made plain. ``path`` has the references that led to it."""
+        """Return a schema of the document simplified. ``path`` has the references that led to it."""
         if not isinstance(node, Mapping):
             return dict(_NOTHING) if node is False else {}
         if isinstance(reference := node.get("$ref"), str):
@@ -58,7 +57,7 @@ class _Inliner:
         return simple
 
     def _part(self, keyword: str, value: Any, path: tuple[str, ...]) -> Any:
-        """What a keyword of a schema says, with the schemas in it made plain."""
+        """Return the value of a keyword, with the schemas in it simplified."""
         if keyword in _NAMED and isinstance(value, Mapping):
             return {name: self.plain(one, path) for name, one in value.items()}
         if (keyword in _LISTED or keyword == "items") and isinstance(value, list):
@@ -79,7 +78,7 @@ class _Inliner:
 
 
 def _target(reference: str, root: Schema) -> Schema | None:
-    """What a reference within the document points to; None for one that leads elsewhere."""
+    """Return the target of a reference within the document; None for a reference to another document."""
     found: Any = root
     for written in reference.removeprefix("#").strip("/").split("/"):
         step = unquote(written).replace("~1", "/").replace("~0", "~")
@@ -92,7 +91,7 @@ def _target(reference: str, root: Schema) -> Schema | None:
 
 
 def describe_type(schema: Schema) -> str:
-    """The type of a value in JSON's words, for instance ``array of string``.
+    """Describe the type of a value in JSON's terms, for instance ``array of string``.
 
     Args:
         schema: a schema as `simplify_schema` makes it.
@@ -111,15 +110,14 @@ def describe_type(schema: Schema) -> str:
 
 
 def coerce_to_schema(value: Any, schema: Schema) -> Any:
-    """A value as its schema wants it, where a model wrote it in another form and nothing is lost by reading it.
+    """Convert a value to its schema's type, where a model wrote it in another form and the conversion is lossless.
 
-    Texts are read as JSON where the schema wants no text, so ``"5"``, ``"True"``, ``'["a"]'`` and ``"null"`` become a
-    number, a boolean, a list and null. What may be a text stays as it was written, except that a `UntypedText` of ``null``
-    becomes null where that may be. What
-    cannot be read stays too: whoever validates says so.
+    Texts are parsed as JSON where the schema does not allow text: ``"5"``, ``"True"``, ``'["a"]'`` and ``"null"``
+    become a number, a boolean, a list and null. A value that may be text stays as it is, except that an `UntypedText`
+    of ``null`` becomes null where that is allowed. A value that cannot be converted stays, for validation to report.
 
     Args:
-        value: what JSON can hold.
+        value: a JSON value.
         schema: a schema as `simplify_schema` makes it.
     """
     if not isinstance(value, (str, dict, list, float)):
@@ -171,7 +169,7 @@ def _read_array(value: list[Any], schema: Schema) -> list[Any]:
     first: Sequence[Any] = schema.get("prefixItems", ())
     rest = schema.get("items")
     rest = rest if isinstance(rest, Mapping) else {}
-    return [coerce_to_schema(one, first[place] if place < len(first) else rest) for place, one in enumerate(value)]
+    return [coerce_to_schema(one, first[index] if index < len(first) else rest) for index, one in enumerate(value)]
 
 
 def _may_be_text(schema: Schema) -> bool:
@@ -183,7 +181,7 @@ def _may_be_text(schema: Schema) -> bool:
 
 
 def _allows(schema: Schema, kind: str) -> bool:
-    """Whether a schema names a type."""
+    """Whether a schema allows a type by name."""
     if any(choice in schema for choice in _CHOICES):
         return any(_allows(one, kind) for choice in _CHOICES for one in schema.get(choice, ()))
     named = schema.get("type")

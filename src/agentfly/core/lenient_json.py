@@ -1,6 +1,6 @@
-"""JSON in the notations that models mix with it: other quotes, other names of constants, a comma too many.
+"""Parser for JSON with the variations that models write: single quotes, Python's constants, trailing commas.
 
-Each of these has one meaning, so nothing is guessed and nothing is lost. Everything else is an error with its position.
+Each variation has exactly one meaning, so nothing is guessed or lost. Anything else is an error with its position.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import re
 from collections import Counter
 from typing import Any, NoReturn
 
-_DEEPEST = 100  # levels of nesting: nothing downstream can then run out of stack
+_MAX_DEPTH = 100  # levels of nesting; no later code can then exceed the recursion limit
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?(?![\w.])")
 _WORD = re.compile(r"[\w.+-]+")
-_BODIES = {  # a text up to its closing quote
+_BODIES = {  # a string up to its closing quote
     '"': re.compile(r'((?:[^"\\]++|\\.)*+)"', re.DOTALL),
     "'": re.compile(r"((?:[^'\\]++|\\.)*+)'", re.DOTALL),
 }
-_ESCAPES = {  # of which JSON and Python say the same
+_ESCAPES = {  # escapes with different meanings in JSON and Python
     '"': re.compile(r'\\(?!["\\bfnrt]|u[0-9a-fA-F]{4})', re.DOTALL),
     "'": re.compile(r"\\(?![\"'\\bfnrt]|u[0-9a-fA-F]{4})", re.DOTALL),
 }
@@ -31,11 +31,11 @@ _NEAR = 30  # characters of the text that an error shows
 
 
 class InvalidJSON(ValueError):
-    """The text is not what was expected. The message says where and why."""
+    """The text is not valid. The message says where and why."""
 
 
 class RepeatedName(InvalidJSON):
-    """A name stands twice in one object."""
+    """An object has the same name twice."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the name {name[:100]!r} stands in it twice")
@@ -43,26 +43,26 @@ class RepeatedName(InvalidJSON):
 
 
 class NestingTooDeep(InvalidJSON):
-    """The value is nested beyond what may be had. What it holds is not worth looking at again from within."""
+    """The value is nested beyond the limit. Parsing again from a position inside it would be useless."""
 
     def __init__(self) -> None:
         super().__init__("it is nested too deeply")
 
 
 def decode_value(text: str, start: int, *, origin: int | None = None) -> tuple[Any, int]:
-    """Decode the JSON value that begins at ``start``, exactly; returns it and the position after it.
+    """Decode the JSON value that begins at ``start``. Return it and the position after it.
 
-    Read besides is what has one meaning (see `LenientJSONReader`): Python's quotes and constants, a comma behind the last
-    member, and line breaks inside texts. Nothing is repaired. What could not be stored or would lose something is
-    refused: a repeated name, a number that is not finite, nesting beyond 100 levels, half of a surrogate pair.
+    Unambiguous variations are accepted (see `LenientJSONReader`): Python's quotes and constants, a comma after the last
+    member, and line breaks inside strings. Nothing is repaired. Values that cannot be stored are rejected: a repeated
+    name, a number that is not finite, nesting beyond 100 levels, a lone surrogate.
 
     Args:
         text: the text.
-        start: where the value begins.
-        origin: where the text begins that the model wrote as one; positions in messages are counted from there.
+        start: position at which the value begins.
+        origin: position from which error messages count; by default ``start``.
 
     Raises:
-        NotJSON: there is no such value at ``start``. The message says where and why.
+        InvalidJSON: there is no such value at ``start``. The message says where and why.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -84,14 +84,14 @@ def decode_value(text: str, start: int, *, origin: int | None = None) -> tuple[A
 class LenientJSONReader:
     """Reads one value from a text.
 
-    It takes JSON, and besides: texts in single quotes, Python's ``True``, ``False`` and ``None``, a comma behind the
-    last member, and line breaks inside texts. Python and JSON must agree on an escape. Texts side by side are an error:
-    they come from quotes that were not escaped, and joining them would lose those.
+    It accepts JSON and these variations: strings in single quotes, Python's ``True``, ``False`` and ``None``, a comma
+    after the last member, and line breaks inside strings. Escapes must mean the same in Python and JSON. Adjacent
+    strings are an error: they come from unescaped quotes, which joining would lose.
 
     Args:
         text: the text.
-        start: where the value begins.
-        origin: where positions in messages are counted from.
+        start: position at which the value begins.
+        origin: position from which error messages count.
     """
 
     def __init__(self, text: str, start: int, origin: int) -> None:
@@ -102,10 +102,10 @@ class LenientJSONReader:
         self._after_text = False
 
     def value(self) -> Any:
-        """The value, after which `position` is the position behind it.
+        """Read the value, and move `position` to the end of it.
 
         Raises:
-            NotJSON: there is none, or one that must not be had.
+            InvalidJSON: there is no value, or one that is rejected.
         """
         first = self._next()
         if first in ("{", "["):
@@ -128,7 +128,7 @@ class LenientJSONReader:
 
     def _nested(self, opening: str) -> Any:
         self._depth += 1
-        if self._depth > _DEEPEST:
+        if self._depth > _MAX_DEPTH:
             raise NestingTooDeep
         self.position += 1
         self._after_text = False
@@ -157,7 +157,7 @@ class LenientJSONReader:
         return values
 
     def _goes_on(self, closing: str, *, begun: bool) -> bool:
-        """Whether another member follows; a comma before the closing bracket is one too many."""
+        """Whether another member follows. A comma before the closing bracket is allowed."""
         following = self._next()
         if begun and following == ",":
             self.position += 1
@@ -186,7 +186,7 @@ class LenientJSONReader:
         return str(json.loads(f'"{written}"', strict=False))
 
     def _next(self) -> str:
-        """The next character that is no white space; empty at the end."""
+        """Skip white space and return the next character; empty at the end."""
         space = _SPACE.match(self._text, self.position)
         self.position = space.end() if space else self.position
         return self._text[self.position : self.position + 1]
@@ -209,10 +209,10 @@ def _number(written: str, *, whole: bool) -> int | float:
 
 
 def _finite(written: str) -> float:
-    """A number with a fraction or an exponent.
+    """Parse a number with a fraction or an exponent.
 
     Raises:
-        NotJSON: it is beyond what a float can hold.
+        InvalidJSON: it exceeds the range of a float.
     """
     value = float(written)
     if not math.isfinite(value):
@@ -221,10 +221,10 @@ def _finite(written: str) -> float:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its members, for `json.loads` as ``object_pairs_hook``.
+    """Make an object from its members. An ``object_pairs_hook`` for `json.loads`.
 
     Raises:
-        RepeatedName: a name stands in it twice, so that one value would be lost.
+        RepeatedName: it has a name twice, so that one value would be lost.
     """
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -233,10 +233,10 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    """What JSON has no word for.
+    """Reject a constant that JSON does not have.
 
     Raises:
-        NotJSON: always.
+        InvalidJSON: always.
     """
     raise InvalidJSON(f"{constant} is not a JSON value")
 
@@ -248,18 +248,18 @@ def _odd_escape(written: str, quote: str) -> re.Match[str] | None:
 
 
 def _is_surely_storable(written: str) -> bool:
-    """Whether JSON text tells by itself that nothing in it is nested too deeply or half of a surrogate pair."""
-    return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= _DEEPEST
+    """Whether the text alone shows that its value has no excessive nesting and no lone surrogate."""
+    return written.isascii() and "\\u" not in written and written.count("{") + written.count("[") <= _MAX_DEPTH
 
 
 def require_storable(value: Any) -> None:
-    """That a value of JSON can be kept and handed on.
+    """Raise unless a JSON value can be stored.
 
     Raises:
-        NotJSON: it is nested beyond 100 levels, or holds half of a surrogate pair.
+        InvalidJSON: it is nested beyond 100 levels, or has a lone surrogate.
     """
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
         for one in level:
             if isinstance(one, str):

@@ -1,7 +1,4 @@
-"""Image: a picture in a conversation, and where its placeholder tokens stand.
-
-Chat messages and tool calls as plain values, shared by every layer.
-"""
+"""Chat messages, images and tool calls as plain values, shared by every layer."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ _BEGINNINGS = {
     b"II*\x00": "image/tiff",
     b"MM\x00*": "image/tiff",
 }
-"""What files of pictures begin with; WebP begins like other things, and is looked at apart."""
+"""First bytes of image files. WebP shares its first bytes with other formats and is checked separately."""
 
 MAX_PIXELS = 2**25
-"""The most pixels of an image: about 33 million, which take 100 MB once they are decoded, however small the file is."""
+"""Maximum number of pixels of an image: about 33 million, or 100 MB decoded, however small the file is."""
 
 _PILLOW_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-"""The kinds of pixels of Pillow that a PNG can hold."""
+"""Pillow's pixel modes that a PNG can hold."""
 
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-"""What a tool may be called."""
+"""Pattern of a valid tool name."""
 
 
 @dataclass(frozen=True, slots=True)

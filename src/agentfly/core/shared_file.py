@@ -59,7 +59,7 @@ def lock_file(path: Path) -> Iterator[LockedFile]:
     """Lock a file, which is made if it is not there, for the length of a block.
 
     Raises:
-        Busy: another process has it.
+        FileLocked: another process has it.
         OSError: it cannot be used.
     """
     try:

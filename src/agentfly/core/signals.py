@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: what runs is cancelled, gives everything back, and then ends as the signal says.
+"""Handling of Ctrl-C and SIGTERM: cancel the running work, release all resources, then end with the signal's status.
 
-A program that owns its event loop, as every ``agentfly`` command and `agentfly.train` does, calls `run_until_signal` in place of
-`asyncio.run`. A coroutine in the loop of somebody else, as `agentfly.run`, takes SIGTERM with `cancel_on_sigterm` as
-long as it runs, and only where nobody else does: where SIGTERM would end the process at once, it ends it once all is
-given back. Ctrl-C is left to `asyncio.run` there, which cancels too.
+A program that owns its event loop, such as every ``agentfly`` command and `agentfly.train`, calls `run_until_signal`
+instead of `asyncio.run`. A coroutine in another owner's loop, such as `agentfly.run`, uses `cancel_on_sigterm`. It
+handles SIGTERM only where nobody else does, so that the process ends after the release of its resources. Ctrl-C is left
+to `asyncio.run` there, which cancels too.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a process unless it does something about them. SIGHUP comes when the terminal is closed."""
+"""Signals that end a process by default. SIGHUP is sent when the terminal is closed."""
 
 FORCE_EXIT_AFTER_S = 10.0
-"""Seconds after which a further signal ends what still cleans up, and leaves the rest to a later process."""
+"""Seconds after which a further signal aborts the clean-up; a later process then removes what is left."""
 
 LOOP_BLOCKED_AFTER_S = 1.0
-"""Seconds after which an event loop that has not noticed the first signal counts as blocked."""
+"""Seconds after which an event loop that has not handled the first signal counts as blocked."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class SignalHandler:
-    """The handler of signals that are to end the program, which they do once.
+    """Handler of signals that end the program.
 
-    The first signal cancels the tasks that asked for it, or raises where there is none. Further ones change nothing,
-    so that no clean-up is cut short, unless something blocks the event loop so that it does not even notice the first
-    one, or `FORCE_EXIT_AFTER_S` have gone by.
+    The first signal cancels the registered tasks, or raises if there are none. Further signals are ignored, so that
+    clean-up is not interrupted. They raise only if the event loop is blocked, or after `FORCE_EXIT_AFTER_S`.
 
     Args:
-        rooted: whether what installs it sees to it that the program ends as the signal says.
+        ends_process: whether the caller that installs it ends the program with the signal's status.
 
     Attributes:
         received: the first signal; None before it.
     """
 
-    def __init__(self, *, rooted: bool) -> None:
-        self.rooted = rooted
+    def __init__(self, *, ends_process: bool) -> None:
+        self.ends_process = ends_process
         self.received: int | None = None
         self._process = os.getpid()
         self._since = 0.0
@@ -57,8 +56,8 @@ class SignalHandler:
         self._before: dict[int, _Handler] = {}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal."""
-        if os.getpid() != self._process:  # a fork of the program, which ends as if none of this were
+        """Handle a signal."""
+        if os.getpid() != self._process:  # a fork of the program ends with the default behaviour
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)
         elif self.received is None:
@@ -73,13 +72,13 @@ class SignalHandler:
             raise self.exception()
 
     def exception(self) -> BaseException:
-        """What ends the program as the first signal says."""
+        """Return the exception that ends the program with the first signal's status."""
         if self.received in (None, signal.SIGINT):
             return KeyboardInterrupt()
         return SystemExit(128 + self.received)
 
     def install(self, *numbers: int) -> None:
-        """Take signals that nobody else takes."""
+        """Handle those signals that still have their default handler."""
         if not _on_main_thread():
             return
         for number in numbers:
@@ -87,7 +86,7 @@ class SignalHandler:
                 self._before[number] = signal.signal(number, self)
 
     def uninstall(self) -> None:
-        """Let the signals do what they did before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
@@ -95,7 +94,7 @@ class SignalHandler:
 
     @contextmanager
     def cancelling(self) -> Iterator[None]:
-        """Within the block the running task is what a signal cancels."""
+        """Register the running task, so that a signal cancels it within the block."""
         task = asyncio.current_task()
         assert task is not None  # only called by coroutines
         key = (asyncio.get_running_loop(), task)
@@ -106,7 +105,7 @@ class SignalHandler:
             self._tasks[key] -= 1
             if not self._tasks[key]:
                 del self._tasks[key]
-            if not (self._tasks or self.rooted or self.received):
+            if not (self._tasks or self.ends_process or self.received):
                 self.uninstall()
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
@@ -116,31 +115,31 @@ class SignalHandler:
 
 @contextmanager
 def signals_end_program() -> Iterator[None]:
-    """Within the block, which is a whole program, signals end it in good order, and never twice.
+    """Let signals end the program in an orderly way. The block is the whole program.
 
     Raises:
-        SystemExit: after a signal, with 128 + its number; after Ctrl-C too, so that no traceback is shown.
+        SystemExit: after a signal, with 128 + its number. Ctrl-C too, so that no traceback is shown.
     """
-    interruption = SignalHandler(rooted=True)
+    interruption = SignalHandler(ends_process=True)
     interruption.install(signal.SIGINT, *TERMINATING)
     try:
         yield
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     finally:
-        if interruption.received is None:  # else the interpreter is on its way out, and is not to be disturbed
+        if interruption.received is None:  # otherwise the interpreter is shutting down and must not be interrupted
             interruption.uninstall()
 
 
 def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, as `asyncio.run` does. Ctrl-C, SIGTERM and SIGHUP cancel it.
+    """Run a coroutine like `asyncio.run`. Ctrl-C, SIGTERM and SIGHUP cancel it.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, once it has cleaned up.
-        SystemExit: after SIGTERM or SIGHUP, with 128 + the signal's number, likewise.
+        KeyboardInterrupt: after Ctrl-C and the coroutine's clean-up.
+        SystemExit: after SIGTERM or SIGHUP and the clean-up, with 128 + the signal's number.
     """
     current = _installed(signal.SIGINT) or _installed(signal.SIGTERM)
-    interruption = current or SignalHandler(rooted=True)
+    interruption = current or SignalHandler(ends_process=True)
     if current is None:
         interruption.install(signal.SIGINT, *TERMINATING)
 
@@ -161,35 +160,34 @@ def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def cancel_on_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP cancel the running task, and end the process once it has cleaned up.
+    """Let SIGTERM and SIGHUP cancel the running task within the block, and end the process after its clean-up.
 
-    Nothing is done where somebody else takes the signal already, or off the main thread.
+    Does nothing off the main thread, or where another handler is installed.
 
     Raises:
-        SystemExit: a signal came.
+        SystemExit: a signal was received.
     """
     interruption = _installed(signal.SIGTERM)
     if interruption is None:
-        interruption = SignalHandler(rooted=False)
+        interruption = SignalHandler(ends_process=False)
         interruption.install(*TERMINATING)
     try:
         with interruption.cancelling():
             yield
     except asyncio.CancelledError:
-        if interruption.received is None or interruption.rooted:
+        if interruption.received is None or interruption.ends_process:
             raise
         raise interruption.exception() from None
 
 
 def should_propagate(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether what came out of a user's code is not that code's doing, and is not to be held up.
+    """Whether an exception from user code must propagate: an interrupt by a signal, or the closing of the coroutine.
 
-    That is the interruption of the program by a signal, and the end of a coroutine that is closed without having ended.
-    Code that raises such an exception by itself has failed, as far as the two can be told apart: Ctrl-C that nobody
-    here handles raises KeyboardInterrupt wherever the program is.
+    User code that raises such an exception by itself has failed. The two cannot always be distinguished: without a
+    handler, Ctrl-C raises KeyboardInterrupt anywhere in the program.
 
     Args:
-        error: what came out.
+        error: the exception.
         task: the task that ran the code.
     """
     if isinstance(error, GeneratorExit):
@@ -198,7 +196,7 @@ def should_propagate(error: BaseException, task: asyncio.Task[Any] | None) -> bo
         return False
     if isinstance(error, KeyboardInterrupt):
         if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
-            return False  # as in a shell's background jobs: Ctrl-C raises nothing here
+            return False  # Ctrl-C raises nothing, as in background jobs of a shell
         interruption = _installed(signal.SIGINT)
         return interruption is None or interruption.received is not None
     if isinstance(error, SystemExit):
@@ -216,9 +214,9 @@ def _running_task() -> asyncio.Task[Any] | None:
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Within the block, which is a clean-up in bounded time, Ctrl-C waits for the end of the block, for `FORCE_EXIT_AFTER_S`.
+    """Defer Ctrl-C to the end of the block, for at most `FORCE_EXIT_AFTER_S`. For clean-up in bounded time.
 
-    `asyncio.run` raises wherever the program is when Ctrl-C comes a second time, in the midst of a clean-up too.
+    Under `asyncio.run` a second Ctrl-C raises anywhere in the program, also during clean-up.
     """
     hold = _hold()
     if hold is None:
@@ -236,7 +234,7 @@ def defer_sigint() -> Iterator[None]:
 
 
 def _hold() -> _DeferredSigint | None:
-    """What holds Ctrl-C back from now on; None where nothing has to, or can."""
+    """Install and return the handler that defers Ctrl-C; None where that is unnecessary or impossible."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _DeferredSigint):
         return handler
@@ -248,7 +246,7 @@ def _hold() -> _DeferredSigint | None:
 
 
 class _DeferredSigint:
-    """Keeps a signal for the handler that it stands in for."""
+    """Keeps a signal for the handler that it replaces."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
@@ -263,11 +261,11 @@ class _DeferredSigint:
 
 
 def _on_main_thread() -> bool:
-    """Whether this is the thread that handlers of signals can be set from, and run on."""
+    """Whether this is the main thread, where signal handlers are set and run."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _installed(number: int) -> SignalHandler | None:
-    """The handler of a signal if it is one of these. Kept nowhere else, because the process has one table of them."""
+    """Return the installed handler of a signal if it is a `SignalHandler`. The process has one table of handlers."""
     handler = signal.getsignal(number)
     return handler if isinstance(handler, SignalHandler) else None

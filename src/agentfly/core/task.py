@@ -1,7 +1,4 @@
-"""The rows of a file of tasks: JSON lines, JSON, CSV or parquet.
-
-Task: one row of a data set.
-"""
+"""Task: one row of a data set, and the files that hold tasks: JSON lines, JSON, CSV or parquet."""
 
 from __future__ import annotations
 

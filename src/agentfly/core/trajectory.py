@@ -35,7 +35,7 @@ _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 @functools.cache
 def _not_users() -> tuple[str, ...]:
-    """How the names of files begin that no user has written: AgentFly's, Python's and installed packages'."""
+    """Path prefixes of code that is not the user's: AgentFly, the standard library and installed packages."""
     installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return ("<", *(f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], *installed)))
 
@@ -100,18 +100,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ToolRecord(Brief):
-    """One tool call of a turn and what came of it.
+    """One tool call of a turn, and its result.
 
     Attributes:
         call: the call as the model made it.
-        observation: the text that the model was given.
-        reward: what the tool said the call was worth, if anything.
-        done: whether the tool said that the task is done.
-        state: the state that the environment is in after the call, if the tool said so; JSON-able.
-        info: anything else that the tool said, which the model does not see; JSON-able.
-        failure: set when the call did not work; the observation then tells the model.
-        seconds: how long the call took, waiting for resources included.
-        images: the images that the model was given with the observation.
+        observation: the text shown to the model.
+        reward: the reward that the tool gave for the call, if any.
+        done: whether the tool reported that the task is done.
+        state: the environment's state after the call, if the tool reported it; a JSON value.
+        info: further data from the tool that the model does not see; JSON values.
+        failure: set when the call failed; the observation then says so to the model.
+        seconds: duration of the call, waiting for resources included.
+        images: the images shown to the model with the observation.
     """
 
     call: ToolCall
@@ -131,30 +131,30 @@ class Turn(Brief):
 
     Attributes:
         index: number of the turn, from 0.
-        sequence: index into `Trajectory.sequences` of the sequence that holds the turn's tokens; -1 where nobody tells
-            them, as of a model behind an API.
-        start, stop: the turn's sampled tokens in that sequence.
+        sequence: index of the turn's token sequence in `Trajectory.sequences`; -1 where the tokens are not known, for
+            instance from a model behind an API.
+        start, stop: the range of the turn's sampled tokens in that sequence.
         text: the sampled tokens as text, without the end-of-turn token.
-        stopped: whether the model ended the turn itself; False when a limit on tokens cut it.
+        stopped: whether the model ended the turn itself; False if a token limit ended it.
         results: the tool calls and their results, in the order of the calls.
-        generation_seconds: how long the generation took, waiting for the policy included.
-        reasoning: what the model thought before it spoke, where the format tells thoughts apart.
-        content: what the model said, where that is not all of ``text``: without its thoughts, and without what else the
-            format tells apart. See `said`.
-        kind: ``act``, or ``memory`` for a generation that only wrote down what is to be remembered.
-        agent: path of the subagent whose turn it is, its names joined by ``/``; empty for the agent itself.
-        conversation: which of the rollout's conversations the turn belongs to: the ids of the tool calls that led to
-            it, joined by ``/``; empty for the agent's own. Each call of a subagent begins one.
-        policy: the model that spoke, where that is not the one that the rollout is about: a subagent's own. Such turns
-            are never trained on.
-        reward: what the turn was worth by itself (the step reward), if anything said so.
-        anchor: names the state in which the turn was taken: a hash of what the environment had returned last, in which
-            the order of keys does not count. Turns of one task with the same anchor acted in the same state.
-        follows: the numbers of the turns that led to this one: the turn before it in its conversation, or the last
-            turns of the subagents that have answered that; for a subagent's first turn, the turn that called it. Empty
-            for a rollout's first turn, None where it is not known.
-        prompt_tokens, sampled_tokens: how many tokens the model read and sampled, those of thoughts included, by the
-            account of the policy or the endpoint; None where nobody tells.
+        generation_seconds: duration of the generation, waiting for the policy included.
+        reasoning: the model's reasoning, where the format separates it.
+        content: the visible text, where it differs from ``text``: without reasoning and other parts that the format
+            separates. See `said`.
+        kind: ``act``, or ``memory`` for a generation that only writes a memory.
+        agent: path of the subagent that took the turn, names joined by ``/``; empty for the main agent.
+        conversation: the conversation of the turn: the ids of the tool calls that led to it, joined by ``/``; empty for
+            the main agent's. Each call of a subagent begins a new one.
+        policy: the model of the turn, where it is not the rollout's own: a subagent's model. Such turns are never
+            trained on.
+        reward: the reward of the turn itself (step reward), if there is one.
+        anchor: the state in which the turn was taken, as a hash of the environment's last result; the order of keys
+            does not matter. Turns of one task with the same anchor acted in the same state.
+        follows: indices of the turns that precede this one: the previous turn of its conversation, or the last turns of
+            the subagents that answered it. For a subagent's first turn, the turn that called it. Empty for the
+            rollout's first turn, None where it is not known.
+        prompt_tokens, sampled_tokens: numbers of tokens read and sampled, reasoning included, as reported by the policy
+            or the endpoint; None where not reported.
     """
 
     index: int
@@ -179,7 +179,7 @@ class Turn(Brief):
 
     @property
     def said(self) -> str:
-        """What the model said, without its thoughts where the format tells them apart."""
+        """The visible text of the turn, without reasoning where the format separates it."""
         return self.text if self.content is None else self.content
 
 
@@ -199,15 +199,14 @@ class Trajectory:
         subagents: the conversations of subagents, by `Turn.conversation`.
         finish: why the rollout ended; None while it runs.
         failure: set when the rollout failed.
-        reward: the score; None while unscored, and for ever where scoring failed.
-        reward_failure: why the trajectory is unscored, if scoring was tried.
+        reward: the score; None before scoring, and where scoring failed.
+        reward_failure: why scoring failed, if it was tried.
         metrics: further numbers from the reward, by name.
-        seconds: wall time of the rollout, by what it was spent on: ``total``, ``generation``, ``tools``, ``waiting``
-            (for resources, inside tools or rewards), ``reward``. What subagents do counts as their own generation and
-            tools, and adds up where they work at the same time.
-        untrainable: why the trajectory must stay out of training although it is sound; empty where it may be trained
-            on. It counts as any other in evaluations.
-        notes: what else whoever reads the record should know.
+        seconds: wall time of the rollout by activity: ``total``, ``generation``, ``tools``, ``waiting`` (for resources,
+            inside tools or rewards), ``reward``. Activities of subagents count as ``generation`` and ``tools``, and add
+            up where subagents run at the same time.
+        untrainable: why a valid trajectory must not be trained on; empty if it may. Evaluations count it like others.
+        notes: further remarks for readers of the record.
     """
 
     rollout_id: str
@@ -231,19 +230,19 @@ class Trajectory:
         """A line: `agentfly.trajectory_text` shows the whole."""
         turns = f"{len(self.turns)} turn{'s' * (len(self.turns) != 1)}"
         failure = self.failure or self.reward_failure
-        told = [repr(self.rollout_id), f"task={self.task.id!r}", turns, f"finish={str(self.finish or None)!r}"]
-        told += [f"reward={self.reward!r}", *([f"failure={failure.kind}"] if failure is not None else [])]
-        return f"Trajectory({', '.join(told)})"
+        parts = [repr(self.rollout_id), f"task={self.task.id!r}", turns, f"finish={str(self.finish or None)!r}"]
+        parts += [f"reward={self.reward!r}", *([f"failure={failure.kind}"] if failure is not None else [])]
+        return f"Trajectory({', '.join(parts)})"
 
     @property
     def response(self) -> str:
-        """What the agent said in its own last turn, without its thoughts where the format tells them apart."""
+        """The visible text of the main agent's last turn, without reasoning where the format separates it."""
         own = (turn.said for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
         return next(own, "")
 
     @property
     def infrastructure_failed(self) -> bool:
-        """Whether something that the policy could not have caused spoiled the rollout or its score."""
+        """Whether the rollout or its score failed for a reason that the policy could not have caused."""
         return any(failure is not None and not failure.by_policy for failure in (self.failure, self.reward_failure))
 
     @property
@@ -253,13 +252,13 @@ class Trajectory:
 
     @property
     def own_sequences(self) -> list[TokenSequence]:
-        """The sequences that the rollout's own policy sampled, and no other model of a subagent."""
+        """The sequences that the rollout's own policy sampled, without those of other models."""
         others = {turn.sequence for turn in self.turns if turn.policy}
         return [sequence for number, sequence in enumerate(self.sequences) if number not in others]
 
     @property
     def trainable(self) -> bool:
-        """Whether the trajectory may enter a loss or a baseline: scored, sound, and with sampled tokens."""
+        """Whether the trajectory may enter a loss or a baseline: scored, valid, and with sampled tokens."""
         return (
             self.reward is not None
             and not self.infrastructure_failed
@@ -316,7 +315,8 @@ class Trajectory:
             return cls._of_json(value)
         except (AgentFlyError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"This is no trajectory as it is saved here, it is damaged or of another version ({describe_error(error)})."
+                "This is no trajectory as it is saved here, it is damaged or of another version "
+                f"({describe_error(error)})."
             ) from error
 
     @classmethod
@@ -362,15 +362,15 @@ _KINDS: dict[str, Any] = {
     "reward": float | int | None,
     **dict.fromkeys(("metrics", "seconds"), dict),
 }
-"""What values of a stored trajectory have to be, where nothing else would tell."""
+"""Types of a stored trajectory's values that nothing else checks."""
 
 
 def require_trajectories(given: object, of: str) -> list[Trajectory]:
-    """The trajectories in what a user gives for some.
+    """Return a user's argument as a list of trajectories.
 
     Args:
-        given: an iterable of them.
-        of: what they are given to, for the message.
+        given: an iterable of trajectories.
+        of: name of the function that was called, for the message.
 
     Raises:
         UsageError: it is something else, such as the result of a run, a path or one trajectory.
@@ -392,7 +392,7 @@ def require_trajectories(given: object, of: str) -> list[Trajectory]:
 
 
 def require_trajectory(given: object, of: str) -> Trajectory:
-    """The trajectory that a user gives; raises as `require_trajectories`."""
+    """Return a user's argument as a trajectory. Raises like `require_trajectories`."""
     if isinstance(given, Trajectory):
         return given
     raise UsageError(_no_trajectory(given, f"{of} takes one trajectory", "result.trajectories[0]"))
@@ -409,7 +409,7 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
     Args:
         trajectories: what to write.
         path: the file.
-        append: keep what is in the file, but for a last line that was cut by a crash.
+        append: keep the file's content, except for a last line that a crash truncated.
     """
     lines = map(trajectory_json_line, trajectories)
     if append:
@@ -420,10 +420,10 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Read what `save_trajectories` wrote. A last line without its end that was cut by a crash is left out.
+    """Read trajectories that `save_trajectories` wrote. A last line that a crash truncated is left out.
 
     Raises:
-        ConfigError: a line holds something else; the message says which line of which file.
+        ConfigError: a line is not a trajectory; the message names the file and line.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -437,7 +437,7 @@ def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:
     except (ConfigError, ValueError, RecursionError) as error:
         reason = error_message(error) if isinstance(error, ConfigError) else f"It is not JSON ({error_message(error)})."
         cure = "Remove the line, or name a file that a run has written."
-        if number == 1:  # it is rather another file than a damaged line
+        if number == 1:  # more likely another kind of file than a damaged line
             cure = (
                 "Name a file of trajectories that a run has written, such as runs/mine/trajectories/eval-000060.jsonl."
             )
@@ -445,7 +445,7 @@ def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:
 
 
 def trajectory_json_line(trajectory: Trajectory, **besides: Any) -> str:
-    """A trajectory as one line of JSON, with its line end; ``besides`` is kept with it, for who reads the JSON."""
+    """Return a trajectory as one line of JSON, with its line end. ``besides`` adds further keys for readers of the JSON."""
     return to_json_line(trajectory.to_json() | besides) + "\n"
 
 

@@ -74,7 +74,7 @@ async def _score_all(
 ) -> None:
     async def alone(trajectory: Trajectory) -> None:
         async with places:
-            context = Context(trajectory, engine, over=True)
+            context = Context(trajectory, engine, ended=True)
             try:
                 await score_rollout(trajectory, reward, context, events)
             finally:

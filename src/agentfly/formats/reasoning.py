@@ -1,7 +1,4 @@
-"""Thinking: the parts of a turn's text that the model thinks rather than says.
-
-Thoughts: what a model thinks in a turn, told apart from what it says.
-"""
+"""Reasoning in a turn's text: its markers, its spans, and its separation from the visible text."""
 
 from __future__ import annotations
 

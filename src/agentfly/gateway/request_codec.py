@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from agentfly.agents.tool import Tool
 from agentfly.core.errors import ChatFormatError
 from agentfly.core.messages import Message, PlacedImage, Role, ToolCall, concat_content, image_parts, images_of, text_of
 from agentfly.formats.chat.chat_format import ChatFormat, History, RenderedTokens, ToolDefinitions
@@ -18,7 +17,7 @@ from agentfly.formats.chat.prefix_stability import ANSWER_EXCHANGE, ProbeExchang
 from agentfly.formats.chat.template_format import TemplateChatFormat
 from agentfly.formats.toolcalls.hermes import HermesFormat, HermesUserResultFormat
 from agentfly.formats.toolcalls.registry import detect_format
-from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, behind, call_id, message_with_calls
+from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, call_id, message_with_calls, with_opening_marker
 from agentfly.gateway.limits import UnsupportedValue, count_chars
 from agentfly.gateway.model_request import ModelRequest
 from agentfly.policies.policy import Generation, Tokenizer
@@ -212,7 +211,7 @@ class RequestCodec:
         calls: tuple[ToolCall, ...] = ()
         if request.may_call and generation.finish == "stop":
             found = (
-                self._calls.parse(behind(reply.opened, text), _tools(request.tools))
+                self._calls.parse(with_opening_marker(reply.opened, text), _tools(request.tools))
                 if reply.calls is None
                 else reply.calls
             )
@@ -306,9 +305,9 @@ def _apart(calls: ToolCallFormat) -> ToolCallFormat:
     return calls
 
 
-def _tools(tools: ToolDefinitions) -> list[Tool]:
+def _tools(tools: ToolDefinitions) -> list[ProgramTool]:
     """The tools as tool-call formats ask about them."""
-    return cast(list[Tool], [ProgramTool.of(tool) for tool in tools])
+    return [ProgramTool.of(tool) for tool in tools]
 
 
 def _is_sound(call: ToolCall) -> bool:

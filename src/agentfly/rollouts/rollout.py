@@ -82,7 +82,7 @@ class Rollout:
         self._closing: asyncio.Task[None] | None = None
         self._finished = False
         self._sampling = sampling
-        self._context = Context(trajectory, surroundings.engine, priority=priority, notice=notice)
+        self._context = Context(trajectory, surroundings.engine, priority=priority, wait_observer=notice)
         self.trajectory = trajectory
 
     async def run(self) -> Trajectory:

@@ -44,7 +44,7 @@ async def score_rollout(
         return
     started, task = time.perf_counter(), asyncio.current_task()
     try:
-        async with context.call(noticed=False) as call_context:
+        async with context.call(observed=False) as call_context:
             result = await alone.score(trajectory, call_context)
     except asyncio.CancelledError:
         raise
@@ -134,7 +134,7 @@ async def score_group(
         return
     started, task = time.perf_counter(), asyncio.current_task()
     first = sound[0]
-    context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, priority=priority, over=True)
+    context = Context(Trajectory(first.group_id, first.group_id, first.task), engine, priority=priority, ended=True)
     try:
         try:
             async with context.call() as call_context:

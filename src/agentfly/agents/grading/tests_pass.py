@@ -1,7 +1,4 @@
-"""Work: what an agent has left in its box, taken out to be laid into another.
-
-tests_pass: hidden tests of an agent's work, run in a box that the agent has never touched.
-"""
+"""tests_pass: run hidden tests on an agent's files, in a fresh container that the agent has never touched."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
-from agentfly.agents.tool import Tool
 from agentfly.agents.tool_decorator import tool
 from agentfly.benchmarks.training.trl_side import peak_mib
 from agentfly.benchmarks.training.work import SideResult, score_of
@@ -25,6 +24,7 @@ from agentfly.core import signals
 from agentfly.core.events import Event, EventStream, StepFinished, TrainingStarted
 from agentfly.core.messages import PlacedImage, ToolCall
 from agentfly.formats.toolcalls.hermes import HermesFormat
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.training.config.train_config import TrainConfig
@@ -55,7 +55,7 @@ class FixedLengthPolicy(EmbeddedPolicy):
 class EveryTurnCalls(HermesFormat):
     """A format that reads every turn as a call of the first tool, whatever was said."""
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+    def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The one call."""
         return (ToolCall(f"call_{first_call}", tools[0].name),) if tools else ()
 

@@ -1,7 +1,4 @@
-"""ChatFormat: how a conversation becomes token ids that only grow.
-
-Placeholders: what stands for images in rendered conversations, as many tokens as the model's image encoder fills.
-"""
+"""ChatFormat: how a conversation becomes an append-only sequence of token ids, with placeholder tokens for images."""
 
 from __future__ import annotations
 

@@ -1,15 +1,10 @@
-"""Disarming: text of tasks, tools and users with every part of a control token in it broken by a mark.
+"""Rendering of conversations to token ids such that no text from tasks, tools or users becomes a control token.
 
-A chat template puts texts between control tokens that it writes itself. What it writes is told apart from the texts by
-the marks: no control token in rendered text is of a text's making. A text can hold a whole token. It can also hold a
-part, which a template completes by what it writes beside it: a template that writes ``<parameter=`` before the name of
-an argument and ``>`` behind it makes the token ``</think>`` of an argument named ``x</think``.
+A chat template mixes its own control tokens with text. Before rendering, a mark is inserted into every control token,
+or part of one, in the text. A part matters because the template may complete it: one that writes ``<parameter=`` before
+an argument's name and ``>`` after it would make the token ``</think>`` from an argument named ``x</think``.
 
-Rendered conversations as ids, in which no text can become a control token.
-
-A chat template mixes control tokens, which it writes itself, with text from tasks, tools and users. To tell the two
-apart, every occurrence of a control token in that text is broken by a mark before the template sees it. The rendered
-text is then split at the control tokens that are left, which are the template's own; the marks are taken out of the
+The rendered text is split at the remaining control tokens, which are the template's own. The marks are removed from the
 pieces between them, and the pieces are encoded as ordinary text.
 """
 

@@ -1,7 +1,4 @@
-"""Drift: whether ids that grew turn by turn are those of the whole conversation. For tests and debugging.
-
-Proof: that what a chat template writes turn by turn is what it writes for the conversation as a whole.
-"""
+"""Check that a chat template renders a conversation turn by turn exactly as it renders it as a whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rearranged conversations: calls and results where chat templates put up with them, if not where they stand.
-
-MessageShape: in which shape a chat template wants the messages that every other part of AgentFly has in one.
-"""
+"""TemplateCapabilities: which forms of messages a chat template accepts, and how conversations are adapted to it."""
 
 from __future__ import annotations
 
@@ -83,19 +80,19 @@ _THOUGHT, _SAID, _KEY = "the thought", "the answer", "an_argument"
 
 @dataclass(frozen=True)
 class TemplateCapabilities:
-    """What one template wants. Found by rendering small conversations, since a template tells nobody.
+    """The forms of messages that one template accepts, detected by rendering small conversations.
 
     Attributes:
-        requires_string_arguments: a call's arguments are wanted as JSON text, and not as a mapping.
-        requires_short_call_ids: the ids of calls are wanted as nine letters and digits.
-        single_tool_call: a turn may hold one call only; more are written as turns that follow each other.
-        tool_message_requires_call: messages of the role ``tool`` must answer a call; others are written as a user's words.
-        results_named: messages of the role ``tool`` must name the tool.
-        allows_user_after_tool: a user's words may follow what tools have answered; if not, they stand below it.
-        requires_alternating_roles: user messages are wanted one at a time, with an answer in between.
-        requires_typed_content: content is wanted as a list of parts, a text on its own included.
-        no_images_in_tool_messages: images in what tools answer are wanted in a message of the user that follows.
-        reads_reasoning_content: thoughts are wanted in a field of their own, and not in the text.
+        requires_string_arguments: a call's arguments must be JSON text rather than a mapping.
+        requires_short_call_ids: call ids must be nine letters and digits.
+        single_tool_call: a turn may have only one call; further calls become turns that follow.
+        tool_message_requires_call: a ``tool`` message must answer a call; other results become user messages.
+        results_named: ``tool`` messages must name the tool.
+        allows_user_after_tool: a user message may follow a ``tool`` message; otherwise its text is appended to it.
+        requires_alternating_roles: two user messages must not follow each other.
+        requires_typed_content: content must be a list of parts, also for plain text.
+        no_images_in_tool_messages: images of tool results must be in a user message that follows.
+        reads_reasoning_content: reasoning must be in its own field rather than in the text.
         thoughts_or_words: a turn with calls may have thoughts or words, and not both. The words stand below the
             thoughts then.
         reasoning: how they stand in a turn's text.

@@ -1,9 +1,4 @@
-"""Skeleton: a conversation with places for its assistants' words, so that what stands around them shows.
-
-Endings: which control tokens end an assistant's turn, by what a chat template writes after one.
-
-Turns: what a chat template writes for a conversation, and what it writes after a turn of the assistant.
-"""
+"""TemplateRenderer: renders whole conversations and continuations with a chat template, and finds its end of turn."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.json_schema import UntypedText
 from agentfly.core.lenient_json import InvalidJSON, decode_value
@@ -16,10 +16,7 @@ from agentfly.formats.reasoning import REASONING_MARKER, Thinking, is_inside, re
 from agentfly.formats.toolcalls.block_format import CUT, STRAY, UNCLOSED, attempted_tool, wrong_format_call
 from agentfly.formats.toolcalls.json_calls import dump_escaped
 from agentfly.formats.toolcalls.text_arguments import UnparsableCall, argument_lines, label_pattern
-from agentfly.formats.toolcalls.tool_call_format import call_id
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription, call_id
 
 _PREFIX = re.compile(rf"\s*{label_pattern('action')}\s*", re.IGNORECASE)
 _OBSERVATION = re.compile(rf"\s*{label_pattern('observation')}", re.IGNORECASE)
@@ -69,7 +66,7 @@ class ActionFormat:
         """The name by which an agent asks for the format."""
         return "action"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """How to call a tool, and the tools, one a line, in few words: small models have short contexts."""
         if not tools:
             return ""
@@ -82,7 +79,7 @@ class ActionFormat:
             ]
         )
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+    def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
         lines, thinking = self._lines(text, known)
@@ -135,7 +132,7 @@ class ActionFormat:
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
-    def _lines(self, text: str, known: Mapping[str, Tool]) -> tuple[Sequence[_Line], Thinking]:
+    def _lines(self, text: str, known: Mapping[str, ToolDescription]) -> tuple[Sequence[_Line], Thinking]:
         """The lines of a turn, and where it is thinking. A line also ends at a mark that begins or ends thinking."""
         calling = [line.span() for line in _LINE.finditer(text) if _holds_a_mark(line.group(), known)]
         thinking = read_thinking(text, calling)
@@ -160,7 +157,7 @@ class _Line:
     is_spoken: bool
 
 
-def _holds_a_mark(line: str, known: Mapping[str, Tool]) -> bool:
+def _holds_a_mark(line: str, known: Mapping[str, ToolDescription]) -> bool:
     """Whether marks of thinking in a line stand between the brackets of its one call, and so are its argument."""
     if not REASONING_MARKER.search(line):
         return False
@@ -169,7 +166,7 @@ def _holds_a_mark(line: str, known: Mapping[str, Tool]) -> bool:
     return call is not None and (prefix is not None or call.group(1) in known)
 
 
-def _read_line(line: str, known: dict[str, Tool], id: str) -> ToolCall | None:  # noqa: A002
+def _read_line(line: str, known: dict[str, ToolDescription], id: str) -> ToolCall | None:  # noqa: A002
     prefix = _PREFIX.match(line)
     written = line[prefix.end() if prefix else 0 :].strip()
     call = _CALL.fullmatch(written)
@@ -185,7 +182,7 @@ def _read_line(line: str, known: dict[str, Tool], id: str) -> ToolCall | None:  
     return None
 
 
-def _read_call(name: str, inside: str, known: dict[str, Tool], id: str, line: str) -> ToolCall:  # noqa: A002
+def _read_call(name: str, inside: str, known: dict[str, ToolDescription], id: str, line: str) -> ToolCall:  # noqa: A002
     tool = known.get(name)
     if tool is None:
         return ToolCall(id, name, {"argument": inside} if inside else {})
@@ -198,14 +195,14 @@ def _read_call(name: str, inside: str, known: dict[str, Tool], id: str, line: st
         return _malformed(id, name, str(error), known, line)
 
 
-def _holds_an_action(value: str, known: Mapping[str, Tool]) -> bool:
+def _holds_an_action(value: str, known: Mapping[str, ToolDescription]) -> bool:
     """Whether a second action begins behind a bracket in a value that stands for itself."""
     closed = value.find("]")
     later = _LATER_ACTION.finditer(value, closed) if closed >= 0 else ()
     return any(action.group(1) is None or action.group(1) in known for action in later)
 
 
-def _malformed(id: str, name: str, reason: str, known: dict[str, Tool], line: str) -> ToolCall:  # noqa: A002
+def _malformed(id: str, name: str, reason: str, known: dict[str, ToolDescription], line: str) -> ToolCall:  # noqa: A002
     example = _signature(known[name]) if name in known else "tool[argument]"
     return ToolCall(
         id,
@@ -216,7 +213,7 @@ def _malformed(id: str, name: str, reason: str, known: dict[str, Tool], line: st
     )
 
 
-def _arguments(tool: Tool, inside: str) -> dict[str, Any]:
+def _arguments(tool: ToolDescription, inside: str) -> dict[str, Any]:
     names = [argument.name for argument in tool.schema.arguments]
     required = [argument.name for argument in tool.schema.arguments if argument.required]
     if not inside and not required:
@@ -294,13 +291,13 @@ def _quoted(value: Any) -> str:
     return value if _BARE.fullmatch(value) and value == value.strip() else dump_escaped(value)
 
 
-def _signature(tool: Tool) -> str:
+def _signature(tool: ToolDescription) -> str:
     names = [argument.name for argument in tool.schema.arguments]
     if len(names) <= 1:
         return f"{tool.name}[{''.join(names)}]"
     return f"{tool.name}[{', '.join(f'{name}=…' for name in names)}]"
 
 
-def _description(tool: Tool) -> Iterator[str]:
+def _description(tool: ToolDescription) -> Iterator[str]:
     yield f"{_signature(tool)}: {' '.join(tool.description.split())}"
     yield from argument_lines(tool)

@@ -1,7 +1,4 @@
-"""Call attempts: text that is plainly meant as a call, though not written as the agent's format wants it.
-
-Block: a stretch of a turn's text that holds tool calls. BlockFormat: a format that finds calls block by block.
-"""
+"""BlockFormat: base of formats that find calls block by block, and the detection of calls in a wrong format."""
 
 from __future__ import annotations
 
@@ -10,16 +7,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from agentfly.core.errors import UsageError
 from agentfly.core.messages import Message, ToolCall
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
 from agentfly.formats.reasoning import REASONING_MARKER, Thinking, is_inside, read_thinking
-from agentfly.formats.toolcalls.tool_call_format import call_id, message_with_calls, tool_message
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription, call_id, message_with_calls, tool_message
 
 _NAMED = re.compile(
     r"""\b(?:name|tool|tool_name|function|function_name|action)["']?\s*:\s*["']([^"'\s]{1,64})["']""", re.IGNORECASE
@@ -41,13 +35,13 @@ _BEHIND = 100  # characters behind a marker in which a tool must be named
 
 
 def attempted_tool(text: str, known: Collection[str]) -> str | None:
-    """The tool that ``text`` plainly means to call, in whatever format; None if it calls none.
+    """Return the tool that ``text`` evidently tries to call, in any format; None if there is no such attempt.
 
-    A call is meant where an object names a tool and its arguments, where a marker with which models begin calls stands
-    before a tool's name, and where a line says ``Action:`` and a tool's name. Well-formed it need not be.
+    An attempt is: an object with a tool's name and arguments, a known opening marker of calls before a tool's name, or
+    a line with ``Action:`` and a tool's name. It need not be well-formed.
 
     Args:
-        text: what was said in a turn, without thinking.
+        text: the text of a turn, without reasoning.
         known: names of the agent's tools.
     """
     arguments: list[int] | None = None  # where arguments are named
@@ -67,18 +61,18 @@ def attempted_tool(text: str, known: Collection[str]) -> str | None:
 
 
 def _is_whole(text: str, named: re.Match[str]) -> bool:
-    """Whether the name is all that its object holds."""
+    """Whether the name is the only member of its object."""
     before = text[max(0, named.start() - _AROUND) : named.start()].rstrip("\"' \t\r\n")
     return before.endswith("{") and _NOTHING_ELSE.match(text, named.end()) is not None
 
 
-def _is_near(named: re.Match[str], places: list[int]) -> bool:
-    """Whether one of ``places``, which are in order, lies around the name."""
-    following = bisect.bisect_left(places, named.start() - _AROUND)
-    return following < len(places) and places[following] < named.end() + _AROUND
+def _is_near(named: re.Match[str], positions: list[int]) -> bool:
+    """Whether one of ``positions``, which are sorted, is close to the name."""
+    following = bisect.bisect_left(positions, named.start() - _AROUND)
+    return following < len(positions) and positions[following] < named.end() + _AROUND
 
 
-ToolsByName: TypeAlias = "Mapping[str, Tool]"
+ToolsByName: TypeAlias = "Mapping[str, ToolDescription]"
 """The agent's tools by name."""
 
 _UNCLEAR = (
@@ -101,20 +95,20 @@ CUT = (
 
 
 LINE_START = r"(?:^|(?<=</think>)|(?<=\[/THINK\]))[ \t]*"
-"""Where a line begins, or what is said after thinking. For patterns with `re.MULTILINE`."""
+"""The beginning of a line, or of the text after reasoning. For patterns with `re.MULTILINE`."""
 
 
 class CallWriter(Protocol):
-    """What writes calls: a tool-call format."""
+    """Writes calls: a tool-call format."""
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call."""
+        """Return the text of a call."""
         ...
 
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """A call as it was written, not numbered yet. ``arguments`` is None, and ``error`` says why, if it is malformed."""
+    """A parsed call without an id. If it is malformed, ``arguments`` is None and ``error`` says why."""
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -123,7 +117,7 @@ class ParsedCall:
 
 @dataclass(frozen=True)
 class CallBlock:
-    """The text from ``start`` to ``stop`` (exclusive), markers included, and the calls that it holds."""
+    """The text from ``start`` to ``stop`` (exclusive), markers included, and the calls in it."""
 
     start: int
     stop: int
@@ -137,19 +131,19 @@ class CallBlock:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What is said in a turn: its text up to what the model made up, the blocks in it, and where it is thinking.
+    """A turn's text up to the first invented tool result, its call blocks, and its reasoning.
 
-    ``unspoken`` are the blocks inside thinking.
+    ``blocks_in_reasoning`` are the blocks inside reasoning.
     """
 
     text: str
     blocks: Sequence[CallBlock]
     thinking: Thinking
-    unspoken: Sequence[CallBlock] = ()
+    blocks_in_reasoning: Sequence[CallBlock] = ()
 
     @property
     def text_without_reasoning(self) -> str:
-        """The text without thinking."""
+        """The text without reasoning."""
         kept, position = [], 0
         for start, stop in self.thinking.spans:
             kept.append(self.text[position:start])
@@ -159,30 +153,30 @@ class ParsedTurn:
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
-    """A format whose calls stand in blocks that are read from their beginning on.
+    """A format whose calls are in blocks.
 
-    Markers of thinking inside a block belong to the call, and calls inside thinking are left out unless
-    ``calls_in_thinking`` says otherwise. A format says where its blocks are (`_blocks`), and the rest follows:
+    Reasoning markers inside a block belong to the call. Calls inside reasoning are ignored unless
+    ``calls_in_thinking`` is set. A subclass finds its blocks (`_blocks`); this class handles the rest:
 
-    * A turn that has no block, but plainly means to call a tool (`_attempted_tool`), is one malformed call. Taken as the
-      answer it would end the rollout by a slip that the model was never told of.
-    * A turn in which the end of a call stands once more behind its calls (`_is_unambiguous_end`) is one malformed call too:
-      an argument that was not escaped has ended one of them too soon.
-    * So is a turn in which it is unclear whether a call was spoken or only thought (`_in_doubt`).
+    * A turn without blocks that evidently tries to call a tool (`_attempted_tool`) is one malformed call. Otherwise it
+      would count as the answer and end the rollout, and the model would never learn of the error.
+    * A turn with a further end of a call after its calls (`_is_unambiguous_end`) is one malformed call too: an
+      unescaped argument has ended a call too early.
+    * So is a turn in which a call may or may not be part of the reasoning (`_in_doubt`).
     """
 
     calls_in_thinking: bool = False
 
     @abstractmethod
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call."""
+        """Return the text of a call."""
 
     @abstractmethod
     def _blocks(self, text: str, known: ToolsByName) -> Iterable[CallBlock]:
-        """The blocks of a turn's text, in order and without overlaps, wherever they stand."""
+        """Find the blocks of a turn's text, in order and without overlaps, inside reasoning too."""
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The calls in a turn's text."""
+    def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """Parse the calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
         turn = self._turn(text, known)
         calls = [call for block in turn.blocks for call in block.calls]
@@ -203,40 +197,40 @@ class BlockFormat(ABC):
         )
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The turn's text as it stands."""
+        """Return a message with the turn's unchanged text."""
         return {"role": "assistant", "content": text}
 
     def _id(self, number: int) -> str:
         return call_id(number)
 
     def _result_marker(self) -> re.Pattern[str] | None:
-        """What a result begins with, if there is such a thing. Nothing behind it is read: the model made it up."""
+        """The beginning of a tool result, if the format has one. Text from there on is ignored: the model made it up."""
         return None
 
     def _inner_markers(self) -> re.Pattern[str] | None:
-        """Markers of the format that stand inside or at the end of a call, so that without a call one was meant."""
+        """Markers inside or at the end of a call. In a turn without calls they show an attempted call."""
         return None
 
-    def _attempted_tool(self, heard: str, known: ToolsByName) -> str | None:
-        """The tool that a turn without calls plainly means to call; empty if it does not say which.
+    def _attempted_tool(self, text: str, known: ToolsByName) -> str | None:
+        """Return the tool that a turn without calls evidently tries to call; empty if the tool is not clear.
 
         Args:
-            heard: what was said, without thinking.
+            text: the text of the turn, without reasoning.
             known: the agent's tools.
         """
-        name, remains = attempted_tool(heard, known), self._inner_markers()
-        return "" if name is None and remains and remains.search(heard) else name
+        name, markers = attempted_tool(text, known), self._inner_markers()
+        return "" if name is None and markers and markers.search(text) else name
 
-    def _is_unambiguous_end(self, behind: str) -> bool:
-        """Whether the text between two calls, or behind the last, is certainly not the rest of an argument."""
-        remains = self._inner_markers()
-        if remains is None:
+    def _is_unambiguous_end(self, following: str) -> bool:
+        """Whether the text between two calls, or after the last one, is certainly not the rest of an argument."""
+        markers = self._inner_markers()
+        if markers is None:
             return True
-        again = re.match(rf"(?:\s*(?:{remains.pattern}))*", behind, remains.flags)  # nothing is lost between the two
-        return not remains.search(behind, again.end() if again else 0)
+        repeated = re.match(rf"(?:\s*(?:{markers.pattern}))*", following, markers.flags)  # a repeated end loses nothing
+        return not markers.search(following, repeated.end() if repeated else 0)
 
     def _is_unambiguous(self, turn: ParsedTurn) -> bool:
-        """Whether it is certain where each of the calls ends that can be read."""
+        """Whether the end of each readable call is certain."""
         position = None
         for block in turn.blocks:
             if position is None and not block.is_readable:
@@ -249,15 +243,15 @@ class BlockFormat(ABC):
         return position is None or self._is_unambiguous_end(turn.text[position:])
 
     def _in_doubt(self, turn: ParsedTurn, known: ToolsByName) -> list[ParsedCall] | None:
-        """The errors of a turn in which it is unclear whether a call was spoken; None if it is clear."""
+        """Return the errors of a turn in which a call may be part of the reasoning; None if that is clear."""
         thinking = turn.thinking
         if thinking.stray:
             before = [block for block in turn.blocks if block.stop <= thinking.stray[0][0] and block.calls]
             if before and not any(block.is_readable for block in before):
-                return [call for block in before for call in block.calls]  # the mark may stand in what is malformed
+                return [call for block in before for call in block.calls]  # the marker may be in the malformed call
             if before:
                 return [self._doubted(turn, before[0], STRAY, known)]
-        for block in turn.unspoken:
+        for block in turn.blocks_in_reasoning:
             if not _is_meant(block, turn.text, known):
                 continue
             stop = thinking.spans[bisect.bisect_right(thinking.spans, (block.start, len(turn.text))) - 1][1]
@@ -269,20 +263,20 @@ class BlockFormat(ABC):
         return None
 
     def _is_over(self, turn: ParsedTurn, thought: CallBlock, position: int) -> bool:
-        """Whether a call that was thought certainly does not go on behind the thinking, which ends at ``position``."""
+        """Whether a call in reasoning certainly does not continue after the reasoning, which ends at ``position``."""
         following = bisect.bisect_left(turn.blocks, position, key=lambda block: block.start)
         stop = turn.blocks[following].start if following < len(turn.blocks) else len(turn.text)
-        behind = turn.text[position:stop]
+        rest = turn.text[position:stop]
         if thought.is_readable:
-            return self._is_unambiguous_end(behind)
-        return following < len(turn.blocks) and not behind.strip()
+            return self._is_unambiguous_end(rest)
+        return following < len(turn.blocks) and not rest.strip()
 
     def _doubted(self, turn: ParsedTurn, block: CallBlock, reason: str, known: ToolsByName) -> ParsedCall:
         name = block.calls[0].name
         return malformed_call(turn.text[block.start :], reason, example_call(self, name, known), name)
 
     def _turn(self, text: str, known: ToolsByName) -> ParsedTurn:
-        """What is said in a turn, with the blocks whose calls are to be executed."""
+        """Split a turn into its text, its reasoning, and the blocks inside and outside reasoning."""
         blocks = list(self._blocks(text, known))
         spans = [(block.start, block.stop) for block in blocks]
         thinking = Thinking() if self.calls_in_thinking else read_thinking(text, spans)
@@ -301,16 +295,16 @@ class BlockFormat(ABC):
 
 @dataclass(frozen=True)
 class ModelTrainedFormat(BlockFormat):
-    """A format that models are trained on, and that chat templates know.
+    """A format that models are trained on and that chat templates support.
 
-    Results go back as messages of role ``tool``. Where ``uses_chat_template`` says that the model's own chat template
-    describes the tools, a turn stands in the conversation with its calls as ``tool_calls``, for the template to write.
+    Results are messages of role ``tool``. With ``uses_chat_template`` the model's chat template describes the tools,
+    and a turn's message has its calls as ``tool_calls``, for the template to write.
     """
 
     uses_chat_template: bool = True
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The turn without its calls, which stand in ``tool_calls``; all of it as text where a call is malformed."""
+        """Return the turn with its calls in ``tool_calls``; all of it as text if a call is malformed."""
         if not self.uses_chat_template or not calls or any(call.arguments is None for call in calls):
             return {"role": "assistant", "content": text}
         blocks = self._turn(text, {}).blocks
@@ -323,12 +317,12 @@ class ModelTrainedFormat(BlockFormat):
         return message_with_calls("".join([*kept, text[position:]]).strip(), calls)
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
+        """Return a message of role ``tool`` with the call's id, and with the tool's name if that is valid."""
         return tool_message(call, observation)
 
 
 def _is_meant(block: CallBlock, text: str, known: ToolsByName) -> bool:
-    """Whether a block holds the call of a tool, readable or not, and no mere mention of the format's markers."""
+    """Whether a block holds a call, readable or not, rather than a mere mention of the format's markers."""
     if block.is_readable or any(call.name in known for call in block.calls):
         return True
     return bool(block.calls) and not known.keys().isdisjoint(_WORD.findall(text, block.start, block.stop))
@@ -337,7 +331,7 @@ def _is_meant(block: CallBlock, text: str, known: ToolsByName) -> bool:
 def blocks_at(
     opening: re.Pattern[str], text: str, read: Callable[[re.Match[str]], CallBlock | None]
 ) -> Iterator[CallBlock]:
-    """The blocks that ``read`` makes of what ``opening`` finds, each search going on behind the last block."""
+    """Yield the blocks that ``read`` makes of matches of ``opening``. Each search continues after the last block."""
     found = opening.search(text)
     while found:
         block = read(found)
@@ -347,14 +341,14 @@ def blocks_at(
 
 
 def end_of_malformed_call(text: str, position: int, limit: int | None = None) -> int:
-    """Where a malformed call ends of which nothing tells the end: where thinking begins or ends, or at ``limit``."""
+    """Return the end of a malformed call without an end marker: the next reasoning marker, or ``limit``."""
     limit = len(text) if limit is None else limit
     marker = REASONING_MARKER.search(text, position, limit)
     return marker.start() if marker else limit
 
 
 def malformed_call(written: str, reason: str, example: str, name: str = "") -> ParsedCall:
-    """A malformed call, with what the model is told: why, how to write it, and what it wrote, cut down."""
+    """Return a malformed call with an error for the model: the reason, an example, and the truncated text."""
     message = (
         f"This tool call was not executed, because it cannot be read: {reason}. Write it like this:\n{example}\n"
         f"You wrote: {truncate_middle(written.strip(), MAX_ECHO_CHARS)}"
@@ -362,18 +356,16 @@ def malformed_call(written: str, reason: str, example: str, name: str = "") -> P
     return ParsedCall(name, None, message)
 
 
-def wrong_format_call(heard: str, written_by: CallWriter, name: str, known: ToolsByName) -> ParsedCall:
-    """The malformed call of a turn that means to call the tool ``name``, but not as the format wants it."""
-    return malformed_call(
-        heard, "it is not written as a call must be here", example_call(written_by, name, known), name
-    )
+def wrong_format_call(text: str, writer: CallWriter, name: str, known: ToolsByName) -> ParsedCall:
+    """Return the malformed call of a turn that tries to call the tool ``name`` in another format."""
+    return malformed_call(text, "it is not written as a call must be here", example_call(writer, name, known), name)
 
 
-def example_call(written_by: CallWriter, name: str, known: ToolsByName) -> str:
-    """How a tool is called in a format, with places for what it needs."""
+def example_call(writer: CallWriter, name: str, known: ToolsByName) -> str:
+    """Return an example of a call in a format, with placeholders for the required arguments."""
     wanted = known[name].schema.arguments if name in known else ()
     needed = [argument.name for argument in wanted if argument.required] or [one.name for one in wanted[:1]]
     try:
-        return written_by.write(name or "name_of_the_tool", dict.fromkeys(needed, "…"))
+        return writer.write(name or "name_of_the_tool", dict.fromkeys(needed, "…"))
     except UsageError:
         return "as you were told at the beginning"

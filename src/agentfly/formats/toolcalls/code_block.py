@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.errors import ConfigError, UsageError
 from agentfly.core.messages import Message, ToolCall
@@ -22,9 +22,7 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.text_arguments import bare_argument
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _OPENING = re.compile(rf"{LINE_START}(`{{3,}})[ \t]*([^\s`]*)[^\n`]*(?:\n|\Z)", re.MULTILINE)
 _FENCE = re.compile(r"^[ \t]*(`{3,})([^\n]*)$", re.MULTILINE)
@@ -57,7 +55,7 @@ class CodeBlockFormat(BlockFormat):
         """The name by which an agent asks for the format."""
         return "code_block"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """How to act, and what the tool does.
 
         Raises:
@@ -97,7 +95,7 @@ class CodeBlockFormat(BlockFormat):
         """A user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation:\n{observation}"}
 
-    def _tool(self, known: ToolsByName) -> Tool | None:
+    def _tool(self, known: ToolsByName) -> ToolDescription | None:
         name = self.tool or (next(iter(known)) if len(known) == 1 else "")
         tool = known.get(name)
         return tool if tool is not None and bare_argument(tool) else None
@@ -127,7 +125,7 @@ class CodeBlockFormat(BlockFormat):
         tool = self._tool(known)
         return blocks_at(_OPENING, text, lambda found: self._block(text, found, tool)) if tool else ()
 
-    def _block(self, text: str, opening: re.Match[str], tool: Tool) -> CallBlock:
+    def _block(self, text: str, opening: re.Match[str], tool: ToolDescription) -> CallBlock:
         start, body = opening.span()
         acts = opening.group(2).casefold() == self.language.casefold()
         for fence in _FENCE.finditer(text, body):
@@ -147,7 +145,7 @@ class CodeBlockFormat(BlockFormat):
             return self._unclear(text, start, f"the block is not closed by a line of {opening.group(1)}", tool)
         return CallBlock(start, end_of_malformed_call(text, body), ())
 
-    def _unclear(self, text: str, start: int, reason: str, tool: Tool) -> CallBlock:
+    def _unclear(self, text: str, start: int, reason: str, tool: ToolDescription) -> CallBlock:
         limit = end_of_malformed_call(text, start)
         return CallBlock(start, limit, (malformed_call(text[start:limit], reason, self._example(), tool.name),))
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from agentfly.core.errors import UsageError
 from agentfly.core.lenient_json import InvalidJSON, decode_value
@@ -20,9 +20,7 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import malformed_json_arguments
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -62,7 +60,7 @@ class DeepSeekFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "deepseek"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, one a line, and how to call them."""
         if not tools:
             return ""

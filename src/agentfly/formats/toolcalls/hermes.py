@@ -1,7 +1,4 @@
-"""HermesFormat: calls as JSON objects between ``<tool_call>`` tags, as Hermes and Qwen models write them.
-
-HermesForAll: tool calls for models whose chat template knows neither tools nor their results.
-"""
+"""HermesFormat: calls as JSON objects between ``<tool_call>`` tags, as Hermes and Qwen models write them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.lenient_json import InvalidJSON
 from agentfly.core.messages import Message, ToolCall
@@ -23,9 +20,7 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import call_from_json, decode_objects, find_tool_name, malformed_json_call
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -58,7 +53,7 @@ class HermesFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "hermes"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, one a line, and how to call them."""
         if not tools:
             return ""

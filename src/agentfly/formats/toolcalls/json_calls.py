@@ -1,7 +1,4 @@
-"""JSON as models write it: decoded exactly, or an error that says where it is none.
-
-Calls as JSON objects: what `decode_objects` gives, read as a call.
-"""
+"""Calls as JSON objects: decoding, validation and the errors of malformed calls."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
         The objects, and the position after the last one and the white space that follows it.
 
     Raises:
-        NotJSON: there is no object, or it cannot be decoded.
+        InvalidJSON: there is no object, or it cannot be decoded.
     """
     position = skip_space(text, start)
     if not text.startswith(("{", "["), position):

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.lenient_json import InvalidJSON, NestingTooDeep, decode_value
 from agentfly.core.messages import Message, ToolCall
@@ -20,9 +20,7 @@ from agentfly.formats.toolcalls.block_format import (
     end_of_malformed_call,
 )
 from agentfly.formats.toolcalls.json_calls import call_from_json, find_tool_name, malformed_json_call
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _MEMBER = r"[\"']?(?:name|type|id|parameters|arguments)[\"']?\s*:"
 _OPENING = re.compile(
@@ -61,7 +59,7 @@ class LlamaJsonFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "llama_json"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, one a line, and how to call them."""
         if not tools:
             return ""

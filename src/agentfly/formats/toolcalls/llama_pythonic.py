@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.errors import UsageError
 from agentfly.core.messages import Message, ToolCall
@@ -22,9 +22,7 @@ from agentfly.formats.toolcalls.block_format import (
     malformed_call,
 )
 from agentfly.formats.toolcalls.python_calls import InvalidPythonCall, PythonCall, read_calls, write_value
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _OPENING = re.compile(
     rf"<\|(?:python_tag|python_start|tool_call_start)\|>\s*|{LINE_START}(?=\[\s*([^\W\d][\w.-]*)\s*\()", re.MULTILINE
@@ -72,7 +70,7 @@ class LlamaPythonicFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "llama_pythonic"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, one a line, and how to call them."""
         if not tools:
             return ""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from agentfly.core.errors import UsageError
 from agentfly.core.lenient_json import InvalidJSON
@@ -26,9 +26,7 @@ from agentfly.formats.toolcalls.json_calls import (
     malformed_json_arguments,
     malformed_json_call,
 )
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 OPEN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -68,7 +66,7 @@ class MistralFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "mistral"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, and how to call them."""
         if not tools:
             return ""

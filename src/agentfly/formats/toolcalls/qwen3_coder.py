@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.errors import UsageError
 from agentfly.core.json_schema import UntypedText
@@ -23,9 +23,7 @@ from agentfly.formats.toolcalls.block_format import (
 )
 from agentfly.formats.toolcalls.json_calls import dump_escaped
 from agentfly.formats.toolcalls.text_arguments import UnparsableCall
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _OPENING = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 _NEXT_CALL = re.compile(f"{_OPENING.pattern}|{REASONING_MARKER.pattern}")
@@ -64,7 +62,7 @@ class Qwen3CoderFormat(ModelTrainedFormat):
         """The name by which an agent asks for the format."""
         return "qwen3_coder"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """The tools as JSON, one a line, and how to call them."""
         if not tools:
             return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.json_schema import UntypedText
 from agentfly.core.lenient_json import InvalidJSON, decode_value
@@ -31,9 +31,7 @@ from agentfly.formats.toolcalls.text_arguments import (
     object_example,
     single_text_argument,
 )
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _FLAGS = re.IGNORECASE | re.MULTILINE
 _INPUT_WORDS = r"Action[ \t]+Input"
@@ -80,7 +78,7 @@ class ReActFormat(BlockFormat):
         """The name by which an agent asks for the format."""
         return "react"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """How to call a tool, with the first one as the example, and the tools, one a line."""
         if not tools:
             return ""
@@ -143,13 +141,13 @@ def _block(text: str, action: re.Match[str], known: ToolsByName) -> CallBlock:
     return CallBlock(start, stop, (ParsedCall(name, arguments),))
 
 
-def _nothing(tool: Tool | None, *, misspelt: bool) -> dict[str, Any]:
+def _nothing(tool: ToolDescription | None, *, misspelt: bool) -> dict[str, Any]:
     if misspelt or (tool is not None and any(argument.required for argument in tool.schema.arguments)):
         raise UnparsableCall("'Action Input:' must stand on the next line")
     return {}
 
 
-def _arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any], int]:
+def _arguments(text: str, start: int, tool: ToolDescription | None) -> tuple[dict[str, Any], int]:
     """The arguments that the input at ``start`` holds, and its end."""
     if found := object_arguments(text, start, tool):
         arguments, end = found
@@ -194,7 +192,7 @@ def _stands_for_itself(value: str) -> bool:
     )
 
 
-def _input_of(tool: Tool) -> str:
+def _input_of(tool: ToolDescription) -> str:
     return bare_argument(tool) or object_example(tool)
 
 
@@ -203,6 +201,6 @@ def _example(known: ToolsByName) -> str:
     return f"Action: {tool.name}\nAction Input: {_input_of(tool)}" if tool else _EXAMPLE
 
 
-def _description(tool: Tool) -> Iterator[str]:
+def _description(tool: ToolDescription) -> Iterator[str]:
     yield f"{tool.name}: {' '.join(tool.description.split())} Input: {_input_of(tool)}"
     yield from argument_lines(tool)

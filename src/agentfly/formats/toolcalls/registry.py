@@ -1,14 +1,11 @@
-"""ModelFormat: the model's own tool-call format, whichever that is.
-
-The tool-call formats by name, and the one that a chat template speaks.
-"""
+"""The tool-call formats by name, and the detection of a model's own format from its chat template."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.errors import ConfigError, suggest_name
 from agentfly.core.messages import Message, ToolCall
@@ -22,19 +19,20 @@ from agentfly.formats.toolcalls.mistral import ARGUMENTS, OPEN, MistralFormat
 from agentfly.formats.toolcalls.qwen3_coder import Qwen3CoderFormat
 from agentfly.formats.toolcalls.react import ReActFormat
 from agentfly.formats.toolcalls.tags import TagsFormat
-from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, message_with_calls, tool_message
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import (
+    ToolCallFormat,
+    ToolDescription,
+    message_with_calls,
+    tool_message,
+)
 
 
 @dataclass(frozen=True)
 class ModelDefaultFormat:
-    """What an agent asks for by ``"model"``: the format that its model was trained on.
+    """The format ``"model"``: a placeholder for the format that the model was trained on.
 
-    Where the model's chat format reads calls itself, nothing more is needed: it describes the tools and hands over the
-    calls. Otherwise `agentfly.formats.toolcalls.registry.resolve_format` puts the format that the model's chat template
-    speaks of in its place. By itself it knows no text.
+    It suffices where the model's chat format describes the tools and parses the calls itself. Otherwise
+    `resolve_format` replaces it by the format detected in the model's chat template. It cannot parse or write text.
     """
 
     uses_chat_template = True
@@ -44,11 +42,11 @@ class ModelDefaultFormat:
         """The name by which an agent asks for the format."""
         return "model"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """Nothing: the chat template describes the tools."""
         return ""
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+    def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """Not known without the model.
 
         Raises:
@@ -65,12 +63,12 @@ class ModelDefaultFormat:
         raise self._unknown()
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The calls as ``tool_calls``, and ``text``, which holds none of them any more."""
+        """Return a message with ``text``, which has no calls in it, and the calls as ``tool_calls``."""
         readable = [call for call in calls if call.arguments is not None]
         return message_with_calls(text, readable) if readable else {"role": "assistant", "content": text}
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A message of role ``tool`` that names the call it answers."""
+        """Return a message of role ``tool`` with the call's id."""
         return tool_message(call, observation)
 
     def _unknown(self) -> ConfigError:
@@ -101,10 +99,10 @@ _LLAMA_CALL = re.compile(r"[\"']name\\?[\"']\s*:\s[^{}]{0,80}[\"']parameters\\?[
 
 
 def tool_call_format(asked: str | ToolCallFormat) -> ToolCallFormat:
-    """The tool-call format of this name, or the one that is given.
+    """Return the tool-call format with this name, or the given format.
 
     Raises:
-        ConfigError: there is no format of this name, or the value is no format.
+        ConfigError: the name is unknown, or the value is not a format.
     """
     if isinstance(asked, str):
         if asked in _FORMATS:
@@ -124,13 +122,13 @@ def tool_call_format(asked: str | ToolCallFormat) -> ToolCallFormat:
 
 
 def detect_format(template: str) -> ToolCallFormat | None:
-    """The format of which a model's chat template speaks; None if it is none that is known here.
+    """Detect the tool-call format of a model's chat template; None if it is unknown.
 
-    ``uses_chat_template`` of the format says whether the template both describes tools and writes calls. Where it does not,
-    the format's own instructions describe them, as for DeepSeek V3.
+    ``uses_chat_template`` of the result says whether the template both describes tools and writes calls. Otherwise the
+    format's own instructions describe them, as for DeepSeek V3.
 
     Args:
-        template: the text of the template, in Jinja.
+        template: the template's Jinja source.
     """
     complete = "tool_calls" in template and _DESCRIBES_TOOLS.search(template) is not None
     if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
@@ -153,16 +151,15 @@ def detect_format(template: str) -> ToolCallFormat | None:
 
 
 def resolve_format(asked: ToolCallFormat, template: str | None, model: str) -> ToolCallFormat:
-    """The format that an agent uses with a model: ``asked``, or the model's own where it asked for that.
+    """Return the format that an agent uses with a model: ``asked``, or the model's own format for ``"model"``.
 
     Args:
-        asked: the agent's.
-        template: the text of the model's chat template; None if it has none.
+        asked: the agent's format.
+        template: the Jinja source of the model's chat template; None if it has none.
         model: name of the model, for messages.
 
     Raises:
-        ConfigError: the model's own format is asked for and not known, or the model's chat template is to describe the
-            tools and does not.
+        ConfigError: the model's own format is unknown, or the chat template should describe the tools and does not.
     """
     if isinstance(asked, ModelDefaultFormat):
         own = detect_format(template) if template else None

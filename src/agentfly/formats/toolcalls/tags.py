@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.errors import ConfigError
 from agentfly.core.json_schema import UntypedText
@@ -28,9 +28,7 @@ from agentfly.formats.toolcalls.text_arguments import (
     object_example,
     single_text_argument,
 )
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _OPENING = re.compile(r"<([A-Za-z_][\w-]*)(?=[\s/>])")
 _CLOSING = re.compile(r"</([A-Za-z_][\w-]*)\s*>")
@@ -76,7 +74,7 @@ class TagsFormat(BlockFormat):
         """The name by which an agent asks for the format."""
         return "tags"
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """How each tool is called, one a line, with what it does."""
         if not tools:
             return ""
@@ -126,7 +124,7 @@ def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock |
     return CallBlock(start, stop, (ParsedCall(tool.name, arguments),))
 
 
-def _arguments(text: str, position: int, tool: Tool) -> tuple[dict[str, Any], int]:
+def _arguments(text: str, position: int, tool: ToolDescription) -> tuple[dict[str, Any], int]:
     """The arguments of the call whose tag's name ends at ``position``, and the end of the call."""
     tag = _REST_OF_TAG.match(text, position)
     if tag is None:
@@ -154,7 +152,7 @@ def _attributes(written: str) -> dict[str, Any]:
     return attributes
 
 
-def _object(text: str, position: int, tool: Tool) -> tuple[dict[str, Any], int] | None:
+def _object(text: str, position: int, tool: ToolDescription) -> tuple[dict[str, Any], int] | None:
     """The arguments where the body is a JSON object of them, and the end of the call."""
     space = _SPACE.match(text, position)
     found = object_arguments(text, space.end() if space else position, tool)
@@ -168,7 +166,7 @@ def _object(text: str, position: int, tool: Tool) -> tuple[dict[str, Any], int] 
     return arguments, closing.end()
 
 
-def _body(text: str, start: int, tool: Tool) -> tuple[str, int]:
+def _body(text: str, start: int, tool: ToolDescription) -> tuple[str, int]:
     """The text between the tags, and the end of the call."""
     closing = f"</{tool.name}>"
     end = text.find(closing, start)
@@ -180,14 +178,14 @@ def _body(text: str, start: int, tool: Tool) -> tuple[str, int]:
     return _trimmed(text[start:end]), end + len(closing)
 
 
-def _require_clear_end(text: str, stop: int, tool: Tool) -> None:
+def _require_clear_end(text: str, stop: int, tool: ToolDescription) -> None:
     """That the call which ends at ``stop`` is not closed once more before the next call of the tool."""
     opening = re.compile(rf"<{tool.name}(?=[\s/>])").search(text, stop)
     if text.find(f"</{tool.name}>", stop, opening.start() if opening else len(text)) >= 0:
         raise _unclear(tool)
 
 
-def _unclear(tool: Tool) -> UnparsableCall:
+def _unclear(tool: ToolDescription) -> UnparsableCall:
     return UnparsableCall(
         f"it holds a tag of {tool.name!r} itself, so its end cannot be told; write it as a JSON object"
     )
@@ -203,12 +201,12 @@ def _stands_for_itself(value: str, name: str) -> bool:
     return value not in ("", "null") and value == _trimmed(value) and not value.lstrip().startswith("{") and not tag
 
 
-def _example(tool: Tool) -> str:
+def _example(tool: ToolDescription) -> str:
     if not tool.schema.arguments:
         return f"<{tool.name}/>"
     return f"<{tool.name}>{bare_argument(tool) or object_example(tool)}</{tool.name}>"
 
 
-def _description(tool: Tool) -> Iterator[str]:
+def _description(tool: ToolDescription) -> Iterator[str]:
     yield f"{_example(tool)}: {' '.join(tool.description.split())}"
     yield from argument_lines(tool)

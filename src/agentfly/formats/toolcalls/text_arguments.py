@@ -1,18 +1,13 @@
-"""Arguments as the formats for small models hold them: one as it stands, or all as a JSON object.
-
-Labels: the word and the colon with which lines like ``Action: …`` begin, as models write them.
-"""
+"""Arguments and line labels of the formats for small models: one plain argument, or all as a JSON object."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly.core.lenient_json import InvalidJSON, decode_value
-
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 
 _MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
 
@@ -21,7 +16,7 @@ class UnparsableCall(ValueError):
     """A text that is meant as a call does not hold one. The message says why, for the model."""
 
 
-def bare_argument(tool: Tool) -> str | None:
+def bare_argument(tool: ToolDescription) -> str | None:
     """The argument that may stand without its name: the tool's only one, or the only one that must be given."""
     names = [argument.name for argument in tool.schema.arguments]
     required = [argument.name for argument in tool.schema.arguments if argument.required]
@@ -30,7 +25,7 @@ def bare_argument(tool: Tool) -> str | None:
     return required[0] if len(required) == 1 else None
 
 
-def object_arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str, Any], int] | None:
+def object_arguments(text: str, start: int, tool: ToolDescription | None) -> tuple[dict[str, Any], int] | None:
     """The arguments that stand at ``start`` as a JSON object, and the position after it.
 
     Returns:
@@ -54,7 +49,7 @@ def object_arguments(text: str, start: int, tool: Tool | None) -> tuple[dict[str
     return (value, end) if bare is None or names.issuperset(value) else None
 
 
-def single_text_argument(written: str, tool: Tool | None) -> dict[str, Any]:
+def single_text_argument(written: str, tool: ToolDescription | None) -> dict[str, Any]:
     """The arguments where ``written`` is the one that stands without its name; that of an unknown tool is ``input``.
 
     Raises:
@@ -72,12 +67,12 @@ def single_text_argument(written: str, tool: Tool | None) -> dict[str, Any]:
     raise UnparsableCall(f"the arguments must be a JSON object: {object_example(tool)}")
 
 
-def object_example(tool: Tool) -> str:
+def object_example(tool: ToolDescription) -> str:
     """All arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
     return "{" + ", ".join(f'"{argument.name}": …' for argument in tool.schema.arguments) + "}"
 
 
-def argument_lines(tool: Tool) -> Iterator[str]:
+def argument_lines(tool: ToolDescription) -> Iterator[str]:
     """What there is to say of a tool's arguments: a line for each that is more than a text that must be given."""
     for argument in tool.schema.arguments:
         kind = tool.schema.type_of(argument.name)

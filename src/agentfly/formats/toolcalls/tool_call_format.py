@@ -1,77 +1,130 @@
-"""ToolCallFormat: how a model writes tool calls as text, and how they are read back."""
+"""ToolCallFormat: how a model writes tool calls as text, and how they are parsed. ToolDescription: a format's input."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from agentfly.core.messages import TOOL_NAME, Message, ToolCall
 
-if TYPE_CHECKING:
-    from agentfly.agents.tool import Tool
+
+class ArgumentDescription(Protocol):
+    """One argument of a tool."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Its description; empty if there is none."""
+        ...
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        ...
+
+
+class ArgumentsDescription(Protocol):
+    """The arguments of a tool."""
+
+    @property
+    def arguments(self) -> Sequence[ArgumentDescription]:
+        """The arguments, in order."""
+        ...
+
+    def type_of(self, name: str) -> str:
+        """Describe the type of an argument in JSON's terms."""
+        ...
+
+
+class ToolDescription(Protocol):
+    """The part of a tool that formats need: its name, description and arguments."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the model calls it."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What it does."""
+        ...
+
+    @property
+    def schema(self) -> ArgumentsDescription:
+        """Its arguments."""
+        ...
+
+    @property
+    def definition(self) -> Mapping[str, Any]:
+        """Its definition for chat templates and model APIs."""
+        ...
 
 
 @runtime_checkable
 class ToolCallFormat(Protocol):
-    """One way of writing tool calls as text. A user's own is a class with these members."""
+    """One way of writing tool calls as text. Users can write their own: a class with these members."""
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         ...
 
     @property
     def uses_chat_template(self) -> bool:
-        """Whether the model's own chat template describes the tools and writes the calls, so that no one else need."""
+        """Whether the model's chat template describes the tools and writes the calls."""
         ...
 
-    def instructions(self, tools: Sequence[Tool]) -> str:
-        """What the system prompt says about the tools and how to call them."""
+    def instructions(self, tools: Sequence[ToolDescription]) -> str:
+        """Return the text for the system prompt: the tools, and how to call them."""
         ...
 
-    def parse(self, text: str, tools: Sequence[Tool], *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The calls in a turn's text, in order. Never raises for any text: a malformed call carries an error.
+    def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
+        """Parse the calls in a turn's text, in order. Never raises for any text: a malformed call has an error.
 
         Args:
-            text: the text of one turn, without its end-of-turn token. Where the prompt had opened thinking, it begins
-                with the marker that opens it, for instance ``<think>``, and a closing marker ends it.
-            tools: the tools that the agent has.
-            first_call: number of the first call; the calls of a rollout are numbered through, so that ids are unique.
+            text: the text of one turn, without its end-of-turn token. If the prompt opened reasoning, the text begins
+                with the opening marker, for instance ``<think>``, and a closing marker ends the reasoning.
+            tools: the agent's tools.
+            first_call: number of the first call. Calls are numbered throughout a rollout, so that ids are unique.
         """
         ...
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call, as the model should write it: for examples, oracles and scripted policies."""
+        """Return the text of a call as the model should write it: for examples, oracles and scripted policies."""
         ...
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The message that stands for a turn of the model in the conversation.
+        """Return the conversation message for a turn of the model.
 
-        Where the chat template writes the calls (`uses_chat_template`), that is what was said without them, with the calls as
-        ``tool_calls``; otherwise, and where a call is malformed, the text as it stands.
+        If the chat template writes the calls (`uses_chat_template`), the message has the text without calls, and the
+        calls as ``tool_calls``. Otherwise, or if a call is malformed, it has the unchanged text.
 
         Args:
             text: the text of the turn.
-            calls: the calls that `parse` found in it; none in a turn that a limit cut.
+            calls: the calls that `parse` found in it; none in a turn that a token limit ended.
         """
         ...
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """The message that hands a call's observation to the model."""
+        """Return the message that shows a call's observation to the model."""
         ...
 
 
-def behind(opened: str, text: str) -> str:
-    """A turn's text as formats read it: behind the marker by which the prompt had opened thinking, if it had."""
+def with_opening_marker(opened: str, text: str) -> str:
+    """Return a turn's text as formats read it: after the marker with which the prompt opened reasoning, if any."""
     return f"{opened}\n{text}" if opened else text
 
 
-def said_behind(opened: str, by: ToolCallFormat, text: str, calls: Sequence[ToolCall]) -> Message:
-    """What `ToolCallFormat.said` makes of a turn before which the prompt had opened thinking by ``opened``, if it had.
+def message_of_turn(opened: str, call_format: ToolCallFormat, text: str, calls: Sequence[ToolCall]) -> Message:
+    """Return `ToolCallFormat.assistant_message` of a turn, for which the prompt may have opened reasoning.
 
-    The marker is of the prompt, so it is no part of the message.
+    The opening marker belongs to the prompt, so it is not part of the message.
     """
-    message = by.assistant_message(behind(opened, text), calls)
+    message = call_format.assistant_message(with_opening_marker(opened, text), calls)
     content = message["content"]
     if opened and isinstance(content, str) and content.startswith(opened):
         return {**message, "content": content.removeprefix(opened).removeprefix("\n")}
@@ -79,7 +132,7 @@ def said_behind(opened: str, by: ToolCallFormat, text: str, calls: Sequence[Tool
 
 
 def message_with_calls(content: str, calls: Sequence[ToolCall]) -> Message:
-    """A turn of the model whose calls stand in ``tool_calls``, and no longer in its text. None may be malformed."""
+    """Return a message with the calls in ``tool_calls`` and not in its text. No call may be malformed."""
     return {
         "role": "assistant",
         "content": content,
@@ -91,7 +144,7 @@ def message_with_calls(content: str, calls: Sequence[ToolCall]) -> Message:
 
 
 def tool_message(call: ToolCall, observation: str) -> Message:
-    """A message of role ``tool`` that names the call it answers, and the tool unless none can be called that."""
+    """Return a message of role ``tool`` with the call's id, and with the tool's name if that is valid."""
     message: Message = {"role": "tool", "content": observation, "tool_call_id": call.id}
     if TOOL_NAME.fullmatch(call.name):
         message["name"] = call.name
@@ -99,5 +152,5 @@ def tool_message(call: ToolCall, observation: str) -> Message:
 
 
 def call_id(number: int) -> str:
-    """The id of a rollout's call with this number: the same in every replay of the rollout."""
+    """Return the id of a rollout's call with this number. It is the same in every replay of the rollout."""
     return f"call_{number}"

@@ -1,4 +1,4 @@
-"""``agentfly check``: whether everything that a run needs is there and works."""
+"""``agentfly check``: whether everything that a run needs exists and works."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check(
         str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
     ] = None,
 ) -> None:
-    """Try all that a configuration needs, before any long work: tools, resources, reward, model and its chat format.
+    """Try all that a configuration needs before any long work: tools, resources, reward, model and its chat format.
 
-    Each line says what was tried, and where it does not work, why and what to do. Exits with 1 if anything does not.
-    What works and is probably not meant is in doubt, such as an agent that earns its reward by doing nothing.
+    Each line says what was tried and, if it fails, why and what to do. Exits with 1 if anything fails. A check that
+    works but is probably not intended is in doubt, such as an agent that earns its reward by doing nothing.
     """
     from agentfly.cli.command_run import base_url_override, load_source
     from agentfly.cli.experiment import Experiment
@@ -42,7 +42,7 @@ def check(
 
 
 async def _run_checks(experiment: Experiment) -> int:
-    """Print what is found as it is found; answers how much does not work."""
+    """Print each result as it arrives, and return the number of failures."""
     from agentfly.evaluation.preflight import preflight
 
     findings = preflight(

@@ -1,9 +1,4 @@
-"""What ``agentfly eval`` and ``agentfly rollout`` begin from: a configuration file, or a run and its checkpoint.
-
-KeptRun: the run in which ``agentfly eval`` and ``agentfly rollout`` keep what they do, new or gone on with.
-
-begun_run: the run that ``agentfly train`` and ``agentfly sft`` begin or go on with, known once it is under way.
-"""
+"""CommandRun: what a command starts from (a file, a run, a checkpoint), and the run directory that it writes to."""
 
 from __future__ import annotations
 
@@ -23,21 +18,19 @@ from agentfly.core.run_directory import Command, RunDirectory, whole_number
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agentfly.cli.config_file import RunConfig
     from agentfly.core.events import EventStream
-    from agentfly.core.run_directory import RunDirectory
 
 
 def base_url_override(base_url: str | None) -> list[str]:
-    """The override that ``--base-url`` is short for."""
+    """Return the override that ``--base-url`` abbreviates."""
     return [] if base_url is None else [f"policy.base_url={base_url}"]
 
 
 def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
-    """The run that a command is to go on with.
+    """Return the run that a command is to resume.
 
     Raises:
-        ConfigError: there is no run, or another command has begun it.
+        ConfigError: there is no run, or another command started it.
     """
     run = RunDirectory(path)
     if not run.config_file.is_file():
@@ -52,7 +45,7 @@ def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
 
 
 def tell_unused(words: Sequence[str], command: Literal["train", "sft"]) -> None:
-    """Say of overrides that the command does not read them: each has a group of settings of its own."""
+    """Warn about overrides that the command does not read: training and warm start have separate settings."""
     other, own, length = "training", "sft", "sft.epochs"
     if command == "train":
         other, own, length = "sft", "training", "training.steps"
@@ -66,15 +59,15 @@ def tell_unused(words: Sequence[str], command: Literal["train", "sft"]) -> None:
 
 
 def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[RunConfig, int]:
-    """The configuration that a command is to follow, and the training step that its model has reached.
+    """Return the configuration of a command, and the training step of its model.
 
     Args:
-        source: a configuration file, or the directory of a run, whose configuration is taken with its last checkpoint.
+        source: a configuration file, or a run's directory: its configuration with its last checkpoint.
         overrides: ``key=value`` words.
-        checkpoint: of a run: the step to take, or ``none`` for the model before training.
+        checkpoint: the step of a run's checkpoint, or ``none`` for the model before training.
 
     Raises:
-        ConfigError: there is no such configuration, run or checkpoint, or it cannot be followed.
+        ConfigError: there is no such configuration, run or checkpoint, or it is invalid.
     """
     if not source.exists():
         raise ConfigError(f"There is no {source}. Name a configuration file, or the directory of a run.")
@@ -93,15 +86,15 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
 
 
 def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
-    from agentfly.training.checkpoints import Checkpoints, require_valid  # needs the packages for training
+    from agentfly.training.checkpoints import Checkpoints, require_valid  # needs the training packages
 
     checkpoints = Checkpoints(RunDirectory(run).checkpoints, keep=1)
     saved = dict(checkpoints.saved())
     if not saved:
         raise ConfigError(f"{run} has no checkpoint yet. With --checkpoint none the model before training is taken.")
     if wanted is None:
-        sound = checkpoints.latest_valid()
-        step = next(step for step, path in saved.items() if path == sound)
+        valid = checkpoints.latest_valid()
+        step = next(step for step, path in saved.items() if path == valid)
     elif (number := whole_number(wanted)) in saved:
         step = number
     else:
@@ -111,13 +104,13 @@ def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
 
 @dataclass(frozen=True)
 class CommandRun:
-    """What a command is to do, and where it keeps it.
+    """The configuration of a command, and the run that it resumes.
 
     Attributes:
         config: the configuration.
-        step: the training step that the model has reached.
-        kind: what is rolled out for.
-        resumed: the run that is gone on with; None where a new one begins.
+        step: the training step of the model.
+        kind: the purpose of the rollouts.
+        resumed: the run to resume; None for a new run.
     """
 
     config: RunConfig
@@ -134,17 +127,17 @@ class CommandRun:
         checkpoint: str | None,
         resume: Path | None,
     ) -> CommandRun:
-        """What the words of a command ask for.
+        """Read the arguments of a command.
 
         Args:
-            kind: what is rolled out for.
-            source: a configuration, or a run; with ``resume`` it is a further override, if it is given at all.
+            kind: the purpose of the rollouts.
+            source: a configuration or a run; with ``resume``, a further override or None.
             overrides: ``key=value`` words.
-            checkpoint: of a run: the step to take, or ``none`` for the model before training.
-            resume: the run to go on with.
+            checkpoint: the step of a run's checkpoint, or ``none`` for the model before training.
+            resume: the run to resume.
 
         Raises:
-            ConfigError: there is no such configuration or run, or it cannot be followed.
+            ConfigError: there is no such configuration or run, or it is invalid.
         """
         if resume is None:
             if source is None:
@@ -160,7 +153,7 @@ class CommandRun:
 
     @property
     def recorded_arguments(self) -> Mapping[str, Any]:
-        """What is known of the run that is gone on with: its ``tasks`` and ``attempts``; empty if there is none."""
+        """The ``tasks`` and ``attempts`` of the resumed run; empty for a new run."""
         from agentfly.rollouts.rollout_record import RolloutRecord
 
         if self.resumed is None:
@@ -169,10 +162,10 @@ class CommandRun:
 
     @contextmanager
     def open_directory(self, command: str) -> Iterator[RunDirectory]:
-        """Within the block the run's directory is there; a new one goes again if no rollout has finished in it.
+        """Keep the run's directory while the block runs; remove a new one if no rollout finished in it.
 
         Args:
-            command: the command that goes on with it, for whoever stops it.
+            command: the command that resumes the run, for the message when it is stopped.
         """
         from agentfly.cli.train import new_run
 
@@ -197,31 +190,27 @@ class CommandRun:
 def save_config_on_start(
     config: RunConfig, resumed: RunDirectory | None, events: EventStream, *, command: str, sources: str = ""
 ) -> Iterator[None]:
-    """Keep a run's configuration once it is known that it can be begun, or gone on with, as that says.
-
-    Whoever stops the run is told how to go on with it.
+    """Save the configuration when training starts, and print the resume command if the run is interrupted.
 
     Args:
         config: the configuration.
-        resumed: the run that is gone on with; a new one begins if it is None.
-        events: what the run tells within the block.
-        command: the command that goes on with it.
-        sources: further words of that command.
+        resumed: the run to resume; None for a new run.
+        events: the events of the run within the block.
+        command: the command that resumes the run.
+        sources: further arguments of that command.
     """
-    from agentfly.cli.config_file import save_config
     from agentfly.core.events import Event, TrainingStarted
-    from agentfly.core.run_directory import RunDirectory
 
     run = resumed
 
-    def keep_configuration(event: Event) -> None:
+    def save_configuration(event: Event) -> None:
         nonlocal run
         if isinstance(event, TrainingStarted):
             run = RunDirectory(event.run_dir)
             save_config(config, run.config_file)
 
     try:
-        with events.subscribed(keep_configuration, required=True):  # without it the run could not be resumed
+        with events.subscribed(save_configuration, required=True):  # without it the run could not be resumed
             yield
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
         if run is not None:

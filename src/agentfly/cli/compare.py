@@ -26,7 +26,7 @@ def compare(
 ) -> None:
     """Compare two evaluations task by task: the difference with its interval, wins and losses.
 
-    Tasks that only one of them holds are left out and counted. To compare two models, evaluate each with agentfly
+    Tasks that only one of them holds are excluded and counted. To compare two models, evaluate each with agentfly
     eval, and compare the two runs.
     """
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""``agentfly config``: every field of a configuration, with its default and what it is for."""
+"""``agentfly config``: every field of a configuration, with its default and purpose."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List every field of a configuration: what it takes, its default, and what it is for.
+    """List every field of a configuration: its type, default and purpose.
 
-    With a configuration file, print that configuration with every field in force.
+    With a configuration file, print that configuration with the effective value of every field.
     """
     from rich.console import Console
 
@@ -47,7 +47,7 @@ def config(
 
 
 def _matching_groups(word: str) -> list[ConfigFieldGroup]:
-    """The fields that a word names: all, a group and those within it, or single ones.
+    """Return the fields that a word names: all, a group with its inner groups, or single fields.
 
     Raises:
         ConfigError: it names none.
@@ -82,7 +82,7 @@ def _print_resolved(path: Path, overrides: list[str]) -> None:
 
 
 def _render_group(group: ConfigFieldGroup) -> RenderableType:
-    """A group as a list: each key with its default, as they are overridden, what it takes, and what it is for."""
+    """Render a group: each key with its default, as an override is written, its type and its purpose."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

@@ -1,7 +1,4 @@
-"""The fields of a configuration, as a list: made of the classes that hold them, and so always complete.
-
-ConfiguredCommand: a command whose further words are ``key=value`` fields of the configuration.
-"""
+"""The fields of a configuration: listed from the classes that hold them, found by name, and set as ``key=value``."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class ConfigField:
 
     Attributes:
         key: its whole key, such as ``training.kl.coefficient``, as it is overridden on the command line.
-        kind: what it takes, in words: ``int > 0``, ``chain | step``, ``str or null``; a group is ``group``.
-        default: the value in force where it is not given; ``needed`` where it must be.
-        meaning: what it is for, from its docstring.
+        kind: its type as text: ``int > 0``, ``chain | step``, ``str or null``; a group is ``group``.
+        default: the value if not given; ``needed`` if it must be given.
+        meaning: its purpose, from its docstring.
     """
 
     key: str
@@ -47,7 +44,7 @@ class ConfigFieldGroup:
     """Fields that belong together.
 
     Attributes:
-        key: what their keys begin with; empty for those of the run itself.
+        key: the prefix of their keys; empty for the fields of the run itself.
         title: name of the class that holds them.
         about: the first paragraph of its docstring.
         fields: the fields, in their order.
@@ -59,7 +56,7 @@ class ConfigFieldGroup:
     fields: tuple[ConfigField, ...]
 
     def markdown(self) -> str:
-        """The fields as a table of Markdown."""
+        """Return the fields as a Markdown table."""
         rows = ["| field | default | what it is |", "|---|---|---|"]
         for field in self.fields:
             default = field.default if field.default in ("needed", "see below") else f"`{field.default}`"
@@ -69,20 +66,20 @@ class ConfigFieldGroup:
 
 @cache
 def field_groups() -> tuple[ConfigFieldGroup, ...]:
-    """All fields that a configuration may have, in groups, each before those within it."""
+    """Return all fields of a configuration in groups, outer groups first."""
     return tuple(_groups(RunConfig, ""))
 
 
 def find_field(name: str) -> str | None:
-    """The whole key of the field that is called so, here or elsewhere; None if none is.
+    """Return the full key of the field with this name or synonym; None if there is none.
 
-    ``training.steps`` is called ``steps``, and ``training.learning_rate`` is called ``lr`` elsewhere.
+    ``steps`` names ``training.steps``, and ``lr`` is a synonym of ``training.learning_rate``.
     """
     return next((meant for key, meant in _spellings().items() if key == name or key.endswith(f".{name}")), None)
 
 
 def nearest_field(name: str) -> str | None:
-    """The whole key of the field that was likely meant by a key that there is not; None if none is near."""
+    """Return the full key of the field that an unknown key likely meant; None if none is near."""
     group, _, last = name.rpartition(".")
     spellings = _spellings()
     alike = [key for key in spellings if key.rpartition(".")[2] == last]
@@ -104,7 +101,7 @@ def nearest_field(name: str) -> str | None:
 
 @cache
 def _spellings() -> dict[str, str]:
-    """The whole keys of all fields by themselves, and by the names that other frameworks have for them."""
+    """Return the full keys of all fields by themselves and by the synonyms of other frameworks."""
     keys = {field.key: field.key for group in field_groups() for field in group.fields}
     return keys | {
         f"{group}.{name}": f"{group}.{meant}"
@@ -160,17 +157,17 @@ def _type_text(annotation: Any) -> str:
 def _bounds(constraints: Iterable[Any]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     flat = [inner for one in constraints for inner in getattr(one, "metadata", None) or [one]]
-    told = [
+    bounds = [
         f"{sign} {getattr(one, name)}"
         for one in flat
         for name, sign in signs.items()
         if getattr(one, name, None) is not None
     ]
-    return f" {', '.join(told)}" if told else ""
+    return f" {', '.join(bounds)}" if bounds else ""
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
-    """The types in an annotation, whatever is around them."""
+    """Return the types within an annotation."""
     arguments = get_args(annotation)
     if not arguments or get_origin(annotation) is Literal:
         yield annotation
@@ -179,13 +176,13 @@ def _flat(annotation: Any) -> Iterator[Any]:
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command that tells how to write a field that was written as an option, as in ``--steps 3``."""
+    """A command that explains how to set a field that was written as an option, as in ``--steps 3``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the words apart.
+        """Parse the arguments.
 
         Raises:
-            ConfigError: an option is none, and is called like a field.
+            ConfigError: an unknown option has the name of a field.
         """
         known = {"--help"}.union(*(parameter.opts for parameter in self.params))
         for index, word in enumerate(args):
@@ -196,7 +193,6 @@ class ConfiguredCommand(TyperCommand):
 
 
 def _reject_option(option: str, value: str) -> None:
-
     field = find_field(option.removeprefix("--").replace("-", "_"))
     if field is not None:
         raise ConfigError(f"There is no option {option}: fields are written without dashes. Write {field}={value}.")

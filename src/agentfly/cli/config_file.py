@@ -1,4 +1,4 @@
-"""Configuration: one YAML file, overridden by ``key=value`` words. Python callers have the same fields."""
+"""RunConfig: a configuration, read from one YAML file and overridden by ``key=value`` words."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from agentfly.training.config.train_config import OwnCode, TrainConfig
 from agentfly.training.sft.config import SFTConfig
 
 LITERAL = "$${"
-"""Stands for ``${`` in a configuration's texts."""
+"""Written for a literal ``${`` in a configuration's texts."""
 
-_PLACE = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
+_VARIABLE_REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,(.*))?", re.DOTALL)
 
 
@@ -108,7 +108,7 @@ class OracleConfig(BaseModel):
 
 
 GROUPS: Mapping[str, type[BaseConfig]] = {"training": TrainConfig, "sft": SFTConfig}
-"""The groups of settings that are also known under the names that other frameworks have for them."""
+"""The groups of settings that accept the names of other frameworks as synonyms."""
 
 
 def _kind_of(policy: Any) -> str:
@@ -164,7 +164,7 @@ class RunConfig(BaseModel):
     @field_validator("training", "sft", mode="wrap")
     @classmethod
     def _prefix_group_errors(cls, value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
-        """Say of which settings it is that something is wrong with."""
+        """Name the group of settings in its errors."""
         try:
             return validate(value)
         except ConfigError as error:
@@ -173,7 +173,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_misplaced_keys(cls, values: Any) -> Any:
-        """Say of a key below ``training`` that it belongs beside it."""
+        """Reject a key below ``training`` that belongs beside it."""
         training = values.get("training") if isinstance(values, dict) else None
         below = [*TrainConfig.model_fields, *TrainConfig.SYNONYMS, *TrainConfig.SETTING_HINTS]
         for key in training if isinstance(training, dict) else ():
@@ -209,11 +209,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ConfigError:
         if not overrides or not _is_valid_alone(path):
             raise
-    return validate_config(values, " ".join(overrides))  # which raises: it is these that are to blame
+    return validate_config(values, " ".join(overrides))  # raises: the overrides are at fault
 
 
 def validate_config(values: dict[str, Any], source: str) -> RunConfig:
-    """Make a configuration of plain values.
+    """Create a configuration from plain values.
 
     Raises:
         ConfigError: a key is unknown (the message has the nearest name) or a value has the wrong type.
@@ -224,28 +224,28 @@ def validate_config(values: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(values, context=own)
     except ValidationError as error:
         raise ConfigError("\n".join([f"{source} cannot be followed:", *_error_messages(error)])) from None
-    except ConfigError as error:  # of the settings of training or sft, which explain themselves
+    except ConfigError as error:  # of the training or sft settings, whose errors are complete
         complaints = [f"  {complaint}" for complaint in str(error).splitlines()]
         raise ConfigError("\n".join([f"{source} cannot be followed:", *complaints])) from None
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration, every field with the value in force, in place of the one that was there.
+    """Write the resolved configuration with the effective value of every field, replacing the old file.
 
     Raises:
-        PrerequisiteError: it cannot be written; the one that was there stands.
+        PrerequisiteError: it cannot be written; the old file stays.
     """
     replace_text(path, config_text(config))
 
 
 def config_text(config: RunConfig) -> str:
-    """The resolved configuration as YAML."""
+    """Return the resolved configuration as YAML."""
     text: str = yaml.safe_dump(_literal(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     return text
 
 
 def _literal(value: Any) -> Any:
-    """A value whose texts are read again as they are."""
+    """Escape the texts of a value, so that they are read back unchanged."""
     if isinstance(value, dict):
         return {key: _literal(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -254,7 +254,7 @@ def _literal(value: Any) -> Any:
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of a command is ``key=value``, and not a path with ``=`` in it, such as ``runs/lr=1e-4``."""
+    """Whether a command's argument is ``key=value``, and not a path with ``=`` in it, such as ``runs/lr=1e-4``."""
     key, separator, _ = word.partition("=")
     if not separator or "/" in key:
         return False
@@ -262,7 +262,7 @@ def is_override(word: str) -> bool:
 
 
 def _is_valid_alone(path: Path) -> bool:
-    """Whether a file is right by itself."""
+    """Whether a file is valid without overrides."""
     try:
         validate_config(_merged(path, ()), str(path))
     except ConfigError:
@@ -271,7 +271,7 @@ def _is_valid_alone(path: Path) -> bool:
 
 
 def _no_file(path: Path) -> str:
-    """What there is to say of a path that is no configuration file."""
+    """Return the error message for a path that is not a configuration file."""
     run = RunDirectory(path)
     if not run.config_file.is_file():
         what = f"{path} is a directory" if path.is_dir() else f"There is no configuration file {path}"
@@ -300,7 +300,7 @@ def _merged(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    """What one ``key=value`` word changes, as a configuration of its own."""
+    """Return the change of one ``key=value`` word as nested mappings."""
     key, separator, value = override.partition("=")
     names = key.split(".")
     if not separator or not all(names) or len(names) > MAX_DEPTH:
@@ -315,14 +315,14 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _with_change(value: Any, change: Any) -> Any:
-    """A value with what a change says: mappings are merged, everything else is replaced."""
+    """Apply a change to a value: mappings are merged, everything else is replaced."""
     if not isinstance(value, dict) or not isinstance(change, dict):
         return change
     return {**value, **{name: _with_change(value.get(name), own) for name, own in change.items()}}
 
 
 def _filled(value: Any, path: Path, keys: tuple[str, ...]) -> Any:
-    """A value with environment variables in the places that texts keep for them."""
+    """Replace the environment variables that the texts of a value refer to."""
     if isinstance(value, dict):
         return {key: _filled(one, path, (*keys, key)) for key, one in value.items()}
     if isinstance(value, list):
@@ -330,13 +330,13 @@ def _filled(value: Any, path: Path, keys: tuple[str, ...]) -> Any:
     if not isinstance(value, str):
         return value
 
-    def variable(place: re.Match[str]) -> str:
-        if place[0] == LITERAL:
+    def variable(match: re.Match[str]) -> str:
+        if match[0] == LITERAL:
             return "${"
-        known = _VARIABLE.fullmatch(place[1] or "")
+        known = _VARIABLE.fullmatch(match[1] or "")
         if known is None:
             raise ConfigError(
-                f"{path}: {'.'.join(keys)}={brief(value)}: {brief(place[0])} stands for nothing. Write "
+                f"{path}: {'.'.join(keys)}={brief(value)}: {brief(match[0])} stands for nothing. Write "
                 f"${{oc.env:NAME}} for an environment variable, or {LITERAL} for ${{ itself."
             )
         found = os.environ.get(known[1], known[2])
@@ -347,11 +347,11 @@ def _filled(value: Any, path: Path, keys: tuple[str, ...]) -> Any:
             )
         return found
 
-    return _PLACE.sub(variable, value)
+    return _VARIABLE_REFERENCE.sub(variable, value)
 
 
 def _canonical(change: Mapping[str, Any]) -> dict[str, Any]:
-    """A change under the names that settings have here."""
+    """Return a change under the canonical names of settings."""
     return {
         name: GROUPS[name].canonical(value) if name in GROUPS and isinstance(value, dict) else value
         for name, value in change.items()
@@ -359,7 +359,7 @@ def _canonical(change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_other_names(values: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values without what a change sets and the file has under another name, so that the change counts."""
+    """Remove synonyms of changed settings from a file's values, so that the change takes effect."""
     kept = dict(values)
     for name, settings in GROUPS.items():
         written, changed = values.get(name), change.get(name)
@@ -370,7 +370,7 @@ def _without_other_names(values: dict[str, Any], change: Mapping[str, Any]) -> d
 
 
 def _error_messages(error: ValidationError) -> Iterator[str]:
-    from agentfly.cli.config_fields import nearest_field  # which is made of the configuration
+    from agentfly.cli.config_fields import nearest_field  # imports this module
 
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("("))

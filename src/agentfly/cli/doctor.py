@@ -1,4 +1,4 @@
-"""``agentfly doctor``: what this machine has of what AgentFly needs, and how to get the rest."""
+"""``agentfly doctor``: which prerequisites of AgentFly this machine has, and how to get the others."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _DISK_FOR_MODELS = 2 * _GIB
 
 
 class CheckStatus(StrEnum):
-    """What a finding means for the user."""
+    """The meaning of a check for the user."""
 
     OK = "ok"
-    NOTE = "note"  # works, with less; or is not needed by everybody
+    NOTE = "note"  # works with restrictions, or not everybody needs it
     MISSING = "missing"  # needed
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One thing that was looked at.
+    """The result of one check of this machine.
 
     Attributes:
-        what: what was looked at.
-        verdict: what it means.
-        found: what there is.
-        cure: what to do about it, where something is to be done.
+        what: the subject of the check.
+        verdict: its meaning for the user.
+        found: what was found.
+        cure: what to do, if something is to be done.
     """
 
     what: str
@@ -52,7 +52,7 @@ class MachineCheck:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Say what this machine has, what is missing, and how to get it."""
+    """Show what this machine has, what is missing, and how to get it."""
     findings = list(diagnose())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -63,8 +63,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def diagnose() -> Iterator[MachineCheck]:
-    """Look at everything that AgentFly needs of a machine."""
-    looks: tuple[Callable[[], MachineCheck], ...] = (
+    """Check everything that AgentFly needs of a machine."""
+    checks: tuple[Callable[[], MachineCheck], ...] = (
         python,
         processor,
         threads,
@@ -73,8 +73,8 @@ def diagnose() -> Iterator[MachineCheck]:
         gpu,
         sandbox,
     )
-    for look in looks:
-        yield look()
+    for check in checks:
+        yield check()
     yield from backends()
     yield model_servers()
     yield mcp_servers()
@@ -83,12 +83,12 @@ def diagnose() -> Iterator[MachineCheck]:
 
 
 def python() -> MachineCheck:
-    """The Python that runs AgentFly."""
+    """Check the Python that runs AgentFly."""
     return MachineCheck("Python", CheckStatus.OK, f"{platform.python_version()} at {sys.executable}")
 
 
 def processor() -> MachineCheck:
-    """Cores, and the number format in which models compute on them."""
+    """Count the cores, and name the number format in which models compute on them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return MachineCheck(
         "processor", CheckStatus.OK, f"{pluralize(cores, 'core')}; models compute in float32 on them by default"
@@ -96,7 +96,7 @@ def processor() -> MachineCheck:
 
 
 def threads() -> MachineCheck:
-    """How many threads PyTorch will use."""
+    """Check how many threads PyTorch will use."""
     wanted = os.environ.get("OMP_NUM_THREADS")
     load = os.getloadavg()[0]
     found = f"OMP_NUM_THREADS={wanted}" if wanted else "as many as there are cores"
@@ -111,7 +111,7 @@ def threads() -> MachineCheck:
 
 
 def memory(meminfo: Path = Path("/proc/meminfo")) -> MachineCheck:
-    """Memory of the machine, and what of it is free."""
+    """Check the total and free memory of the machine."""
     if not meminfo.is_file():
         return MachineCheck("memory", CheckStatus.NOTE, "unknown")
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
@@ -125,7 +125,7 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> MachineCheck:
 
 
 def training_packages() -> MachineCheck:
-    """PyTorch, transformers and the rest of the extra ``train``."""
+    """Check the packages of the extra ``train``."""
     found, missing = [], []
     for name in ("torch", "transformers", "safetensors", "tensorboard"):
         try:
@@ -143,7 +143,7 @@ def training_packages() -> MachineCheck:
 
 
 def gpu() -> MachineCheck:
-    """Graphics processors that PyTorch can use."""
+    """Find the GPUs that PyTorch can use."""
     try:
         import torch
     except ImportError:
@@ -155,7 +155,7 @@ def gpu() -> MachineCheck:
 
 
 def sandbox() -> MachineCheck:
-    """Whether tools can have a sandbox, and which backend starts it."""
+    """Check whether tools can have a sandbox, and which backend starts it."""
     working = [able.backend for able in _backends() if able.available and not able.isolation_gaps]
     if not working:
         return MachineCheck(
@@ -167,7 +167,7 @@ def sandbox() -> MachineCheck:
 
 
 def backends() -> Iterator[MachineCheck]:
-    """What each backend of sandboxes can do here, and how to get what is missing."""
+    """Report what each sandbox backend can do here, and how to get what is missing."""
     for able in _backends():
         cure = "\n".join(able.missing)
         if not able.available:
@@ -217,7 +217,7 @@ def _inside(able: Capabilities) -> str:
 
 
 def model_servers() -> MachineCheck:
-    """The vLLM that model servers of this machine are run with."""
+    """Find the vLLM that runs this machine's model servers."""
     from agentfly.core.errors import PrerequisiteError
     from agentfly.resources.model_server.spec import ModelServerSpec
     from agentfly.resources.model_server.vllm_command import probe_vllm
@@ -233,7 +233,7 @@ def model_servers() -> MachineCheck:
 
 
 def mcp_servers() -> MachineCheck:
-    """The official package of the Model Context Protocol."""
+    """Find the official package of the Model Context Protocol."""
     try:
         version = importlib.metadata.version("mcp")
     except importlib.metadata.PackageNotFoundError:
@@ -247,7 +247,7 @@ def mcp_servers() -> MachineCheck:
 
 
 def model_cache() -> MachineCheck:
-    """Which models of the catalogue are here."""
+    """List the models of the catalog that are on this machine."""
     from agentfly.policies.catalog import list_models
 
     models = list_models()
@@ -258,7 +258,7 @@ def model_cache() -> MachineCheck:
 
 
 def free_disk() -> MachineCheck:
-    """Space for models."""
+    """Check the disk space for models."""
     from agentfly.core.errors import PrerequisiteError
     from agentfly.core.user_directories import is_accessible
     from agentfly.policies.catalog import cache_dir
@@ -301,8 +301,8 @@ def _print(findings: list[MachineCheck]) -> None:
     }
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        told = Text(finding.found)
+        text = Text(finding.found)
         if finding.cure:
-            told.append(f"\n{finding.cure}", "dim")
-        table.add_row(marks[finding.verdict], Text(finding.what, style="bold"), told)
+            text.append(f"\n{finding.cure}", "dim")
+        table.add_row(marks[finding.verdict], Text(finding.what, style="bold"), text)
     Console().print(table)

@@ -1,4 +1,4 @@
-"""``agentfly eval``: how an agent does on held-out tasks."""
+"""``agentfly eval``: how well an agent does on held-out tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluate(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with an evaluation that was cut short; only overrides follow."),
+        typer.Option(metavar="RUN_DIR", help="Resume an interrupted evaluation; only overrides follow."),
     ] = None,
     tasks: Annotated[
         int | None, typer.Option("-n", "--tasks", min=1, help="Number of held-out tasks; all of them if not given.")
@@ -55,8 +55,8 @@ def evaluate(
     """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks.
 
     Shows reward, success, pass@k and pass^k with intervals clustered by task, and each task. training.eval_attempts is
-    the number of attempts at a task. An evaluation is kept: --stored shows it again, agentfly compare sets two side by
-    side.
+    the number of attempts at a task. The evaluation is stored: --stored shows it again, and agentfly compare shows two
+    side by side.
     """
     from agentfly.cli.command_run import CommandRun, base_url_override
     from agentfly.cli.experiment import Experiment
@@ -79,30 +79,30 @@ def evaluate(
         title = ", ".join([pluralize(len(board.tasks), "held-out task"), *_whose(RunDirectory(source), step)])
         _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks)
         return
-    kept = CommandRun.parse("eval", source, words, checkpoint, resume)
-    most = kept.config.training.eval_attempts
+    command = CommandRun.parse("eval", source, words, checkpoint, resume)
+    most = command.config.training.eval_attempts
     if wanted is not None and wanted[-1] > most:
         raise ConfigError(
             f"--k {ks}: pass@{wanted[-1]} needs as many attempts at a task, and training.eval_attempts is {most}. "
             "Raise it, with training.eval_temperature above 0, or lower k."
         )
-    experiment = Experiment.load(kept.config)
+    experiment = Experiment.load(command.config)
     if experiment.eval_tasks is None:
         raise ConfigError(f"{resume or source} names no held-out tasks to evaluate on. Set eval_tasks.")
-    rows = experiment.eval_tasks[: tasks or kept.recorded_arguments.get("tasks")]
+    rows = experiment.eval_tasks[: tasks or command.recorded_arguments.get("tasks")]
     experiment.check_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
-    with kept.open_directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
-        result = signals.run_until_signal(_evaluate(experiment, rows, events, kept, directory))
+    with command.open_directory("eval") as directory, ConsoleProgress() as progress, events.subscribed(progress):
+        result = signals.run_until_signal(_evaluate(experiment, rows, events, command, directory))
     board = EvaluationScores.from_trajectories(result.trajectories)
-    path = directory.trajectories_file(kept.step, "eval")
+    path = directory.trajectories_file(command.step, "eval")
     title = f"{pluralize(len(rows), 'held-out task')}, {experiment.model_name}"
     _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
 
 
 def _whose(run: RunDirectory, step: int) -> list[str]:
-    """Of which model a stored evaluation is, in words: by the run's configuration, and how far it was trained."""
+    """Describe the model of a stored evaluation: from the run's configuration, and how far it was trained."""
     from agentfly.cli.config_file import load_config
     from agentfly.cli.experiment import model_name
 
@@ -129,7 +129,7 @@ def _show(
     all_tasks: bool,
     metrics: dict[str, float] | None = None,
 ) -> None:
-    """Print the scores of an evaluation, with its metrics, which are made of its trajectories if not given."""
+    """Print the scores of an evaluation and its metrics, computed from its trajectories if not given."""
     from rich.console import Console
 
     from agentfly.core.trajectory import load_trajectories
@@ -147,7 +147,7 @@ def _show(
 
 
 def _stored_evaluation(source: Path, checkpoint: str | None) -> tuple[int, Path]:
-    """The step and the trajectories of an evaluation that a run holds: the last, or that of a step.
+    """Return the step and file of an evaluation in a run: the last one, or that of a step.
 
     Raises:
         ConfigError: there is no such evaluation.
@@ -175,7 +175,7 @@ def _parse_ks(ks: str) -> list[int]:
 
 
 async def _evaluate(
-    experiment: Experiment, tasks: list[Task], events: EventStream, kept: CommandRun, directory: RunDirectory
+    experiment: Experiment, tasks: list[Task], events: EventStream, command: CommandRun, directory: RunDirectory
 ) -> RunResult:
     from agentfly.rollouts.run import evaluate as evaluate_agent
 
@@ -187,9 +187,9 @@ async def _evaluate(
             reward=experiment.reward,
             attempts=training.eval_attempts,
             temperature=training.eval_temperature,
-            label="eval",  # named alike, rollouts of one seed sample alike
+            label="eval",  # a fixed label, so that equal seeds sample equally
             run_dir=directory,
-            resume=kept.resumed is not None,
-            step=kept.step,
+            resume=command.resumed is not None,
+            step=command.step,
             **settings,
         )

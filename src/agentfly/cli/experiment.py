@@ -1,4 +1,4 @@
-"""Experiment: the agent, tasks and reward that a configuration names, as objects."""
+"""Experiment: the agent, tasks, reward and policy that a configuration names, as objects."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a configuration names.
+    """The objects that a configuration names.
 
     Attributes:
         config: the configuration.
         agent: the agent, with the configuration's model if it has one.
         tasks: the tasks to train on, or to roll out; None if none are named.
         eval_tasks: the held-out tasks; None if none are named.
-        reward: the reward; `tool_rewards` where none is named.
-        oracle: what an agent without fault says, as of `ScriptedPolicy`; None where none is named.
-        curriculum: chooses the tasks of a training; None where none is named.
+        reward: the reward; `tool_rewards` if none is named.
+        oracle: the turns of a perfect agent, as for `ScriptedPolicy`; None if none is named.
+        curriculum: chooses the tasks of a training run; None if none is named.
     """
 
     config: RunConfig
@@ -50,10 +50,10 @@ class Experiment:
 
     @classmethod
     def load(cls, config: RunConfig) -> Experiment:
-        """Load what the references of a configuration name.
+        """Load the objects that a configuration refers to.
 
         Raises:
-            ConfigError: a reference names nothing, or something else than it should.
+            ConfigError: a reference names nothing, or an object of the wrong type.
         """
         base = Path(config.directory).resolve()
         agent = _with_memory(_agent(config, base), config)
@@ -68,7 +68,7 @@ class Experiment:
         )
 
     def required_tasks(self) -> list[Task]:
-        """The tasks to train on, or to roll out.
+        """Return the tasks to train on, or to roll out.
 
         Raises:
             ConfigError: none are named.
@@ -78,10 +78,10 @@ class Experiment:
         return self.tasks
 
     def check_definitions(self, tasks: Sequence[Task]) -> None:
-        """See that agent, tasks and reward go together as they are written, before anything is loaded or started.
+        """Check that agent, tasks and reward fit together, before anything is loaded or started.
 
         Raises:
-            ConfigError: they do not; the message says all that was found.
+            ConfigError: they do not fit; the message lists all findings.
         """
         from agentfly.evaluation.preflight import check_definitions
 
@@ -90,13 +90,13 @@ class Experiment:
             raise ConfigError("\n".join(f"{finding.subject}: {finding.detail}" for finding in failed))
 
     def fetch_model(self) -> None:
-        """Have the agent's model on this machine before anything else begins, and say so where that takes a while.
+        """Fetch the agent's model before anything else begins, and report it if that takes a while.
 
-        Where an endpoint or the oracle is asked, there is nothing to fetch.
+        An endpoint or the oracle needs no model on this machine.
 
         Raises:
             ConfigError: there is no such model.
-            PrerequisiteError: the model cannot be had.
+            PrerequisiteError: the model cannot be fetched.
         """
         if isinstance(self.config.policy, (EndpointConfig, OracleConfig)):
             return
@@ -106,7 +106,7 @@ class Experiment:
 
     @asynccontextmanager
     async def runner_settings(self, events: EventStream) -> AsyncIterator[dict[str, Any]]:
-        """The further settings of `run` and `evaluate`, as configured; the policy lives while the block runs."""
+        """Yield the configured settings of `run` and `evaluate`; the policy lives while the block runs."""
         training = self.config.training
         async with self.policy() as policy:
             yield {
@@ -120,11 +120,11 @@ class Experiment:
 
     @property
     def model_name(self) -> str:
-        """What is shown as the model."""
+        """The name of the model, as shown to the user."""
         return model_name(self.config) or str(self.agent.model)
 
     def policy(self) -> Policy | ChatPolicy:
-        """The policy that is configured, to be entered."""
+        """Create the configured policy, which the caller enters."""
         if self.config.policy is None:
             from agentfly.policies.load import load_policy
 
@@ -139,9 +139,9 @@ class Experiment:
         return OpenAIPolicy(settings.pop("base_url"), settings.pop("model"), **settings)
 
     def training_policy(self) -> Policy | None:
-        """The servers that sample for a trainer; None where the model samples in this process, which the trainer loads.
+        """Create the servers that sample for a trainer; None if the trainer loads the model in this process.
 
-        Where adapters are trained, the servers are started with room for one.
+        If adapters are trained, the servers are started with room for one.
         """
         if not isinstance(self.config.policy, VLLMConfig):
             return None
@@ -169,7 +169,7 @@ class Experiment:
 
 
 def model_name(config: RunConfig) -> str | None:
-    """What is shown as the model that a configuration names; None where it is the agent's own."""
+    """Return the name of a configuration's model, as shown to the user; None for the agent's own."""
     asked = config.policy
     if isinstance(asked, OracleConfig):
         return "the oracle"
@@ -230,10 +230,10 @@ def _reward(reference: str | None, base: Path) -> AnyReward:
 
 
 def require_reward_object(named: object, reference: str) -> AnyReward:
-    """What a reference names, if it is a reward.
+    """Return the named object if it is a reward.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not a reward.
     """
     from agentfly.agents.group_reward import AnyReward
 

@@ -1,4 +1,4 @@
-"""``agentfly gateway``: serve a policy under OpenAI's chat API, and record what programs do with it."""
+"""``agentfly gateway``: serve a policy by OpenAI's chat API, and record the tokens of programs' rollouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gateway(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.jsonl", help="Where finished trajectories are added.")
     ] = Path("trajectories.jsonl"),
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8100,
     public_host: Annotated[
         str | None,
@@ -44,20 +44,20 @@ def gateway(
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="VARIABLE", help="Holds the harness's key. Without it one is made, and told."),
+        typer.Option(metavar="VARIABLE", help="Holds the harness's key. Without it, a key is generated and printed."),
     ] = None,
     tool_call_format: Annotated[
         str | None, typer.Option(metavar="NAME", help="How the model writes tool calls; its own way if not given.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Samples at it, whatever temperature a program asks for.")
+        float, typer.Option(min=0.0, help="The sampling temperature, whatever a program asks for.")
     ] = 1.0,
     honor_request: Annotated[
         bool,
-        typer.Option("--honor-request", help="Sample as programs ask. What comes of it is kept out of training."),
+        typer.Option("--honor-request", help="Sample as programs ask. Such answers are excluded from training."),
     ] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
-    max_calls: Annotated[int, typer.Option(min=1, help="The most calls of a rollout that are answered.")] = 1_000,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens per answer.")] = None,
+    max_calls: Annotated[int, typer.Option(min=1, help="The most answered calls per rollout.")] = 1_000,
 ) -> None:
     """Serve a model to agent programs of any kind, and record the tokens of their rollouts.
 

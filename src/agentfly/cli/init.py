@@ -1,7 +1,4 @@
-"""``agentfly init``: a small project that trains as it stands.
-
-A new project: the template, written out under a name of its own.
-"""
+"""``agentfly init``: a small project from the template, which trains as it stands."""
 
 from __future__ import annotations
 
@@ -19,12 +16,20 @@ import typer
 from agentfly.core.errors import ConfigError, PrerequisiteError
 from agentfly.core.installation import install_command
 
+TEMPLATE = Path(__file__).parent / "project_template"
+"""A working project named ``my-task``."""
+
+FILES = ("README.md", "config.yaml", "my_task.py", "test_my_task.py")
+
+_NAME, _MODULE, _INSTALL = "my-task", "my_task", "INSTALL-TRAIN"
+
 
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the project goes; it is called so.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="The new directory; the project is named after it.")
+    ],
 ) -> None:
-    """Begin a project: a task with its tool, reward, configuration and tests, which trains as it stands."""
-
+    """Create a project: a task with its tool, reward, configuration and tests, which trains as it stands."""
     written = new_project(directory)
     typer.echo(f"{directory}: {', '.join(path.name for path in written)}")
     typer.echo("\nwhat can be done next")
@@ -34,26 +39,18 @@ def init(
         typer.echo(f"  {command}")
 
 
-TEMPLATE = Path(__file__).parent / "project_template"
-"""A project that works as it lies there, called ``my-task``."""
-
-FILES = ("README.md", "config.yaml", "my_task.py", "test_my_task.py")
-
-_NAME, _MODULE, _INSTALL = "my-task", "my_task", "INSTALL-TRAIN"
-
-
 def new_project(directory: Path) -> list[Path]:
     """Write a small project that trains as it stands: task, tool, reward, configuration, tests and a README.
 
     Args:
-        directory: where it goes; made if it is missing. The project is called after it.
+        directory: where to write it; created if missing. The project is named after it.
 
     Returns:
-        The files that were written.
+        The written files.
 
     Raises:
-        ConfigError: the directory is not empty, or nothing can be called after it.
-        PrerequisiteError: it cannot be written.
+        ConfigError: the directory is not empty, or its name gives no module name.
+        PrerequisiteError: the project cannot be written.
     """
     directory = directory.absolute()
     name, module = directory.name, module_name(directory.name)
@@ -69,8 +66,8 @@ def new_project(directory: Path) -> list[Path]:
         written = []
         for file in FILES:
             text = (TEMPLATE / file).read_text(encoding="utf-8")
-            for placeholder, meant in ((_NAME, name), (_MODULE, module), (_INSTALL, install_command("train"))):
-                text = text.replace(placeholder, meant)
+            for placeholder, replacement in ((_NAME, name), (_MODULE, module), (_INSTALL, install_command("train"))):
+                text = text.replace(placeholder, replacement)
             path = directory / file.replace(_MODULE, module)
             path.write_text(text, encoding="utf-8")
             written.append(path)
@@ -82,12 +79,12 @@ def new_project(directory: Path) -> list[Path]:
 
 
 def module_name(name: str) -> str:
-    """What the Python module of a project is called: the name as an identifier that shadows no other module.
+    """Return the module name of a project: its name as an identifier that shadows no other module.
 
     ``my-task`` gives ``my_task``, ``2048`` gives ``task_2048``, and ``json`` gives ``json_task``.
 
     Raises:
-        ConfigError: there is neither a letter nor a digit in the name.
+        ConfigError: the name has neither a letter nor a digit.
     """
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
     made = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")

@@ -1,6 +1,6 @@
 """The ``agentfly`` command. Every command is a call that a user could make from Python.
 
-A command's module imports what it needs when the command runs, so that ``agentfly --help`` stays quick.
+A command's module imports what it needs only when the command runs, so that ``agentfly --help`` is fast.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from agentfly.cli import (
     tokens,
     train,
 )
-from agentfly.cli import models as export
-from agentfly.cli import train as demo
 from agentfly.cli.config_fields import ConfiguredCommand
 from agentfly.core import signals
 from agentfly.core.errors import AgentFlyError, PrerequisiteError, UsageError
@@ -45,7 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
+app.command("demo")(train.demo)
 app.command("init")(init.init)
 app.command("check", cls=ConfiguredCommand)(check.check)
 app.command("config")(config.config)
@@ -53,7 +51,7 @@ app.command("train", cls=ConfiguredCommand)(train.train)
 app.command("sft", cls=ConfiguredCommand)(sft.sft)
 app.command("eval", cls=ConfiguredCommand)(evaluate.evaluate)
 app.command("compare")(compare.compare)
-app.command("export")(export.export)
+app.command("export")(models.export)
 app.command("rollout", cls=ConfiguredCommand)(rollout.rollout)
 app.command("gateway")(gateway.gateway)
 app.command("rescore")(rescore.rescore)
@@ -83,25 +81,25 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; a failure that a user can mend is one message, without a traceback.
+    """Run the command line. A failure that a user can fix is one message, without a traceback.
 
-    Exits with 2 where the user's own words cannot be followed, with 1 for any other failure, and with 130 when
-    interrupted, 143 when told to end by SIGTERM and 129 by SIGHUP, each once everything is given back.
+    Exits with 2 for invalid input and with 1 for any other failure. Exits with 130 after Ctrl-C, 143 after SIGTERM and
+    129 after SIGHUP, once all resources are released.
     """
     limit_openmp_spinning()  # before any command imports torch
     with signals.signals_end_program():
         try:
             app()
         except Exception as error:
-            known = _user_error(error)
-            if known is None:
+            shown = _user_error(error)
+            if shown is None:
                 raise
-            _print_error(str(known))
-            sys.exit(2 if isinstance(known, UsageError) else 1)
+            _print_error(str(shown))
+            sys.exit(2 if isinstance(shown, UsageError) else 1)
 
 
 def _user_error(error: BaseException) -> AgentFlyError | None:
-    """The failure to tell the user about; None for one that AgentFly did not raise on purpose."""
+    """Return the failure to show the user; None for one that AgentFly did not raise on purpose."""
     if isinstance(error, AgentFlyError):
         return error
     if isinstance(error, BaseExceptionGroup):

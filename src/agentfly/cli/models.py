@@ -1,7 +1,4 @@
-"""``agentfly models``: the models that have a name here, where they are, and how to get them.
-
-``agentfly export``: a run's model as a Hugging Face directory.
-"""
+"""``agentfly models`` and ``agentfly export``: models of the catalog, and a run's model for other programs."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ import typer
 
 from agentfly.core.errors import PrerequisiteError
 
-app = typer.Typer(help="The models that have a name here.", no_args_is_help=True)
+app = typer.Typer(help="The models of the catalog.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model's name, Hugging Face id or directory.")]
 
 
 @app.command("list")
 def list_all() -> None:
-    """List the models that have a name here, and where they are."""
+    """List the models of the catalog, and where they are."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -36,7 +33,7 @@ def list_all() -> None:
 
 @app.command("get")
 def get(name: Name) -> None:
-    """Fetch a model if it is not here yet, and print its directory."""
+    """Fetch a model unless it is on this machine, and print its directory."""
     from agentfly.policies.catalog import resolve_model
 
     typer.echo(resolve_model(name, report=lambda line: typer.echo(line, err=True)))
@@ -44,7 +41,7 @@ def get(name: Name) -> None:
 
 @app.command("path")
 def path(name: Name) -> None:
-    """Print the directory of a model that is here."""
+    """Print the directory of a model that is on this machine."""
     from agentfly.policies.catalog import list_models, resolve_model
 
     for model in list_models():
@@ -67,7 +64,7 @@ def export(
 ) -> None:
     """Write the model of a run for other programs: weights with adapters merged, tokenizer and chat template.
 
-    What was written is loaded again and compared with the checkpoint before the directory appears.
+    The written model is loaded and compared with the checkpoint before the directory appears.
     """
     from agentfly.core.installation import require_training_packages
 

@@ -1,4 +1,4 @@
-"""``agentfly rescore``: what stored trajectories are worth by another reward, or by the same one mended."""
+"""``agentfly rescore``: score stored trajectories with another reward, or a corrected one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def rescore(
     ],
     reward: Annotated[str, typer.Option(help="The reward: module:name or path/file.py:name.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the new files go; beside the old ones if not given.")
+        Path | None, typer.Option(metavar="DIR", help="Directory of the new files; that of the old ones if not given.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="How many trajectories are scored at a time.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of trajectories that are scored at a time.")] = 64,
 ) -> None:
-    """Score stored trajectories anew.
+    """Score stored trajectories again.
 
-    The old files stay as they are. What a rollout had leased is gone: a reward that needs it leaves the trajectory
-    unscored. What is shared, such as a judge, can be had.
+    The old files stay as they are. Resources leased by the rollouts no longer exist: a reward that needs one leaves the
+    trajectory unscored. Shared resources, such as a judge, are available.
     """
     from rich.console import Console
 
@@ -67,7 +67,7 @@ async def _rescore(trajectories: list[Trajectory], reward: AnyReward, concurrenc
 
 
 def trajectory_files(source: Path) -> list[Path]:
-    """The files of trajectories of a run, or the one that is named.
+    """Return the trajectory files of a run, or the named file.
 
     Raises:
         ConfigError: there are none.
@@ -87,7 +87,7 @@ def trajectory_files(source: Path) -> list[Path]:
 
 
 def _target(path: Path, name: str, out: Path | None) -> Path:
-    """A file that is not there yet, called after the old one and the reward."""
+    """Return the path of a new file, named after the old one and the reward."""
     directory = path.parent if out is None else out
     directory.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
@@ -98,10 +98,10 @@ def _target(path: Path, name: str, out: Path | None) -> Path:
 
 
 def _require_scores(trajectories: Iterable[Trajectory], reward: str) -> None:
-    """Raise if the reward failed for all: nothing is written then.
+    """Raise if the reward failed for all trajectories, so that nothing is written.
 
     Raises:
-        UsageError: it did; the message has one of the failures.
+        UsageError: the reward failed for all; the message has one of the failures.
     """
     tried = [one for one in trajectories if one.reward is not None or one.reward_failure is not None]
     failures = [one.reward_failure for one in tried if one.reward_failure is not None]

@@ -1,4 +1,4 @@
-"""``agentfly resources``: what runs have started on this machine."""
+"""``agentfly resources``: the resources that runs have started on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentfly.core import signals
 app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
 
 PIPE_WIDTH = 10_000
-"""Columns where the output is read by a program: each instance is one line there, however long its name."""
+"""Columns of output that a program reads: one line per instance, however long its name."""
 
 StateDir = Annotated[
     Path | None,
@@ -29,7 +29,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Show what the live runs of this user have: pools, instances, who has them and who waits."""
+    """Show the resources of this user's live runs: pools, instances, their owners and who waits."""
     from rich.console import Console
 
     from agentfly.resources.engine.live_runs import find_runs
@@ -44,7 +44,7 @@ def ps(
 
 @app.command("reap")
 def reap(state_dir: StateDir = None) -> None:
-    """Remove what runs that were killed have left behind; what belongs to a live run is left alone."""
+    """Remove resources left behind by killed runs; those of live runs stay."""
     from agentfly.resources.engine.live_runs import find_runs
     from agentfly.resources.engine.orphans import reap_orphans
     from agentfly.viewing.formatting import pluralize

@@ -1,4 +1,4 @@
-"""``agentfly rollout``: roll an agent out, show what it did, and keep the trajectories."""
+"""``agentfly rollout``: roll out an agent, show its turns, and save the trajectories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rollout(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with rollouts that were cut short; only overrides follow."),
+        typer.Option(metavar="RUN_DIR", help="Resume interrupted rollouts; only overrides follow."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the file of the trajectories.")] = False,
 ) -> None:
@@ -59,19 +59,19 @@ def rollout(
     from agentfly.viewing.trajectory_text import trajectory_panel
 
     words = [*base_url_override(base_url), *(overrides or [])]
-    kept = CommandRun.parse("rollout", source, words, checkpoint, resume)
-    experiment = Experiment.load(kept.config)
-    rows = experiment.required_tasks()[: tasks or kept.recorded_arguments.get("tasks", 4)]
-    attempts = attempts or kept.recorded_arguments.get("attempts", 1)
+    command = CommandRun.parse("rollout", source, words, checkpoint, resume)
+    experiment = Experiment.load(command.config)
+    rows = experiment.required_tasks()[: tasks or command.recorded_arguments.get("tasks", 4)]
+    attempts = attempts or command.recorded_arguments.get("attempts", 1)
     experiment.check_definitions(rows)
     experiment.fetch_model()
     events = EventStream()
     with ExitStack() as stack:
-        directory = stack.enter_context(kept.open_directory("rollout"))
+        directory = stack.enter_context(command.open_directory("rollout"))
         if not quiet:
             stack.enter_context(events.subscribed(stack.enter_context(ConsoleProgress())))
-        result = signals.run_until_signal(_roll_out(experiment, events, rows, attempts, kept, directory))
-    path = directory.trajectories_file(kept.step, "rollout")
+        result = signals.run_until_signal(_roll_out(experiment, events, rows, attempts, command, directory))
+    path = directory.trajectories_file(command.step, "rollout")
     if quiet:
         typer.echo(path)
         return
@@ -87,7 +87,7 @@ async def _roll_out(
     events: EventStream,
     tasks: list[Task],
     attempts: int,
-    kept: CommandRun,
+    command: CommandRun,
     directory: RunDirectory,
 ) -> RunResult:
     from agentfly.rollouts.run import run
@@ -104,9 +104,9 @@ async def _roll_out(
             reward=experiment.reward,
             attempts=attempts,
             sampling=sampling,
-            label="rollout",  # named alike, rollouts of one seed sample alike
+            label="rollout",  # a fixed label, so that equal seeds sample equally
             run_dir=directory,
-            resume=kept.resumed is not None,
-            step=kept.step,
+            resume=command.resumed is not None,
+            step=command.step,
             **settings,
         )

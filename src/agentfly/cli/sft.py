@@ -1,4 +1,4 @@
-"""``agentfly sft``: warm-start a configuration's model on trajectories that won."""
+"""``agentfly sft``: warm-start a configuration's model on successful trajectories."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def sft(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="Go on with a warm start that was cut short; CONFIG.yaml is left out."),
+        typer.Option(metavar="RUN_DIR", help="Resume an interrupted warm start, without CONFIG.yaml."),
     ] = None,
 ) -> None:
-    """Teach the model of a configuration what was said in trajectories that won, its own or another's.
+    """Teach the model of a configuration the turns of successful trajectories, its own or another model's.
 
-    Trajectories of at least sft.min_reward are learned from: sampled ids as they are, and the conversations of an
-    oracle or another model in this model's chat format. The loss is on the agent's own turns alone.
+    Only trajectories with a reward of at least sft.min_reward are used. Sampled ids are used as they are. Conversations
+    of an oracle or another model are rendered in this model's chat format. The loss covers the agent's turns alone.
     """
     from agentfly.cli.command_run import run_to_go_on_with, save_config_on_start, tell_unused
     from agentfly.cli.config_file import is_override, load_config

@@ -31,7 +31,7 @@ def study(
         Path | None, typer.Option(metavar="DIR", help="Where its files go; studies/STUDY if not given.")
     ] = None,
 ) -> None:
-    """Compare ways of training: make the runs of a study, then its table and its curves.
+    """Compare ways of training: make the runs of a study, its table and its curves.
 
     Runs that are finished in DIR are not made again, and those that were stopped go on. In DIR are then the runs,
     curves.svg, table.md and findings.json.
@@ -60,7 +60,7 @@ def study(
 
 
 def _study(name: str) -> Study:
-    """The study of a name, or the one that a reference names.
+    """Return the study with this name, or the one that a reference names.
 
     Raises:
         ConfigError: there is none.

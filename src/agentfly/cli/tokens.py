@@ -1,4 +1,4 @@
-"""``agentfly tokens``: whether a run's tokens are what was sampled, and what re-tokenizing would have changed."""
+"""``agentfly tokens``: whether a run's tokens are those sampled, and what re-tokenizing would have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from agentfly.evaluation.token_audit import TokenAudit
 
-app = typer.Typer(help="Look into the tokens of a run.", no_args_is_help=True)
+app = typer.Typer(help="Inspect the tokens of a run.", no_args_is_help=True)
 
 
 @app.command("audit")
@@ -31,9 +31,9 @@ def audit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Make ids of a run's text again, as systems do that pass text around, and count what would have drifted.
+    """Re-tokenize a run's text, as systems that pass text around do, and count the tokens that would have changed.
 
-    The ids that the run has kept are checked too; if they are not what was sampled, the exit code is 1.
+    The stored ids are checked too. The exit code is 1 if they are not those that were sampled.
     """
     from rich.console import Console
 
@@ -75,10 +75,10 @@ def audit(
 
 
 def _model(source: Path, files: Sequence[Path]) -> str:
-    """The model of a run: as its configuration or last checkpoint says, or what its rollouts were made with.
+    """Return the model of a run: from its configuration, its last checkpoint, or the settings of its rollouts.
 
     Raises:
-        ConfigError: neither says it.
+        ConfigError: none of them names one model.
     """
     from agentfly.cli.config_file import load_config
     from agentfly.cli.experiment import Experiment

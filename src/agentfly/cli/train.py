@@ -1,7 +1,4 @@
-"""``agentfly train``: train the agent of a configuration file.
-
-``agentfly demo``: an agent learns before the user's eyes.
-"""
+"""``agentfly train`` and ``agentfly demo``: train the agent of a configuration file, with a report at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="Go on with a run where its last checkpoint left it; fields to override may follow, such as "
+            help="Resume a run from its last checkpoint; fields to override may follow, such as "
             "training.steps=200 to make it longer.",
         ),
     ] = None,
@@ -50,7 +47,7 @@ def train(
 
 
 def new_run(config: RunConfig) -> RunDirectory:
-    """The directory of a new run, where the configuration wants it."""
+    """Create the directory of a new run, where the configuration says."""
     from agentfly.core.run_directory import RunDirectory
 
     if config.run_dir is None:
@@ -60,11 +57,11 @@ def new_run(config: RunConfig) -> RunDirectory:
 
 
 def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None:
-    """Train as configured, with progress on the console, and close with a report.
+    """Train as configured, with progress on the console and a report at the end.
 
     Args:
         config: the configuration.
-        resumed: the run to go on with; a new one begins if it is None.
+        resumed: the run to resume; None for a new run.
     """
     from rich.console import Console
 
@@ -116,7 +113,7 @@ def run_training(config: RunConfig, resumed: RunDirectory | None = None) -> None
 
 
 def _next_commands(run: RunDirectory, longer: str, *, evaluated: bool) -> list[str]:
-    """Commands that look further into a finished run, or go further with it by what makes it longer, if it can be."""
+    """Return commands that inspect a finished run, and one that extends it by ``longer`` if it can be extended."""
     directory = shlex.quote(str(run.path))
     commands = [f"agentfly compare {directory}", f"agentfly eval {directory}"] if evaluated else []
     commands += [f"agentfly rollout {directory} -n 2", f"agentfly export {directory} --to DIR"]

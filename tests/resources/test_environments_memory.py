@@ -63,7 +63,7 @@ async def hog() -> Environment:
 
 async def gone_for_lack_of_memory(environment: Environment) -> None:
     assert await environment.status() is Status.BROKEN
-    groups = [Path(path) for path in environment.traces["bound"]["directories"].values()]
+    groups = [Path(path) for path in environment.traces["memory_limit"]["directories"].values()]
     await environment.release()
     assert not any(group.exists() for group in groups)
 
@@ -108,7 +108,7 @@ async def test_address_space_that_is_not_used_does_not_count() -> None:
 async def test_what_a_killed_keeper_left_under_the_bound_is_cleared_by_its_traces(how_it_is_bounded: str) -> None:
     environment = await hog()
     traces = environment.traces
-    groups = [Path(path) for path in traces["bound"]["directories"].values()]
+    groups = [Path(path) for path in traces["memory_limit"]["directories"].values()]
     assert bool(groups) == (how_it_is_bounded == "control group")
     assert all(group.is_dir() for group in groups)
     await asyncio.to_thread(reap, traces)

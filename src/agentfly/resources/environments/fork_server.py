@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from agentfly.core.async_tasks import retrieve_exception
 from agentfly.core.threads.pool import THREAD_POOL
 from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments.pickling import dumps
@@ -27,23 +28,23 @@ from agentfly.resources.spec import typed_key
 logger = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 2.0
-"""Seconds that a zygote outlives the last simulator, so that one that is replaced need not import anew."""
+"""Seconds that a fork server outlives its last simulator, so that a replacement need not import again."""
 
 FORK_TIMEOUT_S = 10.0
-"""Seconds for which a zygote that is asked to fork may do nothing before it is taken for stuck and is replaced."""
+"""Seconds without progress after which a fork server with pending requests is replaced as stuck."""
 
-FORKS_ASKED_FOR = 16
-"""Starts that ask a zygote at a time. It forks one after another, and the socket of requests is short."""
+MAX_PENDING_FORKS = 16
+"""Maximum number of pending fork requests. Forks happen one after another, and the request socket is short."""
 
 
 ForkReply = asyncio.Future[dict[str, Any]]
 
 
 class ForkServer:
-    """Has a zygote while somebody needs it: warms it up, passes requests on, replaces it if it dies.
+    """Runs a fork server process while it is needed: starts it, sends it requests, replaces it if it dies.
 
     Args:
-        spec: what the simulators are; its factory is what is imported.
+        spec: the spec of the simulators; its factory is imported.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -52,76 +53,76 @@ class ForkServer:
         self._variables = dict(spec.env)
         self._workdir = spec.workdir
         self._directory: PrivateDirectory | None = None
-        self._claims = 0
-        self._lingering: asyncio.Task[None] | None = None
+        self._users = 0
+        self._closing_later: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._fork_problem: str | None = None
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._pending: deque[ForkReply] = deque()
-        self._answer_due: asyncio.TimerHandle | None = None
-        self.turn = asyncio.Semaphore(FORKS_ASKED_FOR)
-        """Is held by each start from `warm` to the reply of `fork`."""
+        self._fork_timer: asyncio.TimerHandle | None = None
+        self.turn = asyncio.Semaphore(MAX_PENDING_FORKS)
+        """Each start holds it from `ready` to the reply of `fork`."""
 
     def acquire(self) -> None:
-        """Say that the zygote is needed."""
-        self._claims += 1
-        if self._lingering is not None:
-            self._lingering.cancel()
+        """Register one more user of the fork server."""
+        self._users += 1
+        if self._closing_later is not None:
+            self._closing_later.cancel()
 
     def release(self) -> None:
-        """Say that it is not needed any more."""
-        self._claims -= 1
-        if self._claims == 0 and self._starting is not None and not self._starting.done():
+        """Unregister a user. After the last one the fork server closes, with a delay."""
+        self._users -= 1
+        if self._users == 0 and self._starting is not None and not self._starting.done():
             self._starting.cancel()
-            self.close()  # nobody waits for it any more, perhaps because it hangs
-        elif self._claims == 0:
-            self._lingering = asyncio.get_running_loop().create_task(
-                self._close_later(), name=f"zygote of {self._label}"
+            self.close()  # no one waits for the start any more; it may hang
+        elif self._users == 0:
+            self._closing_later = asyncio.get_running_loop().create_task(
+                self._close_later(), name=f"fork server of {self._label}"
             )
 
     async def ready(self) -> bool:
-        """Wait until there is a zygote that can fork; False if what it imported is in the way.
+        """Wait until the fork server can fork. Returns False if an import prevents forking.
 
         Raises:
-            OSError: the zygote cannot be started.
-            ConnectionError: it ended before it was warm.
+            OSError: the fork server cannot be started.
+            ConnectionError: it ended before it was ready.
         """
         if self._fork_problem is None:
             if self._starting is None:
-                self._starting = asyncio.get_running_loop().create_task(self._warm_up())
-                self._starting.add_done_callback(_look_at)
+                self._starting = asyncio.get_running_loop().create_task(self._start())
+                self._starting.add_done_callback(retrieve_exception)
             await asyncio.shield(self._starting)
         return self._fork_problem is None
 
-    def fork(self, charge: SupervisorConfig, output: int) -> ForkReply:
-        """Have the zygote fork a keeper; the descriptors are the zygote's own from now on. Needs `warm`.
+    def fork(self, config: SupervisorConfig, output: int) -> ForkReply:
+        """Fork a supervisor. The fork server gets copies of the descriptors. Call `ready` first.
 
         Returns:
-            ``pid`` and ``start_time`` of the keeper, in time; or a ConnectionError, if the zygote died.
+            a future of the supervisor's ``pid`` and ``start_time``; a ConnectionError if the fork server died.
         """
         reply: ForkReply = asyncio.get_running_loop().create_future()
-        reply.add_done_callback(_look_at)
+        reply.add_done_callback(retrieve_exception)
         try:
-            if self._control is None:  # the zygote has died since it was warm
+            if self._control is None:  # the fork server has died since it was ready
                 raise ConnectionResetError("it has ended")
-            socket.send_fds(self._control, [charge.to_json().encode()], [charge.calls, charge.life, output])
+            socket.send_fds(self._control, [config.to_json().encode()], [config.calls, config.control, output])
         except OSError as error:
-            reply.set_exception(ConnectionError(f"The zygote of {self._label} cannot be reached: {error}"))
+            reply.set_exception(ConnectionError(f"The fork server of {self._label} cannot be reached: {error}"))
         else:
             self._pending.append(reply)
-            if self._answer_due is None:
-                self._expect_an_answer()
+            if self._fork_timer is None:
+                self._restart_fork_timer()
         return reply
 
-    def _expect_an_answer(self) -> None:
-        """Give the zygote its time for the first of the requests that it has not answered."""
-        if self._answer_due is not None:
-            self._answer_due.cancel()
-        asked = bool(self._pending)
-        self._answer_due = asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self.close) if asked else None
+    def _restart_fork_timer(self) -> None:
+        """Restart the time limit for the oldest pending request."""
+        if self._fork_timer is not None:
+            self._fork_timer.cancel()
+        pending = bool(self._pending)
+        self._fork_timer = asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self.close) if pending else None
 
-    async def _warm_up(self) -> None:
+    async def _start(self) -> None:
         ready: ForkReply = asyncio.get_running_loop().create_future()
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parcel = os.memfd_create("factory")
@@ -130,7 +131,7 @@ class ForkServer:
                 _write(parcel, dumps((self._factory,), ("factory",)))
                 self._directory = PrivateDirectory("imports")
                 self._directory.make()
-                self._zygote = self._spawn(self._directory, far, parcel)
+                self._process = self._spawn(self._directory, far, parcel)
         except BaseException:
             near.close()
             self.close()
@@ -152,7 +153,7 @@ class ForkServer:
             )
 
     def _on_message(self) -> None:
-        """Take in what the zygote says."""
+        """Handle a message of the fork server."""
         assert self._control is not None
         message = b""
         with contextlib.suppress(OSError):
@@ -160,47 +161,49 @@ class ForkServer:
         if not message:
             self.close()
             return
-        if not self._pending or (said := _understood(message)) is None:
+        if not self._pending or (reply_fields := _parse_reply(message)) is None:
             self.close()
             return
         reply = self._pending.popleft()
-        self._expect_an_answer()
+        self._restart_fork_timer()
         if reply.done():
             return
-        if "error" in said:
-            reply.set_exception(OSError(*said["error"]))
+        if "error" in reply_fields:
+            reply.set_exception(OSError(*reply_fields["error"]))
         else:
-            reply.set_result(said)
+            reply.set_result(reply_fields)
 
     async def _close_later(self) -> None:
         try:
             await asyncio.sleep(IDLE_TIMEOUT_S)
         finally:
-            if self._claims == 0:
+            if self._users == 0:
                 self.close()
 
     def close(self) -> None:
-        """End the zygote. What it has forked lives on. One that waits for requests ends, and tidies up, by itself."""
+        """Stop the fork server. Its forks live on. If it is waiting for requests, it cleans up and ends by itself."""
         waits = self._starting is not None and self._starting.done() and self._fork_problem is None
         control, self._control = self._control, None
-        zygote, self._zygote = self._zygote, None
+        process, self._process = self._process, None
         directory, self._directory = self._directory, None
         self._starting = None
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
             control.close()
-        if zygote is not None and not waits:
-            zygote.kill()
+        if process is not None and not waits:
+            process.kill()
         if directory is not None and not directory.try_remove_empty():
-            THREAD_POOL.submit(_tidy_up, zygote, directory)  # one that has imported gigabytes takes a while to be gone
-        elif zygote is not None:
-            THREAD_POOL.submit(_end, zygote)
-        if self._answer_due is not None:
-            self._answer_due.cancel()
-            self._answer_due = None
+            THREAD_POOL.submit(
+                _clean_up, process, directory
+            )  # a process with gigabytes of imports takes a while to end
+        elif process is not None:
+            THREAD_POOL.submit(_end, process)
+        if self._fork_timer is not None:
+            self._fork_timer.cancel()
+            self._fork_timer = None
         while self._pending:
             if not (reply := self._pending.popleft()).done():
-                reply.set_exception(ConnectionError(f"The zygote of {self._label} has ended."))
+                reply.set_exception(ConnectionError(f"The fork server of {self._label} has ended."))
 
     def _spawn(self, directory: PrivateDirectory, control: socket.socket, parcel: int) -> subprocess.Popen[bytes]:
         me, main = os.getpid(), "agentfly.resources.environments.fork_server_main:main"
@@ -216,57 +219,51 @@ class ForkServer:
         )
 
 
-def _understood(message: bytes) -> dict[str, Any] | None:
-    """What a zygote said; None if it is nothing that one says, as an import may have written there."""
+def _parse_reply(message: bytes) -> dict[str, Any] | None:
+    """Parse a reply; None if it is malformed, because an import may have written to the socket."""
     try:
-        said = json.loads(message)
+        reply = json.loads(message)
     except ValueError:
         return None
-    match said:
+    match reply:
         case {"obstacle": str() | None} | {"pid": int(), "start_time": int() | None} | {"error": [int(), str()]}:
-            return dict(said)
+            return dict(reply)
     return None
 
 
-def _end(zygote: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
-        zygote.wait(FORK_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # it is stopped, or stuck
-        zygote.kill()
-        zygote.wait()
+        process.wait(FORK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # it is stopped or stuck
+        process.kill()
+        process.wait()
 
 
-def _tidy_up(zygote: subprocess.Popen[bytes] | None, directory: PrivateDirectory) -> None:
-    if zygote is not None:
-        _end(zygote)
+def _clean_up(process: subprocess.Popen[bytes] | None, directory: PrivateDirectory) -> None:
+    if process is not None:
+        _end(process)
     try:
         remove_tree(directory.path)
     except OSError as error:
-        logger.warning("What an import left in %s cannot be removed: %s", directory.path, error)
+        logger.warning("Files that an import left in %s cannot be removed: %s", directory.path, error)
 
 
-_nurseries: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[Any, ForkServer]] = WeakKeyDictionary()
-_looking = threading.Lock()
+_fork_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[Any, ForkServer]] = WeakKeyDictionary()
+_fork_servers_lock = threading.Lock()
 
 
 def fork_server_for(spec: EnvironmentSpec) -> ForkServer:
-    """The nursery that all simulators share in this event loop whose imports mean the same."""
+    """The fork server shared by all simulators of this event loop with the same imports."""
     key = (typed_key(spec.factory), spec.env, spec.workdir, tuple(search_path()))
-    with _looking:
-        mine = _nurseries.setdefault(asyncio.get_running_loop(), WeakValueDictionary())
-    nursery = mine.get(key)
-    if nursery is None:
-        nursery = mine[key] = ForkServer(spec)
-    return nursery
+    with _fork_servers_lock:
+        of_loop = _fork_servers.setdefault(asyncio.get_running_loop(), WeakValueDictionary())
+    server = of_loop.get(key)
+    if server is None:
+        server = of_loop[key] = ForkServer(spec)
+    return server
 
 
 def _write(descriptor: int, content: bytes) -> None:
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
-
-
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Whoever asked may be gone; a failure is then nobody's."""
-    if not future.cancelled():
-        future.exception()

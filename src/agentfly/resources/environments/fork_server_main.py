@@ -27,7 +27,7 @@ from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments import process_supervisor, simulator
 from agentfly.resources.environments.pickling import loads
 from agentfly.resources.environments.process_supervisor import SupervisorConfig
-from agentfly.resources.process import child as descendants
+from agentfly.resources.process.child import become_subreaper, child_wakeup_fd, kill_descendants, reap_child
 from agentfly.resources.process.procfs import children, start_time
 
 MESSAGE_BYTES = 1 << 16
@@ -36,40 +36,40 @@ MESSAGE_BYTES = 1 << 16
 _HARMLESS = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
 
 
-def main(control_fd: int, parcel_fd: int, owner: int, owner_started: int, directory: str) -> NoReturn:
-    """Warm up, say what is in the way of forking, and fork until nobody can ask any more.
+def main(control_fd: int, factory_fd: int, owner: int, owner_started: int, directory: str) -> NoReturn:
+    """Import, report what prevents forking, and fork on request until the owner is gone.
 
     Args:
-        control_fd: descriptor of the socket that requests come through.
-        parcel_fd: descriptor of a file with the parcel of the factory.
-        owner: id of the process that asks.
+        control_fd: descriptor of the socket for requests.
+        factory_fd: descriptor of a file with the pickled factory.
+        owner: id of the owner process.
         owner_started: its start time.
-        directory: a directory of this process, to be removed in the end.
+        directory: a directory of this process, removed at the end.
     """
-    descendants.become_subreaper()
-    with open(parcel_fd, "rb") as file:
-        parcel = file.read()
-    obstacle = _start(parcel)
+    become_subreaper()
+    with open(factory_fd, "rb") as file:
+        pickled = file.read()
+    obstacle = _start(pickled)
     with socket.socket(fileno=control_fd) as control:
         control.sendall(json.dumps({"obstacle": obstacle}).encode())
         if obstacle is None:
-            gc.freeze()  # so that a collection in a fork does not copy what all share
+            gc.freeze()  # so that garbage collection in a fork does not copy shared pages
             _fork_on_request(control, owner, owner_started)
     if obstacle is not None:
-        descendants.kill_descendants()  # what the import started
-    with contextlib.suppress(OSError):  # who asks removes it too
+        kill_descendants()  # processes that the import started
+    with contextlib.suppress(OSError):  # the owner removes it too
         remove_tree(directory)
-    os._exit(0)  # keepers that there still are end with their owner
+    os._exit(0)  # remaining supervisors end with their owner
 
 
-def _start(parcel: bytes) -> str | None:
-    """Import what the factory needs. What in doing so came about that cannot be shared with forks, or None.
+def _start(pickled: bytes) -> str | None:
+    """Import what the factory needs. Returns what the imports did that prevents forking, or None.
 
-    An import that fails will fail in the simulator's process as well, and is told there.
+    A failing import fails in the simulator's process as well, and is reported there.
     """
     before = _open_files()
     with contextlib.suppress(Exception, SystemExit):
-        (factory,) = loads(parcel)
+        (factory,) = loads(pickled)
         if isinstance(factory, str):
             simulator.named(factory)
     if opened := [path for number, path in _open_files().items() if number not in before and path not in _HARMLESS]:
@@ -85,7 +85,7 @@ def _start(parcel: bytes) -> str | None:
 
 
 def _restart_library_threads() -> None:
-    """Fork once: libraries that prepare for a fork (OpenBLAS) end their threads for it and start them when needed."""
+    """Fork once. Libraries with fork handlers (OpenBLAS) end their threads for it and restart them when needed."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -93,14 +93,14 @@ def _restart_library_threads() -> None:
 
 
 def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> None:
-    """Answer requests until the owner hangs up or is gone."""
+    """Serve fork requests until the owner closes the socket or is gone."""
     inherited = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-    woken = descendants.child_wakeup_fd()
-    keepers: set[int] = set()
+    woken = child_wakeup_fd()
+    supervisors: set[int] = set()
     while start_time(owner) == owner_started:
-        while (ended := descendants.reap_child()) is not None:
-            keepers.discard(ended[0])
-        for orphan in set(children(os.getpid())) - keepers:  # of a keeper that was killed
+        while (ended := reap_child()) is not None:
+            supervisors.discard(ended[0])
+        for orphan in set(children(os.getpid())) - supervisors:  # of a supervisor that was killed
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)
         readable, _, _ = select.select([control.fileno(), woken], [], [], process_supervisor.OWNER_POLL_S)
@@ -120,7 +120,7 @@ def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> 
                     os.close(woken)
                     signal.signal(signal.SIGCHLD, inherited)
                     _become_supervisor(message, descriptors)
-                keepers.add(pid)
+                supervisors.add(pid)
                 answer = {"pid": pid, "start_time": start_time(pid)}
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -129,18 +129,18 @@ def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> 
 
 
 def _become_supervisor(message: bytes, descriptors: list[int]) -> NoReturn:
-    """Become a keeper."""
+    """Turn this fork into a supervisor."""
     try:
         os.close(signal.set_wakeup_fd(-1))
         os.setsid()
-        calls, life, output = descriptors
+        calls, control, output = descriptors
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        if (numbers := sys.modules.get("numpy.random")) is not None:
-            numbers.seed()  # Python's own generator does so by itself
-        charge = SupervisorConfig.from_json(message.decode())
-        process_supervisor.supervise(dataclasses.replace(charge, calls=calls, life=life))
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # Python's own generator reseeds itself
+        config = SupervisorConfig.from_json(message.decode())
+        process_supervisor.supervise(dataclasses.replace(config, calls=calls, control=control))
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -148,10 +148,10 @@ def _become_supervisor(message: bytes, descriptors: list[int]) -> NoReturn:
 
 
 def _open_files() -> dict[int, str]:
-    """What each open descriptor of this process is."""
+    """The target of each open descriptor of this process."""
     files = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that the listing itself is read by
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             files[int(entry.name)] = str(entry.readlink())
     return files
 

@@ -27,13 +27,13 @@ from agentfly.resources.process.memory_limit import MemoryLimit
 logger = logging.getLogger(__name__)
 
 INLINE_DECODE_BYTES = 1 << 14
-"""Answers up to this are read in the event loop, which takes less than handing them to a thread."""
+"""Responses up to this size are decoded in the event loop, which is faster than a thread."""
 
 OUT_OF_MEMORY = "it ran out of memory"
 
 
 class ProcessHost:
-    """Sends calls to the simulator's process, and its exceptions and its end back."""
+    """Sends calls to the simulator's process, and returns its results, its exceptions and its end."""
 
     one_call_at_a_time = True
 
@@ -48,17 +48,17 @@ class ProcessHost:
 
     @cached_property
     def _memory_limit(self) -> MemoryLimit | None:
-        """The limit on its memory. Where control groups can be made has been tried before, which takes a while."""
+        """The memory limit. The slow probe for control groups has run before."""
         return MemoryLimit.for_instance(self._spec.memory_bytes, self._instance) if self._spec.memory_bytes else None
 
     async def start(self) -> bool:
         self._dead_reason, self._gone = None, False
         spec = self._spec
         if spec.memory_bytes:
-            await run_in_thread(writable_cgroup_parent)  # the engine has done so, in `prepare`
+            await run_in_thread(writable_cgroup_parent)  # already done by `prepare` in an engine
         variables = {**minimal_environment(), "TMPDIR": self._directory.temporary, **dict(spec.env)}
-        surroundings = ProcessContext(search_path(), spec.workdir or self._directory.work, variables)
-        making = SimulatorSpec(spec.pickled_factory(), surroundings, spec.allow_pickle)
+        context = ProcessContext(search_path(), spec.workdir or self._directory.work, variables)
+        simulator = SimulatorSpec(spec.pickled_factory(), context, spec.allow_pickle)
         self._directory.make()
         self._process = WorkerProcess(
             fork_server_for(spec) if spec.starts == "fork" else None,
@@ -67,14 +67,14 @@ class ProcessHost:
             variables,
         )
         await self._process.start()
-        return bool(await self._ask("its factory", ("make", making)))
+        return bool(await self._ask("its factory", ("make", simulator)))
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return await self._ask(f"{method}()", ("call", method, args, dict(kwargs)))
 
     async def stop(self, *, within_s: float, close: bool) -> None:
         if self._process is None:
-            await self._tidy_up()
+            await self._remove_directory()
             return
         if close and self.dead_reason is None:
             try:
@@ -84,9 +84,9 @@ class ProcessHost:
                 logger.warning("Closing an environment failed; it is killed: %s", self._spec.label, exc_info=True)
         await self._process.stop()
         self._process = None
-        await self._tidy_up()
+        await self._remove_directory()
 
-    async def _tidy_up(self) -> None:
+    async def _remove_directory(self) -> None:
         try:
             await self._directory.remove()
         except OSError as error:
@@ -97,12 +97,12 @@ class ProcessHost:
         self._gone = True
 
     def freeze(self) -> None:
-        """Stop the simulator, with all that it has started, where it is."""
+        """Stop the simulator and all its descendants."""
         if self._process is not None:
             self._process.freeze()
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Continue the simulator and all its descendants."""
         if self._process is not None:
             self._process.thaw()
 
@@ -113,10 +113,10 @@ class ProcessHost:
         process = self._process
         if process is None or not process.ended:
             return None
-        told = process.exit_info
-        if told is not None and told.out_of_memory:
+        exit_info = process.exit_info
+        if exit_info is not None and exit_info.out_of_memory:
             return OUT_OF_MEMORY
-        how = _how(None if told is None else told.exit)
+        how = _describe_exit(None if exit_info is None else exit_info.exit)
         return f"its process has ended: {how}" + (
             f". The end of its output:\n{process.output_tail}" if process.output_tail else ""
         )
@@ -127,16 +127,16 @@ class ProcessHost:
 
     @property
     def traces(self) -> dict[str, Any]:
-        bound = {} if self._memory_limit is None else {"bound": dataclasses.asdict(self._memory_limit)}
+        limit = {} if self._memory_limit is None else {"memory_limit": dataclasses.asdict(self._memory_limit)}
         of_process = self._process.traces if self._process is not None else {}
-        return {} if self._gone else bound | of_process | {"directory": str(self._directory.path)}
+        return {} if self._gone else limit | of_process | {"directory": str(self._directory.path)}
 
     async def _ask(self, what: str, request: tuple[Any, ...]) -> Any:
         if self._process is None:
             raise ResourceDied(f"{self._spec.label} is not running, so {what} cannot be called.")
-        parcel = dumps(request, ("request", "method", "args", "kwargs")[: len(request)])
+        pickled = dumps(request, ("request", "method", "args", "kwargs")[: len(request)])
         try:
-            answer = await self._process.request(parcel)
+            answer = await self._process.request(pickled)
             return self._result(what, await self._read(answer))
         except EOFError:
             raise await self._died(self._process, what) from None
@@ -145,41 +145,41 @@ class ProcessHost:
             raise ResourceDied(f"{self._spec.label} is lost: {self._dead_reason}.") from None
 
     async def _read(self, answer: bytes) -> Any:
-        """What an answer holds; a long one is read on another thread, so that nobody else has to wait.
+        """Decode a response; a long one on a thread, so that it does not block the event loop.
 
         Raises:
-            Malformed: it holds nothing.
+            MalformedData: it cannot be decoded.
         """
         if len(answer) <= INLINE_DECODE_BYTES:
             return decode(answer, self._types)
         return await run_in_thread(decode, answer, self._types)
 
     def _result(self, what: str, answer: Any) -> Any:
-        """What a call gave; it raises what the call raised.
+        """Return the result of a call, or raise its exception.
 
         Raises:
-            Malformed: it is neither.
+            MalformedData: the response is neither.
         """
         trusted = self._spec.allow_pickle
         match answer:
             case ("value", value) if not trusted:
                 return value
-            case ("pickled", bytes() as parcel) if trusted:
-                return self._unpickled(what, parcel)
+            case ("pickled", bytes() as pickled) if trusted:
+                return self._unpickled(what, pickled)
             case ("memory", str() as message):
                 self._dead_reason = OUT_OF_MEMORY
                 raise self._ran_out(what, message)
-            case ("error", told, bytes() | None as parcel):
+            case ("error", fields, bytes() | None as pickled):
                 try:
-                    error = decode_error(told, self._types, parcel if trusted else None)
+                    error = decode_error(fields, self._types, pickled if trusted else None)
                 except (TypeError, ValueError):
                     raise MalformedData("it tells of no exception") from None
                 raise error
         raise MalformedData("it is neither a result nor an exception")
 
-    def _unpickled(self, what: str, parcel: bytes) -> Any:
+    def _unpickled(self, what: str, pickled: bytes) -> Any:
         try:
-            return loads(parcel)
+            return loads(pickled)
         except Exception as error:
             raise UsageError(
                 f"What {what} of {self._spec.label} gave cannot be read outside of its process: {error!r}. Let it give "
@@ -187,21 +187,23 @@ class ProcessHost:
             ) from error
 
     async def _died(self, process: WorkerProcess, what: str) -> ResourceDied:
-        obituary = await process.wait_exit()
+        exit_info = await process.wait_exit()
         tail = (
             f"The end of its output:\n{process.output_tail}"
             if process.output_tail
             else "It wrote nothing to its output."
         )
-        if obituary.out_of_memory:
+        if exit_info.out_of_memory:
             self._dead_reason = OUT_OF_MEMORY
             return self._ran_out(what, f"Its processes were killed. {tail}")
-        return ResourceDied(f"The process of {self._spec.label} ended during {what}: {_how(obituary.exit)}. {tail}")
+        return ResourceDied(
+            f"The process of {self._spec.label} ended during {what}: {_describe_exit(exit_info.exit)}. {tail}"
+        )
 
     def _ran_out(self, what: str, how: str) -> ResourceDied:
         of = f"its limit of {self._spec.memory}" if self._memory_limit else "the machine's memory"
         return ResourceDied(f"{self._spec.label} ran out of {of} during {what}. {how}".rstrip())
 
 
-def _how(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     return "nothing tells how it ended" if status is None else describe_exit(status)

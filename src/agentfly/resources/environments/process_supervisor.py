@@ -35,37 +35,37 @@ from agentfly.resources.process.memory_limit import MemoryLimit
 from agentfly.resources.process.procfs import start_time
 
 OWNER_POLL_S = 1.0
-"""Seconds between two looks at the process that the simulator belongs to. The life line shows its end at once, unless
-a fork of it holds that open."""
+"""Seconds between two checks that the owner process is alive. The control socket shows its end at once, unless a fork
+of the owner holds the socket open."""
 
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """What a keeper is told.
+    """The configuration of a supervisor.
 
     Args:
-        calls: descriptor of the socket that calls come through.
-        life: descriptor of the life line.
-        owner: id and start time of the process that the simulator belongs to.
-        bound: the limit on the memory of the simulator's processes, if there is one.
-        directory: what is to be removed in the end, should the process that the simulator belongs to be gone.
+        calls: descriptor of the socket for calls.
+        control: descriptor of the control socket.
+        owner: id and start time of the process that owns the simulator.
+        memory_limit: the memory limit of the simulator's processes, if any.
+        directory: the directory to remove at the end if the owner is gone.
     """
 
     calls: int
-    life: int
+    control: int
     owner: tuple[int, int | None]
-    bound: MemoryLimit | None
+    memory_limit: MemoryLimit | None
     directory: str
 
     @classmethod
     def from_json(cls, text: str) -> SupervisorConfig:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        bound = fields["bound"] and MemoryLimit(**fields["bound"])
-        return cls(**{**fields, "owner": tuple(fields["owner"]), "bound": bound})
+        memory_limit = fields["memory_limit"] and MemoryLimit(**fields["memory_limit"])
+        return cls(**{**fields, "owner": tuple(fields["owner"]), "memory_limit": memory_limit})
 
     def to_json(self) -> str:
-        """The charge as text."""
+        """The configuration as text."""
         return json.dumps(asdict(self))
 
 
@@ -74,8 +74,8 @@ class ExitInfo:
     """How a simulator's process ended.
 
     Args:
-        exit: its exit status, negative for the number of a signal; None if the keeper ended it.
-        out_of_memory: whether it, or something that it started, ran into the limit of memory.
+        exit: its exit status, negative for a signal number; None if the supervisor killed it.
+        out_of_memory: whether it or one of its descendants exceeded the memory limit.
     """
 
     exit: int | None
@@ -83,60 +83,60 @@ class ExitInfo:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> ExitInfo:
-        """The obituary that a keeper wrote.
+        """Parse the exit report of a supervisor.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is no exit report.
         """
         match json.loads(text):
             case {"exit": int() | None as exit, "out_of_memory": bool() as out_of_memory}:
                 return cls(exit, out_of_memory)
-        raise ValueError("a keeper says how its process ended")
+        raise ValueError("this is no exit report of a supervisor")
 
 
-def main(charge: str) -> NoReturn:
-    """Be a keeper in an interpreter of its own, with a charge as text."""
-    supervise(SupervisorConfig.from_json(charge))
+def main(config: str) -> NoReturn:
+    """Run a supervisor in its own interpreter, with its configuration as text."""
+    supervise(SupervisorConfig.from_json(config))
 
 
-def supervise(charge: SupervisorConfig) -> NoReturn:
-    """Keep one simulator's process, from its start to its end."""
+def supervise(config: SupervisorConfig) -> NoReturn:
+    """Supervise one simulator's process from start to end."""
     become_subreaper()
-    for descriptor in (charge.calls, charge.life):
-        os.set_inheritable(descriptor, False)  # they are not for what the simulator starts
-    keeper = os.getpid()
-    if charge.bound is not None:
-        charge.bound.create()
+    for descriptor in (config.calls, config.control):
+        os.set_inheritable(descriptor, False)  # descendants of the simulator must not inherit them
+    supervisor = os.getpid()
+    if config.memory_limit is not None:
+        config.memory_limit.create()
     worker = os.fork()
     if worker == 0:
-        _run_worker(keeper, charge)
-    os.close(charge.calls)
-    with socket.socket(fileno=charge.life) as life:
-        obituary = _watch(worker, life, charge)
+        _run_worker(supervisor, config)
+    os.close(config.calls)
+    with socket.socket(fileno=config.control) as control:
+        exit_info = _watch(worker, control, config)
         kill_descendants()
-        if _owner_is_gone(life, charge):
+        if _owner_is_gone(control, config):
             with contextlib.suppress(OSError):
-                remove_tree(charge.directory)
-        if charge.bound is not None:
-            with contextlib.suppress(OSError):  # whoever gave the charge clears it too
-                charge.bound.remove()
-        if obituary is not None:
+                remove_tree(config.directory)
+        if config.memory_limit is not None:
+            with contextlib.suppress(OSError):  # the owner removes it too
+                config.memory_limit.remove()
+        if exit_info is not None:
             with contextlib.suppress(OSError):
-                life.sendall(json.dumps(asdict(obituary)).encode())
-    os._exit(0)  # there is nothing to tidy, and whoever waits for the end waits for this
+                control.sendall(json.dumps(asdict(exit_info)).encode())
+    os._exit(0)  # no interpreter shutdown is needed, and the owner waits for this exit
 
 
-def _run_worker(keeper: int, charge: SupervisorConfig) -> NoReturn:
-    """Be the simulator's process, and end with it."""
+def _run_worker(supervisor: int, config: SupervisorConfig) -> NoReturn:
+    """Run the simulator's process, and exit with it."""
     code = 1
     try:
         set_parent_death_signal()
-        if os.getppid() != keeper:
+        if os.getppid() != supervisor:
             os._exit(code)
-        os.setpgid(0, 0)  # so that it can signal its whole group, which simulators do to end what they started
-        os.close(charge.life)
-        with socket.socket(fileno=charge.calls) as calls:
-            serve_requests(calls, charge.bound)
+        os.setpgid(0, 0)  # simulators signal their whole group to end their children
+        os.close(config.control)
+        with socket.socket(fileno=config.calls) as calls:
+            serve_requests(calls, config.memory_limit)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -149,33 +149,35 @@ def _run_worker(keeper: int, charge: SupervisorConfig) -> NoReturn:
         os._exit(code)
 
 
-def _owner_is_gone(life: socket.socket, charge: SupervisorConfig) -> bool:
-    """Whether nobody is there to tidy up."""
-    owner, owner_started = charge.owner
+def _owner_is_gone(control: socket.socket, config: SupervisorConfig) -> bool:
+    """Whether the owner cannot remove the directory itself."""
+    owner, owner_started = config.owner
     if start_time(owner) != owner_started:
         return True
     try:
-        return life.recv(1, socket.MSG_DONTWAIT) == b""
-    except OSError:  # nothing was said: it lives
+        return control.recv(1, socket.MSG_DONTWAIT) == b""
+    except OSError:  # no byte and no end-of-file: the owner lives
         return False
 
 
-def _watch(worker: int, life: socket.socket, charge: SupervisorConfig) -> ExitInfo | None:
-    """Wait until the simulator's process ends, or runs into its bound, or is to end: None."""
+def _watch(worker: int, control: socket.socket, config: SupervisorConfig) -> ExitInfo | None:
+    """Wait until the process ends or exceeds its memory limit; None if it must stop for another reason."""
     woken = child_wakeup_fd()
-    told_to_end = []
-    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
-    owner, owner_started = charge.owner
-    bound = charge.bound
-    while not told_to_end and start_time(owner) == owner_started:
+    stop_requested = []
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
+    owner, owner_started = config.owner
+    memory_limit = config.memory_limit
+    while not stop_requested and start_time(owner) == owner_started:
         while (ended := reap_child()) is not None:
             pid, status = ended
             if pid == worker:
-                return ExitInfo(status, bound is not None and bound.oom_kills() > 0)
-        if bound is not None and bound.exceeded():
+                return ExitInfo(status, memory_limit is not None and memory_limit.oom_kills() > 0)
+        if memory_limit is not None and memory_limit.exceeded():
             return ExitInfo(None, True)
-        readable, _, _ = select.select([life.fileno(), woken], [], [], bound.poll_interval_s if bound else OWNER_POLL_S)
-        if life.fileno() in readable:
+        readable, _, _ = select.select(
+            [control.fileno(), woken], [], [], memory_limit.poll_interval_s if memory_limit else OWNER_POLL_S
+        )
+        if control.fileno() in readable:
             return None
         if woken in readable:
             os.read(woken, 4096)

@@ -29,31 +29,31 @@ from agentfly.resources.process.memory_limit import MemoryLimit
 FRAME_LENGTH = struct.Struct(">Q")
 
 
-def serve_requests(calls: socket.socket, bound: MemoryLimit | None) -> None:
-    """Answer requests, under a bound of memory, until the other side hangs up."""
-    os.dup2(2, 1)  # what the simulator prints goes where its errors go
+def serve_requests(calls: socket.socket, memory_limit: MemoryLimit | None) -> None:
+    """Answer requests, under a memory limit, until the other side closes the connection."""
+    os.dup2(2, 1)  # stdout goes where stderr goes
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # else what it printed last would be lost in a crash
-    if bound is not None:
-        bound.join()
+        sys.stdout.reconfigure(line_buffering=True)  # otherwise a crash loses the last output
+    if memory_limit is not None:
+        memory_limit.join()
     subject, own = _SimulatorServer(), os.getpid()
     while (request := _receive(calls)) is not None:
         answer = subject.answer(request)
-        if os.getpid() != own:  # a fork that the simulator made and forgot to end: one process must answer, not two
+        if os.getpid() != own:  # a forgotten fork of the simulator: only one process may answer
             os._exit(0)
-        if bound is not None and bound.oom_kills():  # of what it had started, which it may take for any kind of failure
+        if memory_limit is not None and memory_limit.oom_kills():  # a killed child may look like any failure to it
             answer = _memory("A process that it had started was killed.")
         calls.sendall(FRAME_LENGTH.pack(len(answer)) + answer)
 
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """What a process is given before the simulator is made in it.
+    """The settings of a process before the simulator is created in it.
 
     Args:
-        path: where it looks for modules.
-        directory: where it works.
-        environment: all of its environment variables.
+        path: its module search path.
+        directory: its working directory.
+        environment: all its environment variables.
     """
 
     path: list[str]
@@ -61,7 +61,7 @@ class ProcessContext:
     environment: dict[str, str]
 
     def apply(self) -> None:
-        """Make them those of this process.
+        """Apply the settings to this process.
 
         Raises:
             UsageError: its directory cannot be entered.
@@ -69,7 +69,7 @@ class ProcessContext:
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)
-        tempfile.tempdir = None  # an import may have asked where it is, before the fork
+        tempfile.tempdir = None  # an import may have cached it before the fork
         try:
             os.chdir(self.directory)
         except OSError as error:
@@ -78,55 +78,55 @@ class ProcessContext:
 
 @dataclass(frozen=True)
 class SimulatorSpec:
-    """How a simulator is made, and what may come out of its process.
+    """How a simulator is created, and what its results may be.
 
     Args:
-        parcel: the factory, its arguments, and the types that are declared of results.
-        surroundings: the process's.
-        pickles: whether results may be pickles.
+        pickled: the factory, its arguments and the declared result types, as a pickle.
+        context: the settings of the process.
+        allow_pickle: whether results may be pickles.
     """
 
-    parcel: bytes
-    surroundings: ProcessContext
-    pickles: bool
+    pickled: bytes
+    context: ProcessContext
+    allow_pickle: bool
 
 
 class _SimulatorServer:
-    """The simulator, and the loop that its async methods need."""
+    """The simulator, with an event loop for its async methods."""
 
     def __init__(self) -> None:
         self._simulator: Any = None
         self._runner: Any = None
         self._types = DeclaredTypes()
-        self._pickles = False
+        self._allow_pickle = False
 
     def answer(self, request: bytes) -> bytes:
-        """Do what is asked; the answer, as bytes."""
+        """Carry out a request and return the response as bytes."""
         try:
-            return self._packed(self._do(*_opened(request)))
+            return self._encode(self._do(*_load_request(request)))
         except MemoryError as error:
             return _memory(str(error))
-        except KeyboardInterrupt:  # sent to this process, to end it
+        except KeyboardInterrupt:  # a signal that ends this process
             raise
         except BaseException as error:
             return self._failure(simulator.as_exception(error))
 
     def _failure(self, error: Exception) -> bytes:
-        told = encode_error(error)
-        parcel = pickle_error(error) if self._pickles else None
+        fields = encode_error(error)
+        pickled = pickle_error(error) if self._allow_pickle else None
         try:
-            return encode(("error", told, parcel), self._types)
-        except NotSerializable:  # too much of it
-            name, base, _, _, message, trace = told
+            return encode(("error", fields, pickled), self._types)
+        except NotSerializable:  # too large
+            name, base, _, _, message, trace = fields
             return encode(("error", (name, base, None, {}, message[:10_000], trace[-10_000:]), None), self._types)
 
-    def _packed(self, value: Any) -> bytes:
-        """A result as bytes.
+    def _encode(self, value: Any) -> bytes:
+        """Encode a result.
 
         Raises:
-            UsageError: it cannot travel. The message has the path of the part that is to blame.
+            UsageError: it cannot be encoded. The message has the path of the offending part.
         """
-        if self._pickles:
+        if self._allow_pickle:
             return encode(("pickled", dumps_plain(value)), self._types)
         try:
             return encode(("value", value), self._types)
@@ -159,10 +159,10 @@ class _SimulatorServer:
         method, args, kwargs = details  # of a "call"
         return self._resolve(simulator.call(self._simulator, method, args, kwargs))
 
-    def _make(self, making: SimulatorSpec) -> bool:
-        making.surroundings.apply()
-        self._pickles = making.pickles
-        factory, args, kwargs, types = loads(making.parcel)
+    def _make(self, spec: SimulatorSpec) -> bool:
+        spec.context.apply()
+        self._allow_pickle = spec.allow_pickle
+        factory, args, kwargs, types = loads(spec.pickled)
         self._types = DeclaredTypes(types)
         self._simulator = self._resolve(simulator.make(factory, args, kwargs))
         simulator.require_made(self._simulator, factory)
@@ -172,7 +172,7 @@ class _SimulatorServer:
         if not isinstance(result, Awaitable):
             return result
         if self._runner is None:
-            import asyncio  # here, because a sync simulator starts faster without it
+            import asyncio  # imported here, because a sync simulator starts faster without it
 
             self._runner = asyncio.Runner()
         return self._runner.run(simulator.as_coroutine(result))
@@ -182,7 +182,7 @@ def _memory(message: str) -> bytes:
     return encode(("memory", message), DeclaredTypes())
 
 
-def _opened(request: bytes) -> Any:
+def _load_request(request: bytes) -> Any:
     try:
         return loads(request)
     except Exception as error:
@@ -193,11 +193,11 @@ def _opened(request: bytes) -> Any:
 
 
 def _receive(calls: socket.socket) -> bytes | None:
-    header = _exactly(calls, FRAME_LENGTH.size)
-    return None if header is None else _exactly(calls, FRAME_LENGTH.unpack(header)[0])
+    header = _receive_exactly(calls, FRAME_LENGTH.size)
+    return None if header is None else _receive_exactly(calls, FRAME_LENGTH.unpack(header)[0])
 
 
-def _exactly(calls: socket.socket, count: int) -> bytes | None:
+def _receive_exactly(calls: socket.socket, count: int) -> bytes | None:
     received = bytearray()
     while len(received) < count:
         chunk = calls.recv(min(count - len(received), 1 << 20))

@@ -12,20 +12,20 @@ from pathlib import Path
 from agentfly.resources.process.cgroups import Cgroup, cgroup_pids, writable_cgroup_parent
 from agentfly.resources.process.procfs import descendants, private_memory_bytes
 
-_ANY_NUMBER = 2**22  # of processes; the kernel knows no more
+_MAX_PROCESSES = 2**22  # the kernel's maximum
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on what a simulator and everything that it starts take together.
+    """A memory limit of a simulator and all its descendants together.
 
-    Where control groups can be made, the kernel enforces it. Elsewhere the keeper measures four times a second, and no
-    single process may allocate more than the limit, so that it cannot be outrun.
+    The kernel enforces it where control groups can be created. Elsewhere the supervisor measures four times a second,
+    and no single process may allocate more than the limit, so that none can outrun the measurement.
 
     Args:
         limit: bytes.
-        directories: of the control group, by controller; empty where none can be made.
-        version: of the control group, 1 or 2.
+        directories: the directories of the control group, by controller; empty without control groups.
+        version: the version of control groups, 1 or 2.
     """
 
     limit: int
@@ -36,7 +36,7 @@ class MemoryLimit:
 
     @classmethod
     def for_instance(cls, limit: int, instance: str) -> MemoryLimit:
-        """The bound of an instance, as this machine can enforce it."""
+        """The limit of an instance, in the form that this machine can enforce."""
         home = writable_cgroup_parent()
         if home is None:
             return cls(limit, {}, 0)
@@ -44,30 +44,30 @@ class MemoryLimit:
         return cls(limit, {name: str(path) for name, path in group.directories.items()}, group.version)
 
     def create(self) -> None:
-        """Make what the bound needs; for the keeper, before it forks."""
+        """Create the control group; called by the supervisor before it forks."""
         if self.directories:
-            self.remove()  # of an instance before it was made anew; what was counted there does not count here
-            self._group.create(memory=self.limit, pids=_ANY_NUMBER, cpus=0)
+            self.remove()  # left by an earlier process of this instance, whose counters must not count
+            self._group.create(memory=self.limit, pids=_MAX_PROCESSES, cpus=0)
 
     def join(self) -> None:
-        """Put the process that calls under the bound, with all that it starts from then on."""
+        """Put the calling process and its future descendants under the limit."""
         if self.directories:
             self._group.attach(os.getpid())
         else:
             resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed for the bound; what the keeper kills is not counted."""
+        """The number of processes that the kernel has killed for the limit; kills by the supervisor do not count."""
         return self._group.oom_kills() if self.directories else 0
 
     def exceeded(self) -> bool:
-        """Whether the processes below the one that calls have run into the bound."""
+        """Whether the descendants of the calling process have exceeded the limit."""
         if self.directories:
             return self.oom_kills() > 0
         return sum(map(private_memory_bytes, descendants(os.getpid()))) > self.limit
 
     def remove(self) -> None:
-        """Kill what is left under the bound, and remove what `set_up` made. Fine if it was done already.
+        """Kill remaining processes under the limit, and remove the control group. Does nothing if it is gone.
 
         Raises:
             OSError: a process in it does not end.

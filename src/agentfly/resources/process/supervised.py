@@ -28,117 +28,121 @@ from agentfly.resources.process.supervisor import DIRECTORY_VARIABLE, ProgramSpe
 
 logger = logging.getLogger(__name__)
 
-FORCE_S = 5.0
-"""Seconds that a keeper may take, beyond the grace, to end everything below it before it is killed itself."""
+KILL_TIMEOUT_S = 5.0
+"""Seconds beyond the grace period that a supervisor has to kill all its descendants before it is killed itself."""
 
 
 class SupervisedProgram:
-    """A program's process, and everything below it, whose end is noticed and told."""
+    """A program with all its descendants, run under a supervisor process."""
 
     def __init__(self) -> None:
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._life: asyncio.StreamWriter | None = None
-        self._last_words: asyncio.Task[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._exit_report: asyncio.Task[bytes] | None = None
         self.traces: dict[str, Any] = {}
 
-    async def start(self, job: ProgramSpec) -> None:
-        """Start the keeper and, by it, the program."""
+    async def start(self, spec: ProgramSpec) -> None:
+        """Start the supervisor, which starts the program."""
         near, far = socket.socketpair()
         with far:
-            words, self._life = await asyncio.open_connection(sock=near)
-            self._keeper = _spawn(job, far)
-        self._last_words = asyncio.create_task(words.read())
-        self.traces = {"pid": self._keeper.pid, "start_time": start_time(self._keeper.pid)}
-        self._life.write(job.to_json_line())
-        await self._life.drain()
+            reader, self._control = await asyncio.open_connection(sock=near)
+            self._supervisor = _spawn(spec, far)
+        self._exit_report = asyncio.create_task(reader.read())
+        self.traces = {"pid": self._supervisor.pid, "start_time": start_time(self._supervisor.pid)}
+        self._control.write(spec.to_json_line())
+        await self._control.drain()
 
     @property
     def ended(self) -> bool:
-        """Whether the program has ended, with everything that it had started."""
-        return self._last_words is None or self._last_words.done()
+        """Whether the program and all its descendants have ended."""
+        return self._exit_report is None or self._exit_report.done()
 
     async def wait_exit(self) -> str:
-        """Wait for the end of the program and of all that it had started; how it ended, in words."""
-        assert self._last_words is not None
+        """Wait for the end of the program and all its descendants. Returns a description of how it ended."""
+        assert self._exit_report is not None
         try:
-            words = json.loads(await asyncio.shield(self._last_words))
+            report = json.loads(await asyncio.shield(self._exit_report))
         except (OSError, ValueError):
             return "nothing tells how it ended"
-        if "failed" in words:
-            return f"it could not be run: {words['failed']}"
-        return "it was told to end" if words["exit"] is None else describe_exit(words["exit"])
+        if "failed" in report:
+            return f"it could not be run: {report['failed']}"
+        return "it was told to end" if report["exit"] is None else describe_exit(report["exit"])
 
     def kill(self) -> None:
-        """Have the program killed with everything below it; `wait` tells when that is done."""
-        if self._life is not None:
+        """Kill the program and all its descendants; `wait_exit` returns when that is done."""
+        if self._control is not None:
             with contextlib.suppress(OSError):
-                self._life.write_eof()
+                self._control.write_eof()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the program to end, and kill it with everything below it after the grace; return when all are gone."""
-        if self._life is not None and self._last_words is not None and self._keeper is not None:
-            await self._end(self._keeper, self._life, self._last_words, grace_s)
-        if self._life is not None:
-            self._life.close()
+        """Ask the program to end; after the grace period kill it and all its descendants. Returns when all are gone."""
+        if self._control is not None and self._exit_report is not None and self._supervisor is not None:
+            await self._end(self._supervisor, self._control, self._exit_report, grace_s)
+        if self._control is not None:
+            self._control.close()
 
     async def _end(
-        self, keeper: subprocess.Popen[bytes], life: asyncio.StreamWriter, words: asyncio.Task[bytes], grace_s: float
+        self,
+        supervisor: subprocess.Popen[bytes],
+        control: asyncio.StreamWriter,
+        report: asyncio.Task[bytes],
+        grace_s: float,
     ) -> None:
-        if grace_s > 0 and not words.done():
+        if grace_s > 0 and not report.done():
             with contextlib.suppress(OSError):
-                life.write(f"{grace_s:.3f}\n".encode())
+                control.write(f"{grace_s:.3f}\n".encode())
         else:
             self.kill()
-        done, _ = await asyncio.wait({words}, timeout=grace_s + FORCE_S)
+        done, _ = await asyncio.wait({report}, timeout=grace_s + KILL_TIMEOUT_S)
         if not done:
-            logger.warning("The keeper %d of a program does not end and is killed.", keeper.pid)
-            keeper.kill()
-        while keeper.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
+            logger.warning("The supervisor %d of a program does not end and is killed.", supervisor.pid)
+            supervisor.kill()
+        while supervisor.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
             await asyncio.sleep(0.001)
-        words.cancel()
+        report.cancel()
 
 
-def _spawn(job: ProgramSpec, life: socket.socket) -> subprocess.Popen[bytes]:
-    with Path(job.log).open("ab") as errors:
+def _spawn(spec: ProgramSpec, control: socket.socket) -> subprocess.Popen[bytes]:
+    with Path(spec.log).open("ab") as errors:
         return subprocess.Popen(
-            python_command("agentfly.resources.process.supervisor:run_program", life.fileno(), os.getpid()),
-            cwd=job.directory,
+            python_command("agentfly.resources.process.supervisor:run_program", control.fileno(), os.getpid()),
+            cwd=spec.directory,
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
-            pass_fds=(life.fileno(), *job.descriptors),
+            pass_fds=(control.fileno(), *spec.descriptors),
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
         )
 
 
-_PATIENCE_S = 10.0
+_REAP_TIMEOUT_S = 10.0
 
 
 def reap(traces: Mapping[str, Any]) -> None:
-    """End a keeper and all processes of its program, and remove their directory. Fine if they are gone already.
+    """Kill a supervisor and all processes of its program, and remove their directory. Does nothing if they are gone.
 
-    A keeper ends by itself within a second of its process's death, with all that is below it. Should it have been
-    killed itself, what the program had started is known by the directory, which is its alone.
+    A supervisor ends with all its descendants within a second of its owner's death. If the supervisor itself was
+    killed, the processes of the program are found by the directory, which only they use.
 
     Raises:
         ResourceError: a process does not end.
         OSError: the directory cannot be removed.
     """
     directory = Path(traces["directory"])
-    grave = directory.with_name(f"{directory.name}.reaped")
+    renamed = directory.with_name(f"{directory.name}.reaped")
     with contextlib.suppress(FileNotFoundError):
-        directory.rename(grave)  # so that nothing can be started there any more
+        directory.rename(renamed)  # so that no process can be started there any more
     began = time.monotonic()
-    while left := _remaining_processes(traces, (directory, grave)):
+    while left := _remaining_processes(traces, (directory, renamed)):
         waited = time.monotonic() - began
-        if waited > _PATIENCE_S:
-            raise ResourceError(f"The processes {left} of a kept program do not end, not even by SIGKILL.")
+        if waited > _REAP_TIMEOUT_S:
+            raise ResourceError(f"The processes {left} of a supervised program do not end, not even by SIGKILL.")
         for pid in left:
             if waited > RESOURCE_TRACKER_GRACE_S or not is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    remove_tree(grave)
+    remove_tree(renamed)
 
 
 def _remaining_processes(traces: Mapping[str, Any], directories: Sequence[Path]) -> list[int]:
@@ -150,7 +154,7 @@ def _remaining_processes(traces: Mapping[str, Any], directories: Sequence[Path])
 
 
 def processes_of_directory(directory: Path) -> list[int]:
-    """The processes that run in this directory, or belong to it by their environment; zombies are none."""
+    """Ids of the processes that run in this directory or have it in their environment; zombies do not count."""
     mark = f"{DIRECTORY_VARIABLE}={directory}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -32,17 +32,17 @@ from agentfly.resources.process.child import (
     set_parent_death_signal,
 )
 
-_LEAST_LINE = 16  # characters of a line of a secret that is taken for one too
+_MIN_LINE_CHARS = 16  # a shorter line of a secret is not redacted by itself
 
 
 class RotatingLog:
-    """Writes a log of which the end is kept: two files that take turns, each of at most half the size.
+    """A log of bounded size without secrets. It alternates between two files, each of at most half the size.
 
     Args:
-        path: the file; what it held before it was full is beside it.
+        path: the current file; the previous one is beside it.
         limit: bytes that both files may take together.
-        secrets: texts that are not written, however they come in parts. Of one that has several lines, such as a
-            private key, no line is written.
+        secrets: texts that are redacted, even if they arrive in parts. Of a secret with several lines, such as a
+            private key, each line is redacted.
     """
 
     def __init__(self, path: Path, limit: int, secrets: Sequence[str] = ()) -> None:
@@ -53,7 +53,7 @@ class RotatingLog:
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        """Add what the program wrote. The beginning of a secret is held back until it shows whether it is one."""
+        """Append output of the program. A possible beginning of a secret is held back until the rest arrives."""
         data = self._held + data
         for secret in self._secrets:
             data = data.replace(secret, b"[secret]")
@@ -62,7 +62,7 @@ class RotatingLog:
         self._write_redacted(data[:end])
 
     def close(self) -> None:
-        """Write what has been held back, and close the file."""
+        """Write the data held back, and close the file."""
         self._write_redacted(self._held)
         self._held = b""
         self._file.close()
@@ -75,20 +75,20 @@ class RotatingLog:
                 self._path.replace(_rotated(self._path))
                 self._file = self._path.open("ab", buffering=0)
                 room = self._limit
-            with contextlib.suppress(OSError):  # a full disk costs the log, not the program
+            with contextlib.suppress(OSError):  # a full disk loses log lines, but does not stop the program
                 self._file.write(data[:room])
             data = data[room:]
 
 
 def _forms(secret: str) -> set[bytes]:
-    """A secret, and its lines, which a program may write indented or with other ends of lines."""
+    """The secret and its lines, which a program may write indented or with other line endings."""
     lines = (line.strip() for line in secret.splitlines())
-    forms = {secret.strip(), *(line for line in lines if len(line) >= _LEAST_LINE)}
+    forms = {secret.strip(), *(line for line in lines if len(line) >= _MIN_LINE_CHARS)}
     return {form.encode() for form in forms if form}
 
 
 def _unfinished(data: bytes, secret: bytes) -> int:
-    """Where, at the end of some data, a secret begins of which the rest is to come; the data's length if nowhere."""
+    """The position at the end of the data where a partial secret begins; the length of the data if there is none."""
     at = max(0, len(data) - len(secret) + 1)
     while (at := data.find(secret[:1], at)) >= 0:
         if secret.startswith(data[at:]):
@@ -98,23 +98,23 @@ def _unfinished(data: bytes, secret: bytes) -> int:
 
 
 def log_tail(path: Path, size: int) -> str:
-    """The last ``size`` bytes of a log, from the beginning of a line; empty if there is none."""
-    kept = b""
+    """The last ``size`` bytes of a log, from the start of a line; empty if there is no log."""
+    tail = b""
     for part in (path, _rotated(path)):
         with contextlib.suppress(OSError):
-            kept = part.read_bytes() + kept
-        if len(kept) > size:
-            kept = kept[-size:].partition(b"\n")[2]
+            tail = part.read_bytes() + tail
+        if len(tail) > size:
+            tail = tail[-size:].partition(b"\n")[2]
             break
-    return kept.decode(errors="replace").strip()
+    return tail.decode(errors="replace").strip()
 
 
 def _rotated(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-DIRECTORY_VARIABLE = "AGENTFLY_KEPT_IN"
-"""The environment variable by which a program, and what it starts, is known to belong to a directory."""
+DIRECTORY_VARIABLE = "AGENTFLY_SUPERVISED_IN"
+"""The environment variable that ties a program and its descendants to a directory."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class ProgramSpec:
     Attributes:
         command: its command line.
         env: all of its environment.
-        directory: a directory that is its alone; it marks whatever the program starts.
-        log: file that its output goes to, or what it says beside ``stdout``.
-        log_bytes: how much of the end of that is kept.
-        secrets: what must not be in the log.
-        cwd: the directory it runs in; empty for ``directory``.
-        stdin: descriptor of what it reads; None for nothing.
-        stdout: descriptor of what it writes to; None for the log.
-        inherited: further descriptors that it gets, such as a socket to serve; they have the same numbers there.
+        directory: a directory of its own; it marks all processes that the program starts.
+        log: the file for its stderr, and for its stdout unless ``stdout`` is given.
+        log_bytes: the maximum size of the log, in bytes.
+        secrets: texts that must not appear in the log.
+        cwd: the working directory; empty for ``directory``.
+        stdin: descriptor of its input; None for none.
+        stdout: descriptor of its output; None for the log.
+        inherited: further descriptors that it inherits under the same numbers, such as a socket to serve.
     """
 
     command: Sequence[str]
@@ -147,64 +147,64 @@ class ProgramSpec:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All that the program gets of this process's, each once."""
-        given = [*self.inherited, *(one for one in (self.stdin, self.stdout) if one is not None)]
+        """All descriptors of this process that the program gets, each once."""
+        given = [*self.inherited, *(fd for fd in (self.stdin, self.stdout) if fd is not None)]
         return tuple(dict.fromkeys(given))
 
     def to_json_line(self) -> bytes:
-        """The job as the keeper gets it."""
+        """The spec as one line of JSON, for the supervisor."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def run_program(life_fd: int, parent: int) -> None:
-    """Keep one program.
+def run_program(control_fd: int, parent: int) -> None:
+    """Supervise one program, as the main function of the supervisor process.
 
     Args:
-        life_fd: descriptor of the life line.
-        parent: id of the process that the program belongs to.
+        control_fd: descriptor of the control socket.
+        parent: id of the process that owns the program.
     """
     become_subreaper()
-    with socket.socket(fileno=life_fd) as life:
-        words: dict[str, object]
+    with socket.socket(fileno=control_fd) as control:
+        report: dict[str, object]
         try:
-            words = {"exit": _supervise(life, parent)}
+            report = {"exit": _supervise(control, parent)}
         except OSError as error:
-            words = {"failed": str(error)}
+            report = {"failed": str(error)}
         finally:
             kill_descendants()
         with contextlib.suppress(OSError):
-            life.sendall(json.dumps(words).encode())
-    os._exit(0)  # there is nothing to tidy, and whoever waits for the end waits for this
+            control.sendall(json.dumps(report).encode())
+    os._exit(0)  # no interpreter shutdown is needed, and the owner waits for this exit
 
 
-def _supervise(life: socket.socket, parent: int) -> int | None:
-    """Start the program and see it to its end. Its exit status; None if it is to end, or before it was started."""
+def _supervise(control: socket.socket, parent: int) -> int | None:
+    """Run the program to its end. Returns its exit status; None if it was asked to end, also before the start."""
     line = b""
     while b"\n" not in line:
-        if not (read := life.recv(1 << 16)):
+        if not (read := control.recv(1 << 16)):
             return None
         line += read
-    line, _, word = line.partition(b"\n")
-    if word:
-        return None  # it is to end before it has begun
-    job = ProgramSpec(**json.loads(line))
-    log = RotatingLog(Path(job.log), job.log_bytes, job.secrets)
+    line, _, rest = line.partition(b"\n")
+    if rest:
+        return None  # asked to end before the start
+    spec = ProgramSpec(**json.loads(line))
+    log = RotatingLog(Path(spec.log), spec.log_bytes, spec.secrets)
     reading, writing = os.pipe()
     program = subprocess.Popen(
-        job.command,
-        env={**job.env, DIRECTORY_VARIABLE: job.directory},
-        cwd=job.cwd or job.directory,
-        stdin=subprocess.DEVNULL if job.stdin is None else job.stdin,
-        stdout=writing if job.stdout is None else job.stdout,
+        spec.command,
+        env={**spec.env, DIRECTORY_VARIABLE: spec.directory},
+        cwd=spec.cwd or spec.directory,
+        stdin=subprocess.DEVNULL if spec.stdin is None else spec.stdin,
+        stdout=writing if spec.stdout is None else spec.stdout,
         stderr=writing,
-        pass_fds=job.inherited,
-        preexec_fn=_prepare_child,  # noqa: PLW1509  (the keeper has one thread)
+        pass_fds=spec.inherited,
+        preexec_fn=_prepare_child,  # noqa: PLW1509  (the supervisor has one thread)
     )
-    for ours in (writing, *job.descriptors):
-        os.close(ours)
+    for descriptor in (writing, *spec.descriptors):
+        os.close(descriptor)
     os.set_blocking(reading, False)
     try:
-        return _wait_for_end(program.pid, life, parent, reading, log)
+        return _wait_for_end(program.pid, control, parent, reading, log)
     finally:
         kill_descendants()
         while _copy_output(reading, log):
@@ -213,40 +213,40 @@ def _supervise(life: socket.socket, parent: int) -> int | None:
 
 
 def _prepare_child() -> None:
-    """What the program's process does before it becomes the program."""
+    """Runs in the child between fork and exec."""
     reset_signals()
     set_parent_death_signal()
 
 
-def _wait_for_end(program: int, life: socket.socket, parent: int, output: int, log: RotatingLog) -> int | None:
+def _wait_for_end(program: int, control: socket.socket, parent: int, output: int, log: RotatingLog) -> int | None:
     woken = child_wakeup_fd()
-    told_to_end: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
-    watched = [life.fileno(), woken, output]
-    deadline, heard = float("inf"), b""
-    while not told_to_end and os.getppid() == parent and time.monotonic() < deadline:
+    stop_requested: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
+    watched = [control.fileno(), woken, output]
+    deadline, pending = float("inf"), b""
+    while not stop_requested and os.getppid() == parent and time.monotonic() < deadline:
         while (ended := reap_child()) is not None:
             pid, status = ended
             if pid == program:
                 return status
-        # The life line may be held open by a fork of the dead parent, hence the look at the parent every second.
+        # A fork of the dead parent may hold the control socket open. The parent is therefore checked every second.
         readable, _, _ = select.select(watched, [], [], max(0.0, min(1.0, deadline - time.monotonic())))
         if woken in readable:
             os.read(woken, 4096)
         if output in readable and not _copy_output(output, log):
             watched.remove(output)
-        if life.fileno() in readable:
-            if not (read := life.recv(64)):
+        if control.fileno() in readable:
+            if not (read := control.recv(64)):
                 return None
-            *words, heard = (heard + read).split(b"\n")
-            for word in words:
-                deadline = min(deadline, time.monotonic() + float(word))
+            *lines, pending = (pending + read).split(b"\n")
+            for seconds in lines:
+                deadline = min(deadline, time.monotonic() + float(seconds))
                 os.kill(program, signal.SIGTERM)
     return None
 
 
 def _copy_output(output: int, log: RotatingLog) -> bool:
-    """Write down some of what the program has written; False at its end, or when there is nothing just now."""
+    """Copy available output to the log. Returns False at the end, or if nothing is available."""
     try:
         data = os.read(output, 1 << 16)
     except BlockingIOError:

@@ -157,7 +157,7 @@ class History:
         self.check_leases()
         for pool in pools.values():
             assert pool.next_grant() is None, "somebody waits for what is free"
-        answers, waiters = self.engine._pending, self.engine._scheduler._books.waiters
+        answers, waiters = self.engine._pending, self.engine._scheduler._state.waiters
         assert {number for number, answer in answers.items() if not answer.is_settled} <= waiters.keys()
         assert waiters.keys() <= answers.keys(), "something is waited for by nobody"
 

@@ -198,7 +198,7 @@ async def test_a_zygote_has_its_time_for_each_fork_and_not_for_all_that_are_aske
 async def test_any_number_of_simulators_may_be_asked_for_at_once(
     make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "FORKS_ASKED_FOR", 2)
+    monkeypatch.setattr(fork_server, "MAX_PENDING_FORKS", 2)
     simulators = await alive([make() for _ in range(6)])
     assert len(importers(notes)) == 1
     await released(simulators)

@@ -303,7 +303,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                     life.state, life.shared = "stopping", False
                     life.holdings.clear()
                 case BackOffStarts(spec=spec, seconds=seconds):
-                    assert 0 < seconds <= backoff.LONGEST_PAUSE_S
+                    assert 0 < seconds <= backoff.MAX_BACKOFF_S
                     self.pauses[spec] = self.now + seconds
                 case CheckInstance(instance=name):
                     assert self.lives[name].state == "live"

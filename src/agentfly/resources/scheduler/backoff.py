@@ -18,17 +18,17 @@ from agentfly.core.errors import (
 )
 
 INITIAL_BACKOFF_S = 0.25
-LONGEST_PAUSE_S = 30.0
-"""Seconds between two tries: the first pause, doubled with each round of failures, and the longest."""
+MAX_BACKOFF_S = 30.0
+"""Seconds between two tries: the first pause, which doubles with each round of failures, and the maximum."""
 
 MIN_FAILING_S = 3.5
-"""Seconds for which starts have to fail before one more that fails also fails the request that it was for."""
+"""Seconds of failing starts after which another failed start also fails the request it was for."""
 
-LOST_S, LOST_ROUNDS = 60.0, 4
-"""Seconds, and tries, after which one more that fails does so for all who wait: nothing suggests that this passes."""
+HOPELESS_AFTER_S, HOPELESS_AFTER_ROUNDS = 60.0, 4
+"""Seconds and rounds of failures after which another failed start fails all waiting requests."""
 
 DISK_FULL_TIMEOUT_S = 300.0
-"""Seconds that requests wait on a full disk, while there are instances that may free some of it, until one goes."""
+"""Seconds that requests wait for disk space while instances exist that may free some."""
 
 
 class StartFailureCause(Enum):
@@ -97,47 +97,47 @@ def _is_full(error: BaseException) -> bool:
 
 
 class StartBackoff:
-    """What one pool has learned from its latest starts.
+    """The backoff of one pool after failed starts.
 
-    Starts that fail are followed by a pause, which grows with each round of them; those that were under way together
-    are one round. After a pause a single start is tried. Each that succeeds lets one more be under way, so that their
-    number doubles in the time of a start, until it bounds nothing any more. Where a disk was full the number grows by
-    one in the time of a start: nobody knows how much room there is, and all that are under way when it ends fail.
+    Failed starts are followed by a pause, which grows with each round of failures. Starts that ran concurrently are
+    one round. After a pause a single start is tried. Each success allows one more concurrent start, so their number
+    doubles in the time of a start, until it is unlimited. After a full disk the number grows by one in the time of a
+    start, because the free space is unknown and all running starts fail when it is used up.
     """
 
     def __init__(self) -> None:
         self.rounds = 0  # of failures since the last success
-        self.since = math.inf  # when the first start of these began
-        self.until = -math.inf  # when the pause is over
-        self.blocks_prewarming = False  # no start ahead of who asks
-        self.blocks_waiters = False  # nor for those who wait; what lasts is told to them instead
+        self.since = math.inf  # when the first failed start of these rounds began
+        self.until = -math.inf  # when the pause ends
+        self.blocks_prewarming = False  # no start without a waiter
+        self.blocks_waiters = False  # no start for waiters either; permanent failures reject them instead
         self.cause = StartFailureCause.TRANSIENT
         self.error: BaseException | None = None
-        self._concurrency: float | None = None  # how many may be starting at once; None for any number
+        self._concurrency: float | None = None  # maximum concurrent starts; None for no limit
 
     def allowed_starts(self, starting: int) -> float:
-        """How many more may be started for those who wait."""
+        """The number of further starts allowed for waiters."""
         if self.blocks_waiters:
             return 0
         return math.inf if self._concurrency is None else max(0, int(self._concurrency) - starting)
 
     def failed(self, began: float, error: BaseException, now: float) -> None:
-        """A start that began at a time has failed."""
+        """A start has failed."""
         self.cause, self.error = cause_of(error), error
         self.since = min(self.since, began)
-        if self.rounds == 0 or now >= self.until:  # else it was under way when the pause was decided on
-            self.until = now + min(INITIAL_BACKOFF_S * 2.0**self.rounds, LONGEST_PAUSE_S)
+        if self.rounds == 0 or now >= self.until:  # otherwise it ran already when the pause began
+            self.until = now + min(INITIAL_BACKOFF_S * 2.0**self.rounds, MAX_BACKOFF_S)
             self.rounds += 1
         self.blocks_prewarming = True
         if self.cause is not StartFailureCause.PERMANENT:
             self._concurrency, self.blocks_waiters = 1, True
 
     def failure_scope(self, now: float, *, may_be_freed: bool) -> FailureScope:
-        """Whom the start fails that has just failed.
+        """The requests that fail with the latest failed start.
 
         Args:
             now: the time.
-            may_be_freed: whether there are instances whose end would free some of a full disk.
+            may_be_freed: whether instances exist whose end would free disk space.
         """
         failing = now - self.since
         if self.cause is StartFailureCause.PERMANENT:
@@ -147,7 +147,9 @@ class StartBackoff:
         if failing < MIN_FAILING_S:
             return FailureScope.NOBODY
         return (
-            FailureScope.ALL_WAITING if failing >= LOST_S and self.rounds >= LOST_ROUNDS else FailureScope.NEXT_SERVED
+            FailureScope.ALL_WAITING
+            if failing >= HOPELESS_AFTER_S and self.rounds >= HOPELESS_AFTER_ROUNDS
+            else FailureScope.NEXT_SERVED
         )
 
     def succeeded(self) -> None:
@@ -159,11 +161,11 @@ class StartBackoff:
             self._concurrency = self._concurrency + step if self._concurrency < _WIDE else None
 
     def space_freed(self, now: float) -> None:
-        """An instance is gone: if the disk was full, it may not be any more."""
+        """An instance is gone, which may have freed space on a full disk."""
         if self.cause is StartFailureCause.DISK_FULL and self.rounds:
             self.since, self.blocks_prewarming, self.blocks_waiters = now, False, False
 
     def resume(self, now: float) -> None:
-        """Time went by: the pause may be over."""
+        """End the pause if its time has passed."""
         if now >= self.until:
             self.blocks_prewarming = self.blocks_waiters = False

@@ -11,12 +11,12 @@ from agentfly.resources.spec import ResourceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What all instances of an engine together may take of the host. None means without limit.
+    """The maximum that all instances of an engine may use of the host. None means no limit.
 
     Args:
         cpus: processor cores.
         memory_bytes: bytes of memory.
-        gpus: graphics processors.
+        gpus: GPUs.
     """
 
     cpus: float | None = None
@@ -25,7 +25,7 @@ class Budget:
 
 
 ResourceCost = tuple[int, int, int]
-"""Thousandths of a core, bytes, thousandths of a graphics processor: whole numbers, so that sums stay exact."""
+"""Thousandths of a core, bytes, thousandths of a GPU: integers, so that sums are exact."""
 
 NO_COST: ResourceCost = (0, 0, 0)
 _NAMES = ("cpus", "memory", "gpus")
@@ -33,18 +33,18 @@ _SCALES = (1000, 1, 1000)
 
 
 def cost_of(spec: ResourceSpec[Any]) -> ResourceCost:
-    """What one instance of a spec takes."""
+    """The cost of one instance of a spec."""
     return (round(spec.cpus * 1000), spec.memory_bytes, round(spec.gpus * 1000))
 
 
 def total_cost(costs: Iterable[ResourceCost]) -> ResourceCost:
-    """What several instances take together."""
+    """The total cost of several instances."""
     cpus, memory, gpus = (sum(amounts) for amounts in zip(*costs, strict=True))
     return (cpus, memory, gpus)
 
 
 class BudgetUsage:
-    """What is spent of a budget, and what of that is about to come back."""
+    """The used part of a budget, and the part of it that stopping instances will return."""
 
     def __init__(self, budget: Budget) -> None:
         given = (budget.cpus, budget.memory_bytes, budget.gpus)
@@ -56,35 +56,35 @@ class BudgetUsage:
 
     def spend(self, cost: ResourceCost) -> None:
         """An instance is about to start."""
-        for place, amount in enumerate(cost):
-            self._spent[place] += amount
+        for index, amount in enumerate(cost):
+            self._spent[index] += amount
 
     def mark_returning(self, cost: ResourceCost) -> None:
-        """An instance is on its way out."""
-        for place, amount in enumerate(cost):
-            self._returning[place] += amount
+        """An instance is stopping."""
+        for index, amount in enumerate(cost):
+            self._returning[index] += amount
 
     def unmark_returning(self, cost: ResourceCost) -> None:
-        """An instance that was on its way out does not go."""
-        for place, amount in enumerate(cost):
-            self._returning[place] -= amount
+        """A stopping instance is stuck."""
+        for index, amount in enumerate(cost):
+            self._returning[index] -= amount
 
     def returned(self, cost: ResourceCost) -> None:
-        """An instance that was on its way out is gone."""
-        for place, amount in enumerate(cost):
-            self._spent[place] -= amount
-            self._returning[place] -= amount
+        """A stopping instance is gone."""
+        for index, amount in enumerate(cost):
+            self._spent[index] -= amount
+            self._returning[index] -= amount
 
     def fits(self, cost: ResourceCost) -> bool:
         """Whether an instance can start now."""
         return not any(self._lacking(cost, self._spent))
 
     def shortage(self, cost: ResourceCost) -> tuple[bool, ...]:
-        """Of what there is too little for an instance, once everything on its way out is gone."""
+        """For each quantity, whether an instance lacks it even after all stopping instances are gone."""
         return self._lacking(cost, [spent - back for spent, back in zip(self._spent, self._returning, strict=True)])
 
     def describe_excess(self, cost: ResourceCost) -> str | None:
-        """Why an instance can never start, in words; None if it can."""
+        """Why an instance can never start; None if it can."""
         over = [
             f"{name} {amount / scale:g} of {limit / scale:g}"
             for name, amount, limit, scale in zip(_NAMES, cost, self._limits, _SCALES, strict=True)

@@ -1,9 +1,9 @@
 """Deadlock detection: owners that each wait for something only the others could release.
 
-A waiter is deadlocked if everyone who could make room for it waits too, and everyone who could make room for those, and
-so on: a knot in the wait graph (the OR model: one of several holders is enough to continue). A waiter with a reserved
-idle instance can also make room, by giving the reservation up. A request for several specs is deadlocked as soon as one
-of its waits is.
+A waiter is deadlocked if everyone who could make room for it waits too, and everyone who could make room for those,
+and so on: a knot in the wait graph (the OR model: one of several holders is enough to continue). A waiter with a
+reserved idle instance can also make room, by giving the reservation up. A request for several specs is deadlocked as
+soon as one of its waits is.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from agentfly.resources.scheduler.provisioner import Provisioner
 from agentfly.resources.scheduler.state import SchedulerState
 
 Blocker = Hold | Waiter
-"""What is in somebody's way: a holding that must end, or another who waits and must be served."""
+"""What blocks a waiter: a hold that must end, or another waiter that must be served."""
 
 BlockersOf = Callable[[Waiter], Iterable[Blocker]]
-"""The obstacles any one of which must go before a waiter can go on; none if it will go on without."""
+"""The blockers of a waiter, one of which must go; empty if the waiter can make progress anyway."""
 
 DeadlockSet = dict[Waiter, list[Blocker]]
-"""Who waits in vain because of whom."""
+"""The deadlocked waiters, each with its blockers."""
 
 
-def find_deadlock(waiter: Waiter, owners: Mapping[str, Owner], in_the_way: BlockersOf) -> DeadlockSet:
-    """Who waits in vain because of whom, if ``waiter`` or a partner of it waits in vain; otherwise nothing.
+def find_deadlock(waiter: Waiter, owners: Mapping[str, Owner], blockers_of: BlockersOf) -> DeadlockSet:
+    """Find the deadlock that a waiter or one of its siblings is part of.
 
-    It looks no further than it takes to see that the waiter will go on, so that it costs next to nothing where there is
-    no deadlock, however many wait.
+    Returns each deadlocked waiter with its blockers; empty if the waiter can make progress. The search stops as soon as
+    that is known. Without a deadlock it is cheap for any number of waiters.
     """
-    stuck: DeadlockSet = {}  # nothing is in the way of those who go on
-    behind: dict[Waiter, list[tuple[Waiter, Waiter]]] = {}  # who goes on once a wait has ended, by what that needs
+    stuck: DeadlockSet = {}  # a waiter that can make progress has an empty list
+    behind: dict[Waiter, list[tuple[Waiter, Waiter]]] = {}  # the waiters that a waiter, once served, can unblock
     first = _unserved(waiter)
     unseen = list(first)
     while unseen:
         current = unseen.pop()
         if current in stuck:
             continue
-        obstacles = list(in_the_way(current))
-        waits = [_waits_of_blocker(obstacle, owners) for obstacle in obstacles]
+        blockers = list(blockers_of(current))
+        waits = [_waits_of_blocker(blocker, owners) for blocker in blockers]
         stuck[current] = (
-            obstacles if all(waits) and not any(_will_end(wait, stuck) for wait in chain.from_iterable(waits)) else []
+            blockers if all(waits) and not any(_will_end(wait, stuck) for wait in chain.from_iterable(waits)) else []
         )
         if not stuck[current]:
             _mark_unblocked(current, stuck, behind)
@@ -52,58 +52,58 @@ def find_deadlock(waiter: Waiter, owners: Mapping[str, Owner], in_the_way: Block
                 return {}
             continue
         for wait in chain.from_iterable(waits):
-            for partner in _unserved(wait):
-                behind.setdefault(partner, []).append((current, wait))
-                unseen.append(partner)
+            for sibling in _unserved(wait):
+                behind.setdefault(sibling, []).append((current, wait))
+                unseen.append(sibling)
     return _reachable(waiter, owners, stuck)
 
 
 def _will_end(wait: Waiter, stuck: DeadlockSet) -> bool:
-    """Whether all that a wait needs is known to come."""
+    """Whether a waiter and all its siblings are known to make progress."""
     return not any(stuck.get(one, True) for one in _unserved(wait))
 
 
 def _mark_unblocked(waiter: Waiter, stuck: DeadlockSet, behind: dict[Waiter, list[tuple[Waiter, Waiter]]]) -> None:
-    """Note that those go on too who have a waiter, that goes on, in their way."""
-    going = [waiter]
-    while going:
-        for one, wait in behind.pop(going.pop(), ()):
+    """Mark the waiters that are unblocked by a waiter that makes progress."""
+    moving = [waiter]
+    while moving:
+        for one, wait in behind.pop(moving.pop(), ()):
             if stuck[one] and _will_end(wait, stuck):
                 stuck[one] = []
-                going.append(one)
+                moving.append(one)
 
 
 def _reachable(waiter: Waiter, owners: Mapping[str, Owner], stuck: DeadlockSet) -> DeadlockSet:
-    """The part of those who are stuck that has to do with one of them."""
-    knot: DeadlockSet = {}
+    """The deadlocked waiters reachable from one waiter."""
+    deadlock: DeadlockSet = {}
     unseen = _unserved(waiter)
     while unseen:
         current = unseen.pop()
-        if stuck[current] and current not in knot:
-            knot[current] = stuck[current]
-            waits = (wait for obstacle in knot[current] for wait in _waits_of_blocker(obstacle, owners))
-            unseen += [partner for wait in waits for partner in _unserved(wait)]
-    return knot
+        if stuck[current] and current not in deadlock:
+            deadlock[current] = stuck[current]
+            waits = (wait for blocker in deadlock[current] for wait in _waits_of_blocker(blocker, owners))
+            unseen += [sibling for wait in waits for sibling in _unserved(wait)]
+    return deadlock
 
 
 def _unserved(waiter: Waiter) -> list[Waiter]:
-    """What a waiter and its partners, all of which must be served, have nothing ready for."""
-    return [partner for partner in waiter.siblings if not partner.reserved]
+    """A waiter and its siblings, without those that have a reserved instance."""
+    return [sibling for sibling in waiter.siblings if not sibling.reserved]
 
 
-def _waits_of_blocker(obstacle: Blocker, owners: Mapping[str, Owner]) -> list[Waiter]:
-    """The waits any one of which must end before an obstacle can go; none if it goes anyway."""
-    return [obstacle] if isinstance(obstacle, Waiter) else waits_of(obstacle, owners)
+def _waits_of_blocker(blocker: Blocker, owners: Mapping[str, Owner]) -> list[Waiter]:
+    """The waiters one of which must be served before a blocker goes; empty if it goes anyway."""
+    return [blocker] if isinstance(blocker, Waiter) else waits_of(blocker, owners)
 
 
-def reserved_waiters(knot: DeadlockSet) -> Iterator[Waiter]:
-    """Those for whom something is kept that others in a knot could use."""
-    for obstacles in knot.values():
-        yield from (obstacle for obstacle in obstacles if isinstance(obstacle, Waiter) and obstacle.reserved)
+def reserved_waiters(deadlock: DeadlockSet) -> Iterator[Waiter]:
+    """Waiters with reserved instances that others in the deadlock could use."""
+    for blockers in deadlock.values():
+        yield from (blocker for blocker in blockers if isinstance(blocker, Waiter) and blocker.reserved)
 
 
 def waits_of(holding: Hold, owners: Mapping[str, Owner]) -> list[Waiter]:
-    """What keeps a holder from giving back. What is held for a call ends with the call, so only its own waits do."""
+    """The waiters that keep a holder from releasing. A hold of scope `call` depends only on waits of its caller."""
     waits = owners[holding.owner].waiters.values()
     if holding.scope is Scope.CALL:
         caller = holding.caller
@@ -111,28 +111,28 @@ def waits_of(holding: Hold, owners: Mapping[str, Owner]) -> list[Waiter]:
     return list(waits)
 
 
-def youngest_holder(knot: DeadlockSet, owners: Mapping[str, Owner]) -> str | None:
-    """Of those in a knot who hold something, the one whose first holding is the latest: with the least to do again."""
+def youngest_holder(deadlock: DeadlockSet, owners: Mapping[str, Owner]) -> str | None:
+    """The holder in a deadlock whose first hold is the latest, so that the least work is lost."""
 
     def age(owner: Owner) -> tuple[float, int]:
         first = next(iter(owner.holdings.values()))
         return (first.since, first.id)
 
-    inside = {waiter.owner: owners[waiter.owner] for waiter in knot if owners[waiter.owner].holdings}
+    inside = {waiter.owner: owners[waiter.owner] for waiter in deadlock if owners[waiter.owner].holdings}
     return max(inside.values(), key=age).name if inside else None
 
 
-def deadlock_error(victim: str, knot: DeadlockSet, now: float) -> DeadlockBroken:
-    """The error for the owner whose wait is failed, naming the cycle."""
+def deadlock_error(victim: str, deadlock: DeadlockSet, now: float) -> DeadlockBroken:
+    """The error for the owner whose request fails; it names the cycle."""
     shown = 8
     lines = []
-    for waiter, obstacles in list(knot.items())[:shown]:
-        holders = ", ".join(_describe_blocker(obstacle, now) for obstacle in obstacles[:shown])
+    for waiter, blockers in list(deadlock.items())[:shown]:
+        holders = ", ".join(_describe_blocker(blocker, now) for blocker in blockers[:shown])
         lines.append(f"{waiter.owner} waits for {waiter.pool.spec.label}, which is held by {holders}")
-    if len(knot) > shown:
-        lines.append(f"and {len(knot) - shown} waits more")
+    if len(deadlock) > shown:
+        lines.append(f"and {len(deadlock) - shown} waits more")
     cycle = "; ".join(lines)
-    if {waiter.owner for waiter in knot} == {victim}:
+    if {waiter.owner for waiter in deadlock} == {victim}:
         cure = "It waits for what only itself could give back: use the instance that it has, or raise the capacity."
     else:
         cure = (
@@ -142,28 +142,27 @@ def deadlock_error(victim: str, knot: DeadlockSet, now: float) -> DeadlockBroken
     return DeadlockBroken(f"Deadlock: {cycle}. {cure}")
 
 
-def _describe_blocker(obstacle: Blocker, now: float) -> str:
-    if isinstance(obstacle, Waiter):
-        wants = "what it wants besides comes free" if obstacle.reserved else f"{obstacle.pool.spec.label} comes free"
-        return f"nobody, but kept for {obstacle.owner} until {wants}"
-    return f"{obstacle.owner} (has {obstacle.instance.name} since {now - obstacle.since:.1f} s)"
+def _describe_blocker(blocker: Blocker, now: float) -> str:
+    if isinstance(blocker, Waiter):
+        wants = "what it wants besides comes free" if blocker.reserved else f"{blocker.pool.spec.label} comes free"
+        return f"nobody, but kept for {blocker.owner} until {wants}"
+    return f"{blocker.owner} (has {blocker.instance.name} since {now - blocker.since:.1f} s)"
 
 
 class WaitGraph:
-    """Reads from the books and the supply why somebody has nothing yet."""
+    """Finds out from the scheduler's records what blocks a waiter."""
 
-    def __init__(self, books: SchedulerState, supply: Provisioner) -> None:
-        self._books = books
-        self._supply = supply
+    def __init__(self, state: SchedulerState, provisioner: Provisioner) -> None:
+        self._state = state
+        self._provisioner = provisioner
 
     def blockers_of(self, waiter: Waiter) -> list[Blocker]:
-        """What must go before a waiter can go on; none if it will go on without.
+        """The holds and waiters that block a waiter.
 
-        Something else will help it if an instance is coming or, in a full pool, going, or if a start that is put off
-        will be tried. What is merely stuck will not,
-        nor what moves elsewhere. A pool that may start another one waits for the budget. If what is on its way out
-        leaves enough of that, it waits for those before it in the line of starts, whom only holders pass by; and if
-        there are none, for a place to start, and every start ends.
+        The list is empty if the waiter will be served without any of them: an instance is starting or resetting, one of
+        a full pool is stopping, or a delayed start will be retried. Stuck instances do not count. A pool below its
+        capacity waits for the budget. If stopping instances will free enough of it, the waiter waits for those ahead of
+        it in the start queue, which only holders overtake, and otherwise for the end of another start.
         """
         pool, before = waiter.pool, self._instances_before(waiter)
         if (
@@ -174,23 +173,23 @@ class WaitGraph:
             return []
         if any(instance.state in BECOMING_READY for instance in before):
             return []
-        if not before and waiter.owner not in self._books.holding_and_waiting:
-            first = self._supply.ahead_in_start_queue(pool)
+        if not before and waiter.owner not in self._state.holding_and_waiting:
+            first = self._provisioner.ahead_in_start_queue(pool)
             return [] if first is None else [first]
         keeping = {instance.pool: None for instance in before if instance.name in instance.pool.idle}
         kept = [one for pool in keeping for one in pool.reservations.values() if one.siblings is not waiter.siblings]
         return [*_holdings_of(before), *kept]
 
     def holds_blocking(self, waiter: Waiter) -> list[Hold]:
-        """Who has what a waiter waits for."""
+        """The holds on the instances that a waiter waits for."""
         return _holdings_of(self._instances_before(waiter))
 
     def _instances_before(self, waiter: Waiter) -> list[Instance]:
-        """What is alive of the pool, or shared, if that is full, and otherwise what takes the budget that is short."""
+        """The instances of a full pool, or its full replicas; otherwise the instances that use the missing budget."""
         pool = waiter.pool
         if waiter.scope is Scope.GLOBAL and pool.replicas_are_full():
             return list(pool.replicas.values())
-        return list(pool.instances.values()) if pool.is_full() else self._supply.instances_using_shortage(pool)
+        return list(pool.instances.values()) if pool.is_full() else self._provisioner.instances_using_shortage(pool)
 
 
 def _holdings_of(instances: list[Instance]) -> list[Hold]:

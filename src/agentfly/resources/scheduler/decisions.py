@@ -35,10 +35,10 @@ class StartInstance:
 
 @dataclass(frozen=True, slots=True)
 class GrantRequest:
-    """Answer a request with a holding. If nobody is there to take it any more, report `declined`.
+    """Answer a request with a hold. If no one waits for it any more, report `declined`.
 
-    When the first of its requests gets a holding, report `handed_out`. Should the instance be seen to be dead then,
-    report `died`: the holding is void, and so are all of its grants that are yet to be carried out.
+    When the first request of a hold is answered, report `delivered`. If the instance is then found dead, report `died`:
+    the hold is void, with all its grants that are not yet carried out.
     """
 
     request: int
@@ -55,14 +55,14 @@ class RejectRequest:
 
 @dataclass(frozen=True, slots=True)
 class EndHold:
-    """A holding is over; what was given out for it is void."""
+    """A hold has ended; revoke its leases."""
 
     holding: Hold
 
 
 @dataclass(frozen=True, slots=True)
 class ResetInstance:
-    """Bring an instance back to a clean and healthy state; report `reset_done` or `reset_failed`."""
+    """Reset an instance and check its health; report `reset_done` or `reset_failed`."""
 
     instance: str
     spec: ResourceSpec[Any]
@@ -70,7 +70,7 @@ class ResetInstance:
 
 @dataclass(frozen=True, slots=True)
 class CheckInstance:
-    """Ask an instance, which may be in use, for its health; report `died` if it is broken."""
+    """Check the health of an instance, which may be in use; report `died` if it is broken."""
 
     instance: str
     spec: ResourceSpec[Any]
@@ -78,7 +78,7 @@ class CheckInstance:
 
 @dataclass(frozen=True, slots=True)
 class StopInstance:
-    """End whatever is under way with an instance and remove it; report `stopped` once it is gone, or `stuck`."""
+    """Cancel operations on an instance and remove it; report `stopped` once it is gone, or `stuck`."""
 
     instance: str
     spec: ResourceSpec[Any]
@@ -86,13 +86,13 @@ class StopInstance:
 
 @dataclass(frozen=True, slots=True)
 class BackOffStarts:
-    """Starts of a spec fail, so that none is tried for some seconds while those who wait go on waiting. Tell of it.
+    """Starts of a spec fail and pause for some seconds, while requests keep waiting. Report it.
 
     Args:
         spec: the spec.
-        error: what the latest failed with.
-        seconds: until the next is tried.
-        rounds: how often that was so, since a start succeeded.
+        error: the latest failure.
+        seconds: time until the next try.
+        rounds: rounds of failures since the last success.
         full_disk: whether a disk is full.
     """
 
@@ -116,11 +116,11 @@ Decision = (
 
 
 MAX_LISTED = 8
-"""Holders, and those who wait, that a message names."""
+"""Maximum number of holders and waiters that a message names."""
 
 
 def exceeds_budget(request: AcquireRequest, excess: str) -> ConfigError:
-    """The spec can never be met."""
+    """The error of a request that exceeds the whole budget."""
     each = " each" if len(request.specs) > 1 else ""
     return ConfigError(
         f"{request.owner} asked for {request.label}, of which one instance{each} takes more than the engine's whole "
@@ -129,14 +129,14 @@ def exceeds_budget(request: AcquireRequest, excess: str) -> ConfigError:
 
 
 def engine_closed(owner: str, label: str) -> EngineClosed:
-    """The engine was closed."""
+    """The error of a request to a closed engine."""
     return EngineClosed(
         f"{owner} asked for {label}, but the resource engine is closed. Acquire inside its `async with` block."
     )
 
 
 def owner_ended(owner: str, label: str) -> ResourceError:
-    """Everything of the owner was released while it waited."""
+    """The error of a waiting request whose owner was released."""
     return ResourceError(
         f"{owner} was waiting for {label} when everything of {owner} was released, so it gets none. "
         "Acquire before the rollout ends, or under another owner."
@@ -144,37 +144,37 @@ def owner_ended(owner: str, label: str) -> ResourceError:
 
 
 def instance_died(holding: Hold) -> ResourceDied:
-    """The owner's instance is gone, with what the owner had in it."""
+    """The error of an owner whose instance died."""
     death = holding.death_error
-    assert death is not None  # only asked about those
+    assert death is not None  # only called for dead instances
     error = ResourceDied(
         f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {describe_error(death)}. "
-        f"What {holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is not "
-        "scored, and can be retried."
+        f"What {holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is "
+        "not scored, and can be retried."
     )
     error.__cause__ = death
     return error
 
 
 def start_failed_error(instance: Instance, cause: BaseException, now: float) -> ResourceStartError:
-    """An instance did not start."""
+    """The error of a request whose instance did not start."""
     backoff = instance.pool.backoff
     label = instance.pool.spec.label
     what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
     why = (
         error_message(cause) if isinstance(cause, AgentFlyError) else describe_error(cause)
-    )  # AgentFly's own say all themselves
-    told = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
+    )  # AgentFly's own messages are complete
+    complete = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
     again = ""
     if backoff.rounds > 1 and backoff.blocks_waiters:
         again = f" It was tried {backoff.rounds} times, at growing intervals, in {now - backoff.since:.1f} s."
-    error = ResourceStartError((why if told else f"{what} did not start: {why}") + again)
+    error = ResourceStartError((why if complete else f"{what} did not start: {why}") + again)
     error.__cause__ = cause
     return error
 
 
 def acquire_timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Hold]], now: float) -> AcquireTimeout:
-    """Nothing came free in time, for those who waited together and still lack something."""
+    """The error of a request that timed out, for its waiters that are still unserved."""
     first = partners[0]
     wanted = " and ".join(waiter.pool.spec.label for waiter in partners)
     found = " ".join(_shortage(waiter, held, now) for waiter, held in zip(partners, holdings, strict=True))
@@ -185,7 +185,7 @@ def acquire_timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Hold]]
 
 
 def _shortage(waiter: Waiter, holdings: Iterable[Hold], now: float) -> str:
-    """Why there was nothing for a waiter: who has it, for how long, and who else waits."""
+    """Who holds the instances of a waiter's pool, for how long, and who else waits."""
     pool = waiter.pool
     oldest = sorted(holdings, key=lambda holding: holding.since)
     holders = [

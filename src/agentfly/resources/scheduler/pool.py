@@ -58,60 +58,60 @@ class AcquireRequest:
     callers: tuple[Hashable, ...] = ()
     deadline: float | None = None
     timer: list[Any] | None = None
-    closed: bool = False  # it was refused or taken back, and waits for nothing any more
+    closed: bool = False  # rejected or cancelled
 
     @property
     def label(self) -> str:
-        """What is asked for, for people."""
+        """The labels of the requested specs, for messages."""
         return " and ".join(spec.label for spec in self.specs)
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """An instance as the scheduler knows it: a name and a state."""
+    """An instance as the scheduler knows it."""
 
     name: str
     pool: InstancePool
     state: InstanceState
-    since: float  # when it came into its state
+    since: float  # when its state last changed
     started: float
-    has_started: bool = False  # its start is over, well
+    has_started: bool = False  # its start has succeeded
     holdings: dict[int, Hold] = field(default_factory=dict)
-    shared: bool = False  # given out with global scope
-    uses: int = 0  # owners so far
+    shared: bool = False  # granted with global scope
+    uses: int = 0  # number of owners so far
     checked: float = 0.0
     timer: list[Any] | None = None
 
     @property
     def is_unreserved(self) -> bool:
-        """Whether an idle instance is kept for nobody."""
+        """Whether an idle instance is not reserved."""
         return self.shared or len(self.pool.idle) > len(self.pool.reservations)
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """An owner's hold on an instance: what a lease stands for."""
+    """An owner's hold on an instance, represented outside by a lease."""
 
     id: int
     owner: str
     scope: Scope
     instance: Instance
     since: float
-    caller: Hashable  # the thread of control whose end gives it back, if it is held for a call
-    undelivered: list[ServedRequests] = field(default_factory=list)  # by it, until it is handed out
-    request_count: int = 0  # acquires that were answered with it
-    died_undelivered: bool = False  # what it stood for was dead before anybody had it
-    death_error: BaseException | None = None  # why its instance is gone, for an owner who must not get another unawares
+    caller: Hashable  # the caller whose end releases it, for scope `call`
+    undelivered: list[ServedRequests] = field(default_factory=list)  # requests served by it, until it is delivered
+    request_count: int = 0  # number of requests that it has served
+    died_undelivered: bool = False  # its instance died before delivery
+    death_error: BaseException | None = None  # why its instance is gone; the owner must not get a replacement unnoticed
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequests:
-    """Requests that shared a place in a queue and were granted a holding: where they would have to wait again.
+    """Requests that were served by one hold, with their former queue position.
 
     Args:
         requests: the requests.
-        priority: that of their place.
-        arrival: that of their place.
+        priority: the priority of their waiter.
+        arrival: the arrival number of their waiter.
         since: when they began to wait.
     """
 
@@ -123,24 +123,24 @@ class ServedRequests:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A place in a pool's queue. Requests of one owner for the same thing share one.
+    """An entry of a pool's queue. Requests of one owner for the same specs share one.
 
-    A request for several specs has a place in each of their queues. These partners arrived at the same moment, so that
-    of two sets the same one is the earlier in every queue that they have in common; it will not wait for the other.
+    A request for several specs has a waiter in each of their queues. These siblings have the same arrival number. Of
+    two such requests the same one is therefore first in every common queue, and it never waits for the other.
     """
 
     number: int
     owner: str
     scope: Scope
     priority: int
-    arrival: int  # the same for partners
+    arrival: int  # the same for siblings
     since: float
     pool: InstancePool
-    requests: dict[int, AcquireRequest]  # the same for partners
-    siblings: list[Waiter]  # itself among them
-    reserved: bool = False  # an instance is ready for it, and waits with it for its partners
-    yielding: bool = False  # it lets others have what is kept for it
-    has_yielded: bool = False  # it has done so
+    requests: dict[int, AcquireRequest]  # the same for siblings
+    siblings: list[Waiter]  # including itself
+    reserved: bool = False  # an idle instance is reserved until its siblings are served
+    yielding: bool = False  # others may take its reserved instance
+    has_yielded: bool = False  # it has yielded before
 
     @property
     def order(self) -> tuple[int, int]:
@@ -149,18 +149,18 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still in the queue."""
+        """Whether it is still queued."""
         return bool(self.requests) and self in self.siblings
 
     @property
     def needs_only_this_pool(self) -> bool:
-        """Whether an instance of its pool is all that it still wants."""
-        return all(partner is self or partner.reserved for partner in self.siblings)
+        """Whether all its siblings have a reserved instance."""
+        return all(sibling is self or sibling.reserved for sibling in self.siblings)
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """What one owner holds and waits for, over all pools."""
+    """The holds and waiters of one owner, over all pools."""
 
     name: str
     holdings: dict[int, Hold] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Owner:
 
 
 class PriorityQueue:
-    """Who waits for the same kind of place, by priority and then by arrival. No step depends on how many wait."""
+    """Waiters by priority and then by arrival. The cost of each operation is independent of the length."""
 
     def __init__(self) -> None:
         self._by_priority: dict[int, OrderedDict[int, Waiter]] = {}  # highest first
@@ -182,7 +182,7 @@ class PriorityQueue:
             yield from waiters.values()
 
     def add(self, waiter: Waiter) -> None:
-        """Put a waiter at the end of its priority."""
+        """Add a waiter behind those of the same priority."""
         if waiter.priority not in self._by_priority:
             self._by_priority[waiter.priority] = OrderedDict()
             self._by_priority = dict(sorted(self._by_priority.items(), reverse=True))
@@ -190,15 +190,15 @@ class PriorityQueue:
         self._length += 1
 
     def reinsert(self, waiter: Waiter) -> None:
-        """Put a waiter where it belongs by its arrival, because what it was given has come to nothing."""
+        """Put a waiter back in the order of its arrival, because its grant was void."""
         self.add(waiter)
         waiters = self._by_priority[waiter.priority]
         later = [one for one in waiters.values() if one.arrival > waiter.arrival]
-        for one in later:
-            waiters.move_to_end(one.number)
+        for waiter in later:
+            waiters.move_to_end(waiter.number)
 
     def remove(self, waiter: Waiter) -> None:
-        """Take a waiter out, wherever it stands."""
+        """Remove a waiter."""
         waiters = self._by_priority[waiter.priority]
         del waiters[waiter.number]
         if not waiters:
@@ -207,7 +207,7 @@ class PriorityQueue:
 
 
 class WaitQueue:
-    """Who waits in a pool: for an instance of their own, or for a seat on one that is shared."""
+    """The waiters of a pool, for an exclusive instance or for a shared one."""
 
     def __init__(self) -> None:
         self.exclusive = PriorityQueue()
@@ -222,12 +222,12 @@ class WaitQueue:
         return iter(self.exclusive or self.shared)
 
     def lane(self, scope: Scope) -> PriorityQueue:
-        """Where those stand who ask with a scope."""
+        """The queue for requests with a scope."""
         return self.shared if scope is Scope.GLOBAL else self.exclusive
 
 
 class InstancePool:
-    """All live instances of one spec. It keeps its own books straight and decides nothing."""
+    """All live instances of one spec, with its holds and waiters. It decides nothing."""
 
     def __init__(self, spec: ResourceSpec[Any]) -> None:
         self.spec = spec
@@ -235,23 +235,23 @@ class InstancePool:
         self.uses_budget = self.cost != NO_COST
         self.start_weight = spec.start_weight
         self.instances: dict[str, Instance] = {}
-        self.idle: dict[str, Instance] = {}  # clean; the one used last is the last
-        self.replicas: dict[str, Instance] = {}  # given out with global scope
-        self.replicas_with_room: dict[str, Instance] = {}  # those of them that have a seat free
+        self.idle: dict[str, Instance] = {}  # ready for use; the most recently used last
+        self.replicas: dict[str, Instance] = {}  # granted with global scope
+        self.replicas_with_room: dict[str, Instance] = {}  # those that can take another owner
         self.counts = dict.fromkeys(InstanceState, 0)
         self.holds_by_owner: dict[tuple[str, Scope], Hold] = {}
         self.waiters_by_owner: dict[tuple[str, Scope], list[Waiter]] = {}
         self.queue = WaitQueue()
-        self.reservations: dict[int, Waiter] = {}  # those in the queue for whom an idle instance waits, in order
-        self.start_queue_key: tuple[int, int] | None = None  # its place among the pools that want a start
+        self.reservations: dict[int, Waiter] = {}  # waiters with a reserved idle instance, in order
+        self.start_queue_key: tuple[int, int] | None = None  # its position in the start queue
         self.backoff = StartBackoff()
-        self.is_prewarmed = False  # whether instances are started ahead of those who ask
-        self.last_demand = 0.0  # when somebody last asked for an instance
-        self.warm = 0  # how many idle instances to keep ready: the spec's count, until nobody asks any more
-        self.prewarm_check_at = math.inf  # when it is seen whether anybody still asks
+        self.is_prewarmed = False  # whether instances are started before they are requested
+        self.last_demand = 0.0  # time of the last request
+        self.warm = 0  # idle instances to keep ready: the spec's number while there is demand
+        self.prewarm_check_at = math.inf  # when demand is checked next
 
     def set_state(self, instance: Instance, state: InstanceState, now: float) -> None:
-        """Bring an instance into a state."""
+        """Change the state of an instance."""
         if instance.name in self.instances:
             self.counts[instance.state] -= 1
         self.instances[instance.name] = instance
@@ -269,14 +269,14 @@ class InstancePool:
             last.reserved = False
 
     def remove(self, instance: Instance) -> None:
-        """An instance is gone."""
+        """Remove an instance that is gone."""
         self.counts[instance.state] -= 1
         del self.instances[instance.name]
 
     def next_grant(self) -> tuple[Waiter, Instance] | None:
-        """Whose turn it is, and the instance for it. Notes on the way for whom one is kept until its partners can go.
+        """The next waiter to serve and its instance; None if no one can be served. Updates the reservations on the way.
 
-        One that waits for a seat, where all replicas there may be are full, holds up nobody who needs an instance.
+        A waiter for a shared instance, while all replicas are full, does not delay waiters for an exclusive one.
         """
         if not self.queue:
             return None
@@ -286,8 +286,8 @@ class InstancePool:
         spare = len(self.idle)
         for waiter in self._eligible_waiters():
             if waiter.scope is Scope.GLOBAL:
-                seat = self._choose_replica(spare)
-                return None if seat is None else (waiter, seat)
+                replica = self._choose_replica(spare)
+                return None if replica is None else (waiter, replica)
             if waiter.yielding:
                 continue
             if not spare:
@@ -300,15 +300,15 @@ class InstancePool:
         return None
 
     def last_idle(self) -> Instance:
-        """The idle instance that was used last; there must be one."""
+        """The most recently used idle instance; there must be one."""
         return next(reversed(self.idle.values()))
 
     def first_unserved(self) -> Waiter | None:
-        """Whoever is first among those for whom no instance is ready or coming."""
+        """The first waiter for which no instance is ready, starting or resetting; None if every waiter has one."""
         return next(islice(self._unreserved_waiters(), self.becoming_ready(), None), None)
 
     def replicas_are_full(self) -> bool:
-        """Whether there are all the replicas there may be, and none has a seat free."""
+        """Whether all allowed replicas exist and none can take another owner."""
         return not self.replicas_with_room and len(self.replicas) >= self.spec.replicas
 
     def _unreserved_waiters(self) -> Iterator[Waiter]:
@@ -318,20 +318,20 @@ class InstancePool:
         return self.queue.exclusive if self.replicas_are_full() else self.queue
 
     def _choose_replica(self, spare: int) -> Instance | None:
-        """Where the next owner of a shared instance goes, if ``spare`` idle instances may be used for it."""
+        """The instance for the next shared owner, if ``spare`` idle instances may become replicas."""
         emptiest = min(self.replicas_with_room.values(), key=lambda instance: len(instance.holdings), default=None)
         if (emptiest is None or emptiest.holdings) and spare and len(self.replicas) < self.spec.replicas:
             return self.last_idle()
         return emptiest
 
     def share(self, instance: Instance) -> None:
-        """An instance has been given out with global scope."""
+        """Note that an instance has been granted with global scope."""
         instance.shared = True
         self.replicas[instance.name] = instance
         self.update_replica_room(instance)
 
     def update_replica_room(self, instance: Instance) -> None:
-        """Note whether a shared instance has a seat free."""
+        """Note whether a shared instance can take another owner."""
         spec = self.spec
         full = spec.max_owners is not None and len(instance.holdings) >= spec.max_owners
         if full or self.has_reached_max_uses(instance):
@@ -340,28 +340,28 @@ class InstancePool:
             self.replicas_with_room[instance.name] = instance
 
     def has_reached_max_uses(self, instance: Instance) -> bool:
-        """Whether an instance has had as many owners as it may."""
+        """Whether an instance has had its maximum number of owners."""
         return self.spec.max_uses is not None and instance.uses >= self.spec.max_uses
 
     def unused_replica(self) -> Instance | None:
-        """A shared instance that nobody holds."""
+        """A shared instance without owners, if there is one."""
         return next((instance for instance in self.replicas_with_room.values() if not instance.holdings), None)
 
     def becoming_ready(self) -> int:
-        """How many instances will be free without anybody giving one back."""
+        """The number of instances that become ready without a release."""
         return self.counts[InstanceState.STARTING] + self.counts[InstanceState.RESETTING]
 
     def unmet_demand(self) -> int:
-        """How many instances those who wait need beyond those that are ready for them or coming."""
+        """The number of instances that waiters need beyond those that are reserved or becoming ready."""
         return len(self.queue.exclusive) - len(self.reservations) + self._replicas_wanted() - self.becoming_ready()
 
     def starts_wanted(self) -> int:
-        """How many instances to start for those who wait, within capacity and what failures have taught."""
+        """The number of instances to start for waiters, within the capacity and the backoff."""
         room = self.backoff.allowed_starts(self.counts[InstanceState.STARTING])
         return int(min(self.unmet_demand(), self.spec.capacity - len(self.instances), room))
 
     def prewarm_starts_wanted(self) -> int:
-        """How many instances to start though nobody waits for them, within capacity."""
+        """The number of instances to start without waiters, within the capacity."""
         if not self.is_prewarmed or self.backoff.blocks_prewarming:
             return 0
         ahead = max(self.warm, int(self._wants_another_replica()))
@@ -370,34 +370,34 @@ class InstancePool:
         return int(min(wanted, self.spec.capacity - len(self.instances), room))
 
     def unserved_waiters(self) -> list[Waiter]:
-        """All for whom no instance is ready or coming."""
+        """All waiters for which no instance is ready or becoming ready."""
         return list(islice(self._unreserved_waiters(), self.becoming_ready(), None))
 
     def waiters_of_next_start(self) -> list[Waiter]:
-        """Those whom one more instance would serve."""
+        """The waiters that one more instance would serve."""
         first = next(self._unreserved_waiters(), None)
         if first is None or first.scope is not Scope.GLOBAL:
             return [first] if first is not None else []
-        seats = self.spec.max_owners or len(self.queue)
-        return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self._unreserved_waiters(), seats)))
+        owners = self.spec.max_owners or len(self.queue)
+        return list(takewhile(lambda waiter: waiter.scope is Scope.GLOBAL, islice(self._unreserved_waiters(), owners)))
 
     def _replicas_wanted(self) -> int:
         if not (waiting := len(self.queue.shared)):
             return 0
-        seats = self.spec.max_owners or waiting
-        return min(-(-waiting // seats), self.spec.replicas - len(self.replicas))
+        owners = self.spec.max_owners or waiting
+        return min(-(-waiting // owners), self.spec.replicas - len(self.replicas))
 
     def _wants_another_replica(self) -> bool:
-        """Whether one more replica would lighten the load of those whose seats have no limit."""
+        """Whether another replica would reduce the load, for replicas with an unlimited number of owners."""
         spec, replicas = self.spec, self.replicas
         return spec.max_owners is None and 0 < len(replicas) < spec.replicas and self.unused_replica() is None
 
     def is_full(self) -> bool:
-        """Whether as many instances are alive as may be."""
+        """Whether the capacity is used up."""
         return len(self.instances) >= self.spec.capacity
 
     def is_empty(self) -> bool:
-        """Whether nothing would be lost if the pool were forgotten."""
+        """Whether the pool has no state that must be kept."""
         return not (
             self.instances or self.queue or self.holds_by_owner or self.is_prewarmed or self.backoff.blocks_prewarming
         )

@@ -26,8 +26,8 @@ from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.engine.status import EngineSnapshot
 from agentfly.resources.scheduler.backoff import (
     DISK_FULL_TIMEOUT_S,
-    MAX_BACKOFF_S,
     HOPELESS_AFTER_S,
+    MAX_BACKOFF_S,
     MIN_FAILING_S,
     StartFailureCause,
     cause_of,
